@@ -1,0 +1,41 @@
+"""flowgrpo: training language-model agents that act over several turns with tools, by Flow-GRPO.
+
+    tasks -> rollout -> Trajectories -> rewards -> advantages -> pack -> Batch -> update -> params
+
+What people compose is here; the modules hold the rest.
+"""
+
+from flowgrpo import masked
+from flowgrpo.algorithms.advantage import (
+    gae,
+    group_center,
+    group_zscore,
+    leave_one_out,
+    mixed_groups,
+    multi_turn_group_advantage,
+)
+from flowgrpo.algorithms.compose import compose
+from flowgrpo.algorithms.dpo import Pairs, dpo, dpo_pairs
+from flowgrpo.algorithms.options import Correction, Options, Overlong, kl_estimate, overlong_penalty
+from flowgrpo.algorithms.policy_gradient import (
+    cispo,
+    dapo,
+    dr_grpo,
+    flow_grpo,
+    flow_grpo_released,
+    gigpo,
+    grpo,
+    gspo,
+    kimi,
+    reinforce_pp,
+    rloo,
+)
+from flowgrpo.algorithms.ppo import ppo, token_gae, turn_gae
+from flowgrpo.algorithms.weight import flow_weights, sequence_mean, sequence_sum, token_mean
+from flowgrpo.contracts import Algorithm, Completion, Env, Generate, Policy, Request, Reward, Scored, Scores, Tool
+from flowgrpo.layouts import place, rows_by_trajectory, rows_by_turn, unpack
+from flowgrpo.packing import account, fill_rate, pack
+from flowgrpo.ragged import collate
+from flowgrpo.types import ENDINGS, BadInput, Batch, Fate, Ledger, Status, Task, Trajectories, Trajectory, Turn
+
+__version__ = "0.1.0"

@@ -1,0 +1,92 @@
+"""How the parts of an algorithm are bound together: a new member of the family is one call of `compose`.
+
+advantage of an outcome  x  ratio and clip  x  aggregation  +  KL
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from jax import Array
+
+from flowgrpo.algorithms import loss as losses
+from flowgrpo.algorithms.advantage import mixed_groups
+from flowgrpo.algorithms.options import Options, is_off, shaped_outcome
+from flowgrpo.algorithms.weight import Weigh
+from flowgrpo.contracts import Algorithm
+from flowgrpo.types import Trajectories, check_axes
+
+Advantage = Callable[[Trajectories, Array, Array, Options], Array]  # (trajectories, outcome_n, valid_n, options) -> adv
+
+
+def compose(
+    name: str,
+    *,
+    advantage: Advantage,
+    weigh: Weigh,
+    surrogate: losses.Surrogate,
+    options: Options,
+    by: tuple[str, ...] = (),
+    clip: tuple | None = None,
+    keeps: str = "",
+    needs: str = "",
+    skips: bool = True,
+) -> Algorithm:
+    """An `Algorithm` from its parts.
+
+    `by` names the batch fields that make a sequence where the surrogate reads sums over one; `clip`
+    holds the widths (low, high) for the clip fractions among the metrics.
+    """
+    first_pass = partial(losses.token_sums, by=by, correction=options.correction)
+    sequence_corrected = options.correction is not None and options.correction.level == "sequence"
+    return Algorithm(
+        name=name,
+        advantages=bind(advantage, options),
+        weights=partial(_weights, weigh=weigh, options=options),
+        loss=partial(
+            losses.token_loss,
+            name=name,
+            surrogate=surrogate,
+            options=options,
+            by=by,
+            clip=clip,
+        ),
+        sums=first_pass if by or sequence_corrected else None,
+        keeps=frozenset(keeps.split()),
+        needs=needs_of(options) | frozenset(needs.split()),
+        skips=skips and not options.kl_in_loss and is_off(options.entropy_bonus),
+        reference_every=options.reference_every,
+    )
+
+
+def needs_of(options: Options) -> frozenset[str]:
+    """What must be scored before the loss, for these options."""
+    needs = {
+        "logp_ref": options.kl_in_loss or options.kl_in_reward,
+        "logp_old": options.correction is not None,
+        "entropy": not is_off(options.entropy_bonus),
+    }
+    return frozenset(name for name, needed in needs.items() if needed)
+
+
+def taking_part(trajectories: Trajectories, options: Options) -> Array:
+    """Trajectories that are valid and, under dynamic sampling, in a group of mixed correctness -> bool_n."""
+    check_axes(trajectories)
+    if not options.dynamic_sampling:
+        return trajectories.valid
+    return mixed_groups(trajectories.correct, trajectories.group, trajectories.valid)
+
+
+def bind(advantage: Advantage, options: Options) -> Callable[[Trajectories], Array]:
+    """`advantage` as a function of the trajectories alone."""
+    return partial(_advantages, advantage=advantage, options=options)
+
+
+def _advantages(trajectories: Trajectories, *, advantage: Advantage, options: Options) -> Array:
+    valid_n = taking_part(trajectories, options)
+    outcome_n = shaped_outcome(trajectories, options)
+    return advantage(trajectories, outcome_n, valid_n, options)
+
+
+def _weights(trajectories: Trajectories, *, weigh: Weigh, options: Options) -> Array:
+    valid_n = taking_part(trajectories, options)
+    return weigh(trajectories.chosen, trajectories.turns, trajectories.group, valid_n)

@@ -1,0 +1,178 @@
+"""What combines with any member of the family, checked once when an algorithm is built.
+
+A number that may be vmapped (`beta`, `entropy_bonus`, a clip width) is never looked at with a Python
+`if` while it is traced: a plain Python 0 means "absent", anything else is present.
+"""
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from flowgrpo import masked
+from flowgrpo.types import AnyArray, BadInput, Trajectories
+
+KL_KINDS = ("k1", "k2", "k3")
+
+
+class Correction(NamedTuple):
+    """Stop-gradient min(pi_old / mu, cap) for stale or mismatched samplers.
+
+    `level` is "token" or "sequence" (one turn's action). With `mask`, what lies above the cap is left
+    out instead of capped.
+    """
+
+    cap: float = 2.0
+    level: str = "token"
+    mask: bool = False
+
+
+class Overlong(NamedTuple):
+    """DAPO's soft punishment: 0 up to `max_tokens - buffer` chosen tokens, then down to -1 at `max_tokens`."""
+
+    max_tokens: int
+    buffer: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options that combine, with their defaults; constructors take them as keyword arguments."""
+
+    beta: float | Array = 0.0  # strength of the KL term to the reference
+    kl: str | None = None  # k1, k2 or k3; None: k3 in the loss, k1 in the reward
+    kl_in: str = "loss"  # or "reward"
+    kl_weighted: bool = False  # weigh the KL term in the loss by the ratio, for off-policy data
+    entropy_bonus: float | Array = 0.0
+    dual_clip: float | Array | None = None  # bounds ratio x advantage where the advantage is negative
+    correction: Correction | None = None
+    dynamic_sampling: bool = False  # only groups with 0 < correct < G
+    overlong: Overlong | None = None
+    reference_every: int | None = None  # updates after which the reference is refreshed
+
+    @property
+    def kl_kind(self) -> str:
+        """The estimator in use."""
+        return self.kl or ("k3" if self.kl_in == "loss" else "k1")
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the loss has a KL term."""
+        return self.kl_in == "loss" and not is_off(self.beta)
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the reward pays for KL."""
+        return self.kl_in == "reward" and not is_off(self.beta)
+
+
+def is_off(number) -> bool:
+    """Whether a setting is the plain Python number 0: absent, and known to be so while tracing."""
+    return isinstance(number, int | float) and number == 0
+
+
+def read_options(name: str, settings: dict, *, rejects: tuple[str, ...] = ()) -> Options:
+    """`settings` as `Options`; raise `BadInput` for what is unknown, contradictory or not this member's."""
+    known = [item.name for item in fields(Options)]
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise BadInput(f"{name} has no option {', '.join(unknown)}; it takes {', '.join(known)}")
+    options = Options(**settings)
+    refused = [item for item in rejects if settings.get(item, getattr(Options, item)) != getattr(Options, item)]
+    if refused:
+        raise BadInput(f"{name} can't honour {', '.join(refused)}: its formula has no place for it")
+    _check(name, options)
+    return options
+
+
+def _check(name: str, options: Options) -> None:
+    """Raise `BadInput` for values that are out of range or contradict each other."""
+    check_range(name, "beta", options.beta, 0.0)
+    check_range(name, "entropy_bonus", options.entropy_bonus, 0.0)
+    check_range(name, "reference_every", options.reference_every, 1)
+    if options.kl is not None:
+        check_choice(name, "kl", options.kl, KL_KINDS)
+    check_choice(name, "kl_in", options.kl_in, ("loss", "reward"))
+    if options.kl_in == "loss" and options.kl == "k1":
+        raise BadInput(
+            f"{name}: kl='k1' in the loss has zero expected on-policy gradient; use k2, k3 or kl_in='reward'"
+        )
+    if options.kl_weighted and not options.kl_in_loss:
+        raise BadInput(
+            f"{name}: kl_weighted weighs a KL term in the loss, but there is none; set beta and kl_in='loss'"
+        )
+    check_range(name, "dual_clip", options.dual_clip, 1.0, exclusive=True)
+    if options.correction is not None:
+        check_choice(name, "correction.level", options.correction.level, ("token", "sequence"))
+        check_range(name, "correction.cap", options.correction.cap, 0.0, exclusive=True)
+    if options.overlong is not None and not 0 < options.overlong.buffer <= options.overlong.max_tokens:
+        raise BadInput(f"{name}: overlong needs 0 < buffer <= max_tokens, got {options.overlong}")
+
+
+def check_choice(name: str, field: str, value, choices: tuple[str, ...]) -> None:
+    """Raise `BadInput` unless `value` is one of `choices`."""
+    if value not in choices:
+        raise BadInput(f"{name}: {field} is {value!r}, but must be one of {', '.join(choices)}")
+
+
+def check_range(name: str, field: str, value, low: float, *, exclusive: bool = False) -> None:
+    """Raise `BadInput` where a plain number is below `low`; arrays and None pass."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return
+    if not (value > low if exclusive else value >= low):
+        raise BadInput(f"{name}: {field} is {value}, but must be {'greater than' if exclusive else 'at least'} {low:g}")
+
+
+def check_clip(name: str, clip_low, clip_high) -> None:
+    """Raise `BadInput` for plain numbers that are no clip widths."""
+    check_range(name, "clip_low", clip_low, 0.0)
+    check_range(name, "clip_high", clip_high, 0.0)
+    if isinstance(clip_low, int | float) and clip_low > 1.0:
+        raise BadInput(f"{name}: clip_low is {clip_low}, but a ratio is never below 0; use at most 1")
+
+
+# What the options do before the loss ------------------------------------------------------------------------
+
+
+def kl_estimate(logp: AnyArray, logp_ref: AnyArray, kind: str = "k3") -> Array:
+    """Per-token estimate of KL(policy || reference) from tokens of the policy, d = logp_ref - logp.
+
+    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 (Schulman, 2020).
+    """
+    check_choice("kl_estimate", "kind", kind, KL_KINDS)
+    difference = jnp.asarray(logp_ref).astype(jnp.float32) - jnp.asarray(logp).astype(jnp.float32)
+    if kind == "k1":
+        return -difference
+    if kind == "k2":
+        return 0.5 * difference**2
+    return jnp.expm1(difference) - difference
+
+
+def overlong_penalty(length_n: AnyArray, overlong: Overlong) -> Array:
+    """The soft punishment for `length_n` chosen tokens: 0, then linear, then -1 (Yu et al., 2025) -> penalty_n."""
+    over_n = jnp.asarray(length_n).astype(jnp.float32) - (overlong.max_tokens - overlong.buffer)
+    return -jnp.clip(over_n / overlong.buffer, 0.0, 1.0)
+
+
+def shaped_outcome(trajectories: Trajectories, options: Options) -> Array:
+    """The outcome after over-long shaping -> outcome_n."""
+    outcome_n = masked.fill(trajectories.outcome, trajectories.valid)
+    if options.overlong is None:
+        return outcome_n
+    tokens_ntl = jnp.asarray(trajectories.chosen) & jnp.asarray(trajectories.turns)[:, :, None]
+    return outcome_n + overlong_penalty(masked.count(tokens_ntl, axis=(1, 2)), options.overlong)
+
+
+def reward_kl(trajectories: Trajectories, options: Options) -> Array:
+    """`beta * KL` of each chosen token, 0 where the reward pays for none -> kl_ntl."""
+    chosen_ntl = jnp.asarray(trajectories.chosen) & (trajectories.acted & trajectories.valid[:, None])[:, :, None]
+    if not options.kl_in_reward:
+        return jnp.zeros(chosen_ntl.shape, jnp.float32)
+    if trajectories.logp_ref is None:
+        raise BadInput("KL in the reward needs Trajectories.logp_ref: score the trajectories under the reference first")
+    logp_ntl = trajectories.logp_sampled if trajectories.logp_old is None else trajectories.logp_old
+    kl_ntl = kl_estimate(
+        masked.fill(logp_ntl, chosen_ntl), masked.fill(trajectories.logp_ref, chosen_ntl), options.kl_kind
+    )
+    return jax.lax.stop_gradient(options.beta * kl_ntl)

@@ -1,0 +1,234 @@
+"""Flow-GRPO and its relatives without a critic: each constructor fills in the parts of one sentence.
+
+    advantage of an outcome  x  ratio and clip  x  aggregation  +  KL
+
+Every constructor takes the keyword options of `Options` beside its own settings.
+"""
+
+from functools import partial
+
+import jax.numpy as jnp
+from jax import Array
+
+from flowgrpo import masked
+from flowgrpo.algorithms import loss as losses
+from flowgrpo.algorithms import weight as weights
+from flowgrpo.algorithms.advantage import (
+    Normalize,
+    anchor_advantage,
+    group_center,
+    group_zscore,
+    leave_one_out,
+    multi_turn_group_advantage,
+    paid_rewards,
+    return_to_go,
+    row_group_advantage,
+)
+from flowgrpo.algorithms.compose import Advantage, compose
+from flowgrpo.algorithms.options import check_clip, check_range, read_options, reward_kl
+from flowgrpo.contracts import Algorithm
+
+# Advantages ----------------------------------------------------------------------------------------------
+
+
+def outcome_advantage(normalize: Normalize, over=multi_turn_group_advantage) -> Advantage:
+    """The outcome (less its KL, where the reward pays for it), normalised over the group."""
+    return partial(_outcome_advantage, normalize=normalize, over=over)
+
+
+def _outcome_advantage(trajectories, outcome_n, valid_n, options, *, normalize, over) -> Array:
+    paid_n = outcome_n - reward_kl(trajectories, options).sum(axis=(1, 2))
+    return over(paid_n, trajectories.acted, trajectories.group, valid_n, normalize=normalize)
+
+
+def _step_advantage(trajectories, outcome_n, valid_n, options, *, omega, gamma, normalize) -> Array:
+    episode = _outcome_advantage(
+        trajectories, outcome_n, valid_n, options, normalize=normalize, over=multi_turn_group_advantage
+    )
+    acted_nt = trajectories.acted
+    reward_nt = paid_rewards(trajectories, outcome_n) - reward_kl(trajectories, options).sum(axis=2)
+    return_nt = return_to_go(reward_nt, acted_nt, gamma=gamma)
+    return episode + omega * anchor_advantage(return_nt, trajectories.anchor, acted_nt, trajectories.group, valid_n)
+
+
+def _whitened_return(trajectories, outcome_n, valid_n, options, *, gamma, baseline) -> Array:
+    """The return of each token, less a group baseline where one is given, whitened over all tokens."""
+    acted_nt = trajectories.acted & valid_n[:, None]
+    chosen_ntl = jnp.asarray(trajectories.chosen) & acted_nt[:, :, None]
+    return_nt = return_to_go(paid_rewards(trajectories, outcome_n), acted_nt, gamma=gamma)
+    if baseline is not None:
+        return_nt += (baseline(outcome_n, trajectories.group, valid_n) - outcome_n)[:, None]
+    kl_ntl = reward_kl(trajectories, options)
+    later_ntl = jnp.flip(jnp.cumsum(jnp.flip(kl_ntl.reshape(len(outcome_n), -1), 1), axis=1), 1).reshape(kl_ntl.shape)
+    return masked.whiten(return_nt[:, :, None] - later_ntl, chosen_ntl)
+
+
+# Members -------------------------------------------------------------------------------------------------
+
+
+def flow_grpo(*, clip_low=0.2, clip_high=0.2, beta=0.001, eps=1e-6, **options) -> Algorithm:
+    """Flow-GRPO as its paper writes it (Li et al., 2025): trajectory statistics, trajectory-turn-token mean."""
+    return _clipped(
+        "flow_grpo",
+        (clip_low, clip_high),
+        {"beta": beta, **options},
+        advantage=outcome_advantage(partial(group_zscore, eps=eps)),
+        weigh=weights.flow_weights,
+        keeps="F1 F2 F4 F8",
+    )
+
+
+def flow_grpo_released(*, clip_low=0.2, clip_high=0.3, beta=0.001, dual_clip=3.0, eps=1e-6, **options) -> Algorithm:
+    """What AgentFlow's released code computes (F9): z-scores over turn rows, token mean, dual clip.
+
+    A group whose rows are all equal, or that has one row, is 0 here; there it keeps rounding noise or R.
+    """
+    return _clipped(
+        "flow_grpo_released",
+        (clip_low, clip_high),
+        {"beta": beta, "dual_clip": dual_clip, **options},
+        advantage=outcome_advantage(partial(group_zscore, eps=eps), over=row_group_advantage),
+        weigh=weights.token_mean,
+        keeps="F4 F8",
+    )
+
+
+def grpo(*, clip_low=0.2, clip_high=0.2, beta=0.04, eps=1e-6, **options) -> Algorithm:
+    """GRPO (Shao et al., 2024, DeepSeekMath): group z-score, mean over each trajectory's tokens."""
+    return _clipped(
+        "grpo",
+        (clip_low, clip_high),
+        {"beta": beta, **options},
+        advantage=outcome_advantage(partial(group_zscore, eps=eps)),
+        weigh=weights.sequence_mean,
+        keeps="F1 F4 F8",
+    )
+
+
+def dr_grpo(*, max_tokens: int, clip_low=0.2, clip_high=0.2, **options) -> Algorithm:
+    """Dr. GRPO (Liu et al., 2025): no deviation, no length mean; divides by trajectories x `max_tokens`."""
+    check_range("dr_grpo", "max_tokens", max_tokens, 1)
+    return _clipped(
+        "dr_grpo",
+        (clip_low, clip_high),
+        options,
+        advantage=outcome_advantage(group_center),
+        weigh=partial(weights.constant_length, max_tokens=max_tokens),
+        keeps="F1 F4",
+    )
+
+
+def dapo(*, clip_low=0.2, clip_high=0.28, dynamic_sampling=True, eps=1e-6, **options) -> Algorithm:
+    """DAPO (Yu et al., 2025): clip-higher, token mean, only groups of mixed correctness.
+
+    Set `overlong` for its soft length punishment.
+    """
+    return _clipped(
+        "dapo",
+        (clip_low, clip_high),
+        {"dynamic_sampling": dynamic_sampling, **options},
+        advantage=outcome_advantage(partial(group_zscore, eps=eps)),
+        weigh=weights.token_mean,
+        keeps="F1 F4 F8",
+    )
+
+
+def gspo(*, clip_low=3e-4, clip_high=4e-4, eps=1e-6, **options) -> Algorithm:
+    """GSPO (Zheng et al., 2025): one ratio for each turn's action, the exponential of its mean log-ratio."""
+    return _clipped(
+        "gspo",
+        (clip_low, clip_high),
+        options,
+        advantage=outcome_advantage(partial(group_zscore, eps=eps)),
+        weigh=weights.action_mean,
+        surrogate=losses.sequence_clip_surrogate,
+        by=("trajectory", "turn"),
+        keeps="F1 F4 F8",
+        needs="logp_old",
+    )
+
+
+def cispo(*, clip_low=1.0, clip_high=4.0, eps=1e-6, **options) -> Algorithm:
+    """CISPO (MiniMax-M1, 2025): the clipped ratio is a weight without gradient on A log pi.
+
+    No token is silenced. The default bounds the ratio by 5 from above and not from below.
+    """
+    check_clip("cispo", clip_low, clip_high)
+    return compose(
+        "cispo",
+        advantage=outcome_advantage(partial(group_zscore, eps=eps)),
+        weigh=weights.token_mean,
+        surrogate=partial(losses.weighted_logp_surrogate, clip_low=clip_low, clip_high=clip_high),
+        options=read_options("cispo", options, rejects=("dual_clip",)),
+        clip=(clip_low, clip_high),
+        keeps="F1 F4 F8",
+    )
+
+
+def rloo(**options) -> Algorithm:
+    """RLOO (Ahmadian et al., 2024): leave-one-out baseline, unclipped ratio, log-probabilities summed."""
+    settings = read_options("rloo", options)
+    return compose(
+        "rloo",
+        advantage=outcome_advantage(leave_one_out),
+        weigh=weights.sequence_sum,
+        surrogate=partial(losses.ratio_surrogate, dual_clip=settings.dual_clip),
+        options=settings,
+        keeps="F1 F4",
+    )
+
+
+def reinforce_pp(*, clip_low=0.2, clip_high=0.2, gamma=1.0, baseline: Normalize | None = None, **options) -> Algorithm:
+    """REINFORCE++ (Hu, 2025): returns whitened over all tokens of the batch.
+
+    `baseline=group_center` is its variant that first subtracts the group's mean.
+    """
+    return _clipped(
+        "reinforce_pp",
+        (clip_low, clip_high),
+        options,
+        advantage=partial(_whitened_return, gamma=gamma, baseline=baseline),
+        weigh=weights.token_mean,
+    )
+
+
+def gigpo(*, omega=1.0, gamma=0.95, clip_low=0.2, clip_high=0.2, beta=0.01, eps=1e-6, **options) -> Algorithm:
+    """GiGPO (Feng et al., 2025): the outcome's z-score plus `omega` times a z-score by state.
+
+    The second is that of the discounted return-to-go among turns of the group with equal anchors.
+    """
+    return _clipped(
+        "gigpo",
+        (clip_low, clip_high),
+        {"beta": beta, **options},
+        advantage=partial(_step_advantage, omega=omega, gamma=gamma, normalize=partial(group_zscore, eps=eps)),
+        weigh=weights.token_mean,
+    )
+
+
+def kimi(*, tau=0.1, **options) -> Algorithm:
+    """The mirror descent of Kimi k1.5 (2025): (R - mean) sum log pi - tau/2 (sum log rho)^2 by trajectory.
+
+    rho is taken against the iteration's start, which is the pi_old of its batch.
+    """
+    check_range("kimi", "tau", tau, 0.0)
+    return compose(
+        "kimi",
+        advantage=outcome_advantage(group_center),
+        weigh=weights.sequence_sum,
+        surrogate=partial(losses.mirror_surrogate, tau=tau),
+        options=read_options("kimi", options, rejects=("dual_clip", "beta")),
+        by=("trajectory",),
+        keeps="F1 F4",
+        needs="logp_old",
+        skips=False,
+    )
+
+
+def _clipped(name: str, clip: tuple, options: dict, *, surrogate=losses.clip_surrogate, **parts) -> Algorithm:
+    """A member whose ratio is clipped to `(low, high)`, token by token unless `surrogate` says otherwise."""
+    low, high = clip
+    check_clip(name, low, high)
+    settings = read_options(name, options)
+    bound = partial(surrogate, clip_low=low, clip_high=high, dual_clip=settings.dual_clip)
+    return compose(name, surrogate=bound, options=settings, clip=clip, **parts)

@@ -1,0 +1,131 @@
+"""PPO (Schulman et al., 2017) over turns: a critic's values flow in with the trajectories, GAE flows out.
+
+Time runs over chosen tokens, or over turns: tool output and padding are skipped, as if they were not
+there. The environment's pay falls on the last chosen token of its turn; the price of KL, by default, on
+every token. A trajectory that was cut (turn limit, token limit) is bootstrapped by the critic's
+`last_value`; one that ended is not.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from flowgrpo import masked
+from flowgrpo.algorithms.advantage import gae, paid_rewards
+from flowgrpo.algorithms.compose import bind, compose
+from flowgrpo.algorithms.loss import clip_surrogate, required, weighted_sums
+from flowgrpo.algorithms.options import check_clip, check_range, read_options, reward_kl
+from flowgrpo.algorithms.weight import token_mean
+from flowgrpo.contracts import Algorithm, Metrics, Scores
+from flowgrpo.types import Batch, Trajectories
+
+Credit = Callable[
+    ..., tuple[Array, Array]
+]  # (trajectories, reward_nt, kl_ntl, chosen_ntl, ...) -> (adv_ntl, return_ntl)
+
+
+def token_gae(trajectories, reward_nt, kl_ntl, chosen_ntl, *, gamma, lam) -> tuple[Array, Array]:
+    """GAE from chosen token to chosen token -> (adv_ntl, return_ntl)."""
+    slots = jnp.arange(chosen_ntl.shape[2])
+    last_nt = jnp.max(jnp.where(chosen_ntl, slots, -1), axis=2)
+    reward_ntl = jnp.where(slots == last_nt[:, :, None], reward_nt[:, :, None], 0.0) - kl_ntl
+    stream = [x.reshape(len(x), -1) for x in (reward_ntl, _value(trajectories, chosen_ntl), chosen_ntl)]
+    results = _streams(trajectories, *stream, gamma=gamma, lam=lam)
+    adv_ntl, return_ntl = (x.reshape(chosen_ntl.shape) for x in results)
+    return adv_ntl, return_ntl
+
+
+def turn_gae(trajectories, reward_nt, kl_ntl, chosen_ntl, *, gamma, lam) -> tuple[Array, Array]:
+    """GAE from turn to turn, the value of a turn being that before its first chosen token -> the same shapes."""
+    first_nt = jnp.argmax(chosen_ntl, axis=2)
+    value_ntl = _value(trajectories, chosen_ntl)
+    value_nt = jnp.take_along_axis(value_ntl, first_nt[:, :, None], axis=2)[:, :, 0]
+    results = _streams(
+        trajectories, reward_nt - kl_ntl.sum(axis=2), value_nt, chosen_ntl.any(axis=2), gamma=gamma, lam=lam
+    )
+    adv_ntl, return_ntl = (masked.fill(x_nt[:, :, None], chosen_ntl) for x_nt in results)
+    return adv_ntl, return_ntl
+
+
+def _value(trajectories: Trajectories, chosen_ntl: Array) -> Array:
+    value_ntl = required(trajectories.value, "ppo", "Trajectories.value", "GAE")
+    return masked.fill(value_ntl, chosen_ntl)
+
+
+def _streams(trajectories: Trajectories, reward_nm, value_nm, mask_nm, *, gamma, lam) -> tuple[Array, Array]:
+    """GAE over each trajectory's stream; the last step is terminal unless the trajectory was cut."""
+    last_value_n = required(trajectories.last_value, "ppo", "Trajectories.last_value", "a cut trajectory")
+    last_value_n = masked.fill(last_value_n, trajectories.bootstraps & mask_nm.any(axis=1))
+    done_nm = jnp.zeros(mask_nm.shape, jnp.float32)
+    run = jax.vmap(partial(_gae_to_the_end, gamma=gamma, lam=lam))
+    return run(reward_nm, value_nm, done_nm, last_value_n, mask_nm)
+
+
+def _gae_to_the_end(reward_m, value_m, done_m, last_value, mask_m, *, gamma, lam):
+    return gae(reward_m, value_m, done_m, gamma=gamma, lam=lam, last_value=last_value, mask_t=mask_m)
+
+
+def ppo(
+    *,
+    credit: Credit = token_gae,
+    gamma=1.0,
+    lam=0.95,
+    clip_low=0.2,
+    clip_high=0.2,
+    value_clip=0.2,
+    value_coefficient=0.5,
+    beta=0.001,
+    kl_in="reward",
+    **options,
+) -> Algorithm:
+    """PPO with GAE over tokens (`credit=token_gae`) or turns (`turn_gae`), whitened; KL in the reward."""
+    settings = read_options("ppo", {"beta": beta, "kl_in": kl_in, **options})
+    check_clip("ppo", clip_low, clip_high)
+    check_range("ppo", "value_clip", value_clip, 0.0, exclusive=True)
+    credit = partial(credit, gamma=gamma, lam=lam)
+    actor = compose(
+        "ppo",
+        advantage=partial(_whitened, credit=credit),
+        weigh=token_mean,
+        surrogate=partial(clip_surrogate, clip_low=clip_low, clip_high=clip_high, dual_clip=settings.dual_clip),
+        options=settings,
+        clip=(clip_low, clip_high),
+        needs="value",
+        skips=False,
+    )
+    loss = partial(actor_critic_loss, policy_loss=actor.loss, value_clip=value_clip, coefficient=value_coefficient)
+    return actor._replace(loss=loss, targets=bind(partial(_returns, credit=credit), settings))
+
+
+def _whitened(trajectories, outcome_n, valid_n, options, *, credit) -> Array:
+    adv_ntl, _, chosen_ntl = _credited(trajectories, outcome_n, valid_n, options, credit)
+    return masked.whiten(adv_ntl, chosen_ntl)
+
+
+def _returns(trajectories, outcome_n, valid_n, options, *, credit) -> Array:
+    return _credited(trajectories, outcome_n, valid_n, options, credit)[1]
+
+
+def _credited(trajectories, outcome_n, valid_n, options, credit) -> tuple[Array, Array, Array]:
+    """(adv_ntl, return_ntl, chosen_ntl) of the trajectories that take part."""
+    acted_nt = trajectories.acted & valid_n[:, None]
+    chosen_ntl = jnp.asarray(trajectories.chosen) & acted_nt[:, :, None]
+    kl_ntl = masked.fill(reward_kl(trajectories, options), chosen_ntl)
+    return *credit(trajectories, paid_rewards(trajectories, outcome_n), kl_ntl, chosen_ntl), chosen_ntl
+
+
+def actor_critic_loss(scores: Scores, batch: Batch, *, policy_loss, value_clip, coefficient) -> tuple[Array, Metrics]:
+    """The clipped policy loss plus `coefficient` times the clipped value loss, half the larger square."""
+    loss, metrics = policy_loss(scores, batch)
+    live_rs, weight_rs = batch.live, masked.fill(batch.weight, batch.live)
+    value_rs = masked.fill(required(scores.value, "ppo", "Scores.value", "the value loss"), live_rs)
+    old_rs = masked.fill(required(batch.value_old, "ppo", "Batch.value_old", "the value clip"), live_rs)
+    target_rs = masked.fill(required(batch.target, "ppo", "Batch.target", "the value loss"), live_rs)
+    near_rs = old_rs + jnp.clip(value_rs - old_rs, -value_clip, value_clip)
+    square_rs = 0.5 * jnp.maximum((value_rs - target_rs) ** 2, (near_rs - target_rs) ** 2)
+    values = {"value_loss": square_rs, "value": value_rs, "target": target_rs}
+    metrics |= weighted_sums(values, weight_rs, live_rs)
+    return loss + coefficient * masked.sum(weight_rs * square_rs, live_rs), metrics

@@ -1,0 +1,106 @@
+"""The contracts: what a member of each family is.
+
+A member is a small NamedTuple of pure functions, made by a constructor that binds its settings. What
+one family needs of another (a judge needs `Generate`, an agent needs tools) is passed in as one of these.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax import Array
+
+from flowgrpo.types import Batch, Task, Trajectories
+
+Metrics = dict[str, Array]
+
+
+class Env(NamedTuple):
+    """A pure environment: its state is a pytree, and finished states absorb (E1)."""
+
+    reset: Callable[..., tuple]  # (key, task) -> (state, tokens, length)
+    step: Callable[..., tuple]  # (state, tokens, length) -> (state, tokens, length, reward, done)
+
+
+class Policy(NamedTuple):
+    """A language model as pure functions of its parameters."""
+
+    init: Callable[..., Any]  # key -> params
+    hidden: Callable[..., tuple]  # (params, tokens, positions, segments, cache) -> (hidden, cache)
+    unembed: Callable[..., Array]  # (params, hidden) -> logits
+
+    def apply(self, params, tokens, positions=None, segments=None, cache=None) -> tuple:
+        """`(logits, cache)`: `unembed` after `hidden`."""
+        hidden, cache = self.hidden(params, tokens, positions, segments, cache)
+        return self.unembed(params, hidden), cache
+
+
+class Scores(NamedTuple):
+    """What the policy under training says of a batch, per token."""
+
+    logp: Array  # r s
+    entropy: Array | None = None  # r s, where an entropy bonus is paid
+    value: Array | None = None  # r s, where there is a critic
+
+
+class Algorithm(NamedTuple):
+    """One member of the family: advantages, ratio and clip, aggregation and KL, bound together.
+
+    `loss` returns a weighted sum over tokens, so micro-batches add up; so do its metrics, which are
+    weighted by `weight` too (divide each by the metric `weight` for a mean). `sums`, where it is not
+    None, is the first pass over a whole mini-batch, needed before that is split into micro-batches;
+    without a split `loss` runs it by itself.
+    """
+
+    name: str
+    advantages: Callable[[Trajectories], Array]  # -> adv_nt or adv_ntl
+    weights: Callable[[Trajectories], Array]  # -> w_ntl
+    loss: Callable[[Scores, Batch], tuple[Array, Metrics]]
+    sums: Callable[[Batch, Array], Batch] | None = None  # (batch, logp_rs) -> batch with its sequence sums
+    targets: Callable[[Trajectories], Array] | None = None  # -> target_ntl, where there is a critic
+    keeps: frozenset[str] = frozenset()  # of the laws F1, F2, F4 and F8, those that it declares
+    needs: frozenset[str] = frozenset()  # of logp_old, logp_ref, value, entropy: what must be scored for it
+    skips: bool = False  # a zero advantage gives an exactly zero gradient, so such groups can be left out (F8)
+    reference_every: int | None = None  # updates after which the reference becomes the current policy
+
+
+class Scored(NamedTuple):
+    """What a reward says: a value, or None and the reason why there is none. Invalid is never 0."""
+
+    value: float | None
+    reason: str = ""
+    parts: Mapping[str, float] = {}
+
+
+class Reward(NamedTuple):
+    """A judge of outcomes."""
+
+    score: Callable[[Task, Any], Scored]
+
+
+class Tool(NamedTuple):
+    """A function that an agent may call; its schema is derived from signature and docstring."""
+
+    name: str
+    schema: Mapping[str, Any]
+    call: Callable[[Mapping[str, Any]], str]
+
+
+class Request(NamedTuple):
+    """What a generator is asked for: continue these tokens under this key."""
+
+    tokens: Sequence[int]
+    key: Any
+    max_tokens: int
+    temperature: float = 1.0
+
+
+class Completion(NamedTuple):
+    """What a generator answers: the tokens that it sampled, each with log-probability and weight version."""
+
+    tokens: Sequence[int]
+    logp: Sequence[float]
+    version: Sequence[int]
+    finish_reason: str
+
+
+Generate = Callable[[Sequence[Request]], Sequence[Completion]]

@@ -1,0 +1,52 @@
+"""Reductions under a mask: values and a mask flow in, statistics of the unmasked entries flow out.
+
+Every reduction under a mask goes through here, for one reason: what stands in a masked slot (NaN,
+infinity, 1e30) must reach neither the value nor the gradient (law F6), so a slot is replaced before
+anything is computed from it. Everything is float32 inside. A mask that is empty gives 0.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from flowgrpo.types import AnyArray
+
+
+def fill(x: AnyArray, mask: AnyArray, value: float = 0.0) -> Array:
+    """`x` as float32 where `mask`, `value` elsewhere; nothing flows back into masked slots."""
+    return jnp.where(jnp.asarray(mask), jnp.asarray(x).astype(jnp.float32), jnp.float32(value))
+
+
+def count(mask: AnyArray, axis=None, keepdims: bool = False) -> Array:
+    """How many entries are unmasked, as float32."""
+    return jnp.asarray(mask).sum(axis=axis, keepdims=keepdims, dtype=jnp.float32)
+
+
+def sum(x: AnyArray, mask: AnyArray, axis=None, keepdims: bool = False) -> Array:
+    """Sum of the unmasked entries."""
+    return fill(x, mask).sum(axis=axis, keepdims=keepdims)
+
+
+def mean(x: AnyArray, mask: AnyArray, axis=None, keepdims: bool = False) -> Array:
+    """Mean of the unmasked entries; 0 where there are none."""
+    return sum(x, mask, axis, keepdims) / jnp.maximum(count(mask, axis, keepdims), 1.0)
+
+
+def variance(x: AnyArray, mask: AnyArray, axis=None, keepdims: bool = False, ddof: int = 0) -> Array:
+    """Variance of the unmasked entries; 0 where there are not more than `ddof`."""
+    deviation = fill(x, mask) - mean(x, mask, axis, keepdims=True)
+    squares = sum(deviation**2, mask, axis, keepdims)
+    return squares / jnp.maximum(count(mask, axis, keepdims) - ddof, 1.0)
+
+
+def varies(x: AnyArray, mask: AnyArray, axis=None, keepdims: bool = False) -> Array:
+    """Whether two unmasked entries differ: decided by max = min, never by a small deviation (F4). NaN differs."""
+    largest = fill(x, mask, -jnp.inf).max(axis=axis, keepdims=keepdims)
+    smallest = fill(x, mask, jnp.inf).min(axis=axis, keepdims=keepdims)
+    return ~(largest <= smallest)
+
+
+def whiten(x: AnyArray, mask: AnyArray, axis=None, *, eps: float = 1e-6) -> Array:
+    """Unmasked entries shifted to mean 0 and scaled to unbiased deviation 1; 0 where they are all equal."""
+    deviation = fill(x, mask) - mean(x, mask, axis, keepdims=True)
+    scale = jnp.sqrt(fill(variance(x, mask, axis, True, ddof=1), varies(x, mask, axis, True), 1.0))
+    return fill(deviation / (scale + eps), jnp.asarray(mask) & varies(x, mask, axis, True))

@@ -1,0 +1,318 @@
+"""Trajectories -> Batch: ragged or dense trajectories flow in, fixed rows of tokens flow out.
+
+    sort by length -> deal to ranks -> best fit into rows -> the same number of rows for every rank
+
+A trajectory whose context appends is one segment; one whose context is rendered afresh is a segment per
+turn. Segments do not see each other. All of it is NumPy on the host; `layouts` has plain layouts that
+compile. The loss is the same in all of them (F3).
+"""
+
+import bisect
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from flowgrpo.layouts import filled, scored_fields
+from flowgrpo.ragged import Flat, flatten, token_index
+from flowgrpo.types import COUNTS, BadInput, Batch, Fate, Ledger, Trajectories, Trajectory, check_axes
+
+TooLong = Literal["error", "split", "drop"]
+
+
+class Segments(NamedTuple):
+    """Runs of the flat token order that stay together in a row, k of them."""
+
+    start: np.ndarray  # first token, as an index into the flat order
+    length: np.ndarray
+    origin: np.ndarray  # position of its first token: not 0 where a trajectory was split at a turn
+
+
+def pack(
+    trajectories: Trajectories | Sequence[Trajectory],
+    adv,
+    weights,
+    *,
+    row_length: int,
+    rows: int | None = None,
+    ranks: int = 1,
+    too_long: TooLong = "error",
+    skip_no_signal: bool = False,
+    target=None,
+) -> Batch:
+    """Pack trajectories into rows of `row_length` tokens, best fit, the same number of rows for each rank.
+
+    `adv`, `weights` and `target` are [n, t] (the same for a turn's chosen tokens) or [n, t, l]. Rows of a
+    rank are adjacent. `rows` fixes their number over all ranks; by default it is what is needed. What
+    weighs nothing is left out; with `skip_no_signal` so is what has no advantage, which is exact for
+    algorithms whose `skips` is true. A trajectory longer than a row is an error, or is split at turns
+    ("split": later parts keep their positions but no longer see the earlier ones, so score `logp_old`
+    afterwards), or is left out ("drop"). `logp_old` is taken from the trajectories where they have been
+    scored, else it is `logp_sampled`.
+    """
+    flat, extras = _read(trajectories)
+    adv_m, weight_m = _per_token("adv", adv, flat), _per_token("weights", weights, flat)
+    taken_n = _takes_part(flat, weight_m, adv_m if skip_no_signal else None)
+    segments = _segments(flat, taken_n, row_length, too_long)
+    row_k, offset_k, num_rows = _assign(segments.length, row_length, ranks, rows)
+    index = _index(segments, row_k, offset_k, (num_rows, row_length))
+    fields = {name: index.lay(x_m) for name, x_m in extras.items()}
+    if target is not None:
+        fields["target"] = index.lay(_per_token("target", target, flat))
+    trajectory_rs = index.lay(flat.trajectory, -1)
+    return Batch(
+        tokens=index.lay(flat.tokens),
+        positions=index.positions,
+        segments=index.segments,
+        trajectory=trajectory_rs,
+        turn=index.lay(flat.turn, -1),
+        slot=index.lay(flat.slot, -1),
+        group=np.where(index.segments > 0, flat.group[trajectory_rs], -1),
+        chosen=index.lay(flat.chosen),
+        logp_sampled=index.lay(flat.logp_sampled),
+        advantage=index.lay(adv_m),
+        weight=index.lay(weight_m),
+        **({"logp_old": index.lay(flat.logp_sampled)} | fields),
+    )
+
+
+def fill_rate(batch: Batch) -> float:
+    """The share of slots that hold a token."""
+    return float((np.asarray(batch.segments) > 0).mean())
+
+
+def account(trajectories: Trajectories | Sequence[Trajectory], weights, batch: Batch) -> Ledger:
+    """Where each generated token went between trajectories and batch (A6); checked."""
+    flat, _ = _read(trajectories)
+    valid_n = _valid(trajectories)
+    row_length = batch.tokens.shape[1]
+    length_n, count = flat.length.sum(axis=1), len(flat.group)
+    weighs_m = _per_token("weights", weights, flat) != 0
+    own_m = flat.chosen
+    in_batch = np.asarray(batch.chosen) & (np.asarray(batch.segments) > 0)
+    trained_n = np.bincount(np.asarray(batch.trajectory)[in_batch & np.asarray(batch.live)], minlength=count)
+    weighing_n = np.bincount(flat.trajectory[own_m & weighs_m], minlength=count)
+    idle_n = np.bincount(flat.trajectory[own_m & ~weighs_m], minlength=count)
+    missing_n = weighing_n - trained_n
+    fates = {
+        Fate.TRAINED: trained_n.sum(),
+        Fate.MASKED_INVALID: idle_n[~valid_n].sum(),
+        Fate.MASKED_WEIGHTLESS: idle_n[valid_n].sum(),
+        Fate.DROPPED_TOO_LONG: missing_n[length_n > row_length].sum(),
+        Fate.DROPPED_NO_SIGNAL: missing_n[length_n <= row_length].sum(),
+    }
+    return Ledger(int(own_m.sum()), {fate: int(tokens) for fate, tokens in fates.items()}).check()
+
+
+# Reading ------------------------------------------------------------------------------------------------------
+
+
+def _read(trajectories: Trajectories | Sequence[Trajectory]) -> tuple[Flat, dict[str, np.ndarray]]:
+    """The flat form, and the scored fields [m] that go into the batch as they are."""
+    if not isinstance(trajectories, Trajectories):
+        return flatten(trajectories), {}
+    check_axes(trajectories)
+    length_nt, appends_n = (np.asarray(x) for x in filled(trajectories))
+    filled_ntl = np.arange(np.shape(trajectories.tokens)[2]) < length_nt[:, :, None]
+    trajectory_m, turn_m, slot_m = token_index(length_nt)
+    flat = Flat(
+        tokens=np.asarray(trajectories.tokens)[filled_ntl].astype(np.int32),
+        chosen=np.asarray(trajectories.chosen)[filled_ntl],
+        logp_sampled=np.asarray(trajectories.logp_sampled)[filled_ntl].astype(np.float32),
+        trajectory=trajectory_m,
+        turn=turn_m,
+        slot=slot_m,
+        length=length_nt,
+        appends=appends_n,
+        group=np.asarray(trajectories.group),
+    )
+    return flat, {name: np.asarray(x)[filled_ntl].astype(np.float32) for name, x in scored_fields(trajectories).items()}
+
+
+def _valid(trajectories: Trajectories | Sequence[Trajectory]) -> np.ndarray:
+    if isinstance(trajectories, Trajectories):
+        return np.asarray(trajectories.valid)
+    return COUNTS[[record.status for record in trajectories]]
+
+
+def _per_token(name: str, x, flat: Flat) -> np.ndarray:
+    """An [n, t] or [n, t, l] array at the chosen tokens, 0 elsewhere -> x_m."""
+    x = np.asarray(x)
+    num_trajectories, num_turns = flat.length.shape
+    if x.ndim not in (2, 3) or x.shape[0] != num_trajectories or x.shape[1] < num_turns:
+        raise BadInput(
+            f"{name} has shape {x.shape}, but there are {num_trajectories} trajectories of up to {num_turns} turns"
+        )
+    if x.ndim == 3 and x.shape[2] < flat.length.max():
+        raise BadInput(f"{name} has {x.shape[2]} slots a turn, but a turn has {flat.length.max()} tokens")
+    at = (flat.trajectory, flat.turn, flat.slot)[: x.ndim]
+    return np.where(flat.chosen, x[at], 0).astype(np.float32)
+
+
+# From trajectories to segments ----------------------------------------------------------------------------------
+
+
+def _takes_part(flat: Flat, weight_m: np.ndarray, adv_m: np.ndarray | None) -> np.ndarray:
+    """Trajectories with a token that weighs something (and has an advantage, where that is asked for)."""
+    counts_m = weight_m != 0 if adv_m is None else (weight_m != 0) & (adv_m != 0)
+    return np.bincount(flat.trajectory[counts_m], minlength=len(flat.group)) > 0
+
+
+def _segments(flat: Flat, taken_n: np.ndarray, row_length: int, too_long: TooLong) -> Segments:
+    """One segment for each appending trajectory, one for each turn of the others; too long ones as told."""
+    if too_long not in ("error", "split", "drop"):
+        raise BadInput(f"too_long is {too_long!r}, but must be error, split or drop")
+    length_nt = flat.length * taken_n[:, None]
+    total_n = length_nt.sum(axis=1)
+    longest_n = np.where(flat.appends, total_n, length_nt.max(axis=1))
+    over_n = longest_n > row_length
+    if over_n.any() and too_long == "error":
+        i = int(over_n.argmax())
+        raise BadInput(
+            f"trajectory {i} has {longest_n[i]} tokens {'in all' if flat.appends[i] else 'in one turn'}, "
+            f"but a row holds {row_length}: raise row_length, or pass too_long='split' or 'drop'"
+        )
+    if over_n.any() and too_long == "drop":
+        length_nt = length_nt * ~over_n[:, None]
+    cut_nt = _cuts(length_nt, flat.appends, over_n & (too_long == "split"), row_length)
+    return _between_cuts(flat.length, length_nt, flat.appends, cut_nt)
+
+
+def _cuts(length_nt: np.ndarray, appends_n: np.ndarray, split_n: np.ndarray, row_length: int) -> np.ndarray:
+    """Whether a segment starts at this turn -> bool_nt."""
+    cut_nt = np.repeat(~appends_n[:, None], length_nt.shape[1], axis=1)
+    cut_nt[:, 0] = True
+    for i in np.flatnonzero(split_n):
+        used = 0
+        for t in np.flatnonzero(length_nt[i]):
+            if length_nt[i, t] > row_length:
+                raise BadInput(
+                    f"trajectory {i}, turn {t} has {length_nt[i, t]} tokens, but a row holds {row_length}, "
+                    "and a turn is never split: raise row_length, or pass too_long='drop'"
+                )
+            if used + length_nt[i, t] > row_length:
+                cut_nt[i, t], used = True, 0
+            used += length_nt[i, t]
+    return cut_nt
+
+
+def _between_cuts(every_nt: np.ndarray, length_nt: np.ndarray, appends_n: np.ndarray, cut_nt: np.ndarray) -> Segments:
+    """The segments that begin at the cuts; `every` counts all slots, `length` those that take part."""
+    start_nt = (np.cumsum(every_nt) - every_nt.ravel()).reshape(every_nt.shape)
+    before_nt = np.cumsum(length_nt, axis=1) - length_nt
+    number_nt = np.cumsum(cut_nt).reshape(cut_nt.shape) - 1
+    length_k = np.bincount(number_nt.ravel(), weights=length_nt.ravel()).astype(np.int64)
+    origin_k = np.where(appends_n[:, None], before_nt, 0)[cut_nt]
+    holds_k = length_k > 0
+    return Segments(start_nt[cut_nt][holds_k], length_k[holds_k], origin_k[holds_k])
+
+
+# From segments to rows -----------------------------------------------------------------------------------------
+
+
+def _assign(length_k: np.ndarray, row_length: int, ranks: int, rows: int | None) -> tuple[np.ndarray, np.ndarray, int]:
+    """(row, offset) of every segment and the number of rows, a multiple of `ranks`."""
+    if ranks < 1 or (rows is not None and (rows < 1 or rows % ranks)):
+        raise BadInput(f"rows={rows} can't be shared equally by ranks={ranks}: use a positive multiple")
+    order_k = np.argsort(-length_k, kind="stable")
+    turn_k = np.arange(len(length_k)) % (2 * ranks)
+    rank_k = np.empty(len(length_k), np.int64)
+    rank_k[order_k] = np.minimum(turn_k, 2 * ranks - 1 - turn_k)  # there and back again, so that ranks even out
+    row_k, offset_k = np.zeros(len(length_k), np.int64), np.zeros(len(length_k), np.int64)
+    needed = 1
+    for rank in range(ranks):
+        own = np.flatnonzero(rank_k == rank)
+        row_k[own], offset_k[own], used = best_fit(length_k[own], row_length)
+        needed = max(needed, used)
+    if rows is not None and needed * ranks > rows:
+        raise BadInput(
+            f"the batch needs {needed * ranks} rows of {row_length} tokens, but rows={rows}: raise rows or row_length"
+        )
+    per_rank = needed if rows is None else rows // ranks
+    return row_k + rank_k * per_rank, offset_k, per_rank * ranks
+
+
+def best_fit(length_k: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Best-fit decreasing: each segment, longest first, goes into the fullest row that takes it.
+
+    Returns (row, offset) of each and the number of rows. Segments of one length are placed together: a
+    row that takes one becomes the fullest that takes the next, so it takes as many as it holds.
+    """
+    row_k, offset_k = np.zeros(len(length_k), np.int64), np.zeros(len(length_k), np.int64)
+    order_k = np.argsort(-length_k, kind="stable")
+    sizes, starts = np.unique(-length_k[order_k], return_index=True)
+    rows, num_rows = OpenRows(), 0
+    for size, waiting in zip((-sizes).tolist(), np.split(order_k, starts[1:]), strict=True):
+        while len(waiting):
+            room, candidates = rows.take(size)
+            if not candidates:
+                room, fresh = row_length, math.ceil(len(waiting) / (row_length // size))
+                candidates, num_rows = list(range(num_rows, num_rows + fresh)), num_rows + fresh
+            each = room // size
+            used = min(math.ceil(len(waiting) / each), len(candidates))
+            placed, waiting = waiting[: used * each], waiting[used * each :]
+            row_k[placed] = np.repeat(candidates[:used], each)[: len(placed)]
+            offset_k[placed] = row_length - room + size * (np.arange(len(placed)) % each)
+            full, rest = divmod(len(placed), each)
+            rows.put(room - each * size, candidates[:full])
+            rows.put(room - rest * size, candidates[full:used])
+            rows.put(room, candidates[used:])
+    return row_k, offset_k, num_rows
+
+
+class OpenRows:
+    """Rows by the room that is left in them."""
+
+    def __init__(self):
+        self._rows: dict[int, list[int]] = {}
+        self._rooms: list[int] = []  # the keys of `_rows`, sorted
+
+    def take(self, size: int) -> tuple[int, list[int]]:
+        """The least room of at least `size`, and all rows that have it; no rows where there is none."""
+        at = bisect.bisect_left(self._rooms, size)
+        if at == len(self._rooms):
+            return 0, []
+        room = self._rooms.pop(at)
+        return room, self._rows.pop(room)
+
+    def put(self, room: int, rows: list[int]) -> None:
+        """Give rows back with the room that they have now."""
+        if room == 0 or not rows:
+            return
+        if room not in self._rows:
+            bisect.insort(self._rooms, room)
+        self._rows.setdefault(room, []).extend(rows)
+
+
+class Index(NamedTuple):
+    """Where the tokens of a batch come from, and what only the layout knows."""
+
+    source: np.ndarray  # r * s: index into the flat order, 0 on padding
+    padding: np.ndarray  # the slots that hold no token
+    segments: np.ndarray  # r s
+    positions: np.ndarray  # r s
+
+    def lay(self, x_m: np.ndarray, padding: int = 0) -> np.ndarray:
+        """Flat values, laid out -> x_rs."""
+        out = x_m.take(self.source)
+        out[self.padding] = padding
+        return out.reshape(self.segments.shape)
+
+
+def _index(segments: Segments, row_k: np.ndarray, offset_k: np.ndarray, shape: tuple[int, int]) -> Index:
+    """The layout of segments at their rows and offsets; segments are numbered 1.. along each row."""
+    length_k = segments.length
+    order_k = np.lexsort((offset_k, row_k))
+    sorted_k = row_k[order_k]
+    number_k = np.empty(len(length_k), np.int32)
+    number_k[order_k] = np.arange(len(length_k)) - np.searchsorted(sorted_k, sorted_k, side="left") + 1
+    within_q = np.arange(length_k.sum(), dtype=np.int32)
+    within_q -= np.repeat((np.cumsum(length_k) - length_k).astype(np.int32), length_k)
+    place_q = np.repeat(row_k * shape[1] + offset_k, length_k) + within_q
+    size = math.prod(shape)
+    source, number, position = np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(size, np.int32)
+    source[place_q] = np.repeat(segments.start, length_k) + within_q
+    number[place_q] = np.repeat(number_k, length_k)
+    position[place_q] = np.repeat(segments.origin.astype(np.int32), length_k) + within_q
+    return Index(source, np.flatnonzero(number == 0), number.reshape(shape), position.reshape(shape))

@@ -1,0 +1,245 @@
+"""What flows: tasks and ragged records on the host, `Trajectories` and `Batch` as pytrees.
+
+    tasks -> rollout -> Trajectories -> rewards -> advantages -> pack -> Batch -> update
+
+Axis letters, the same in every module. A local or an argument ends in its axes (`logp_rs`); a field
+of a pytree carries them in its annotation.
+
+    n trajectory    t turn        l token of a turn's context + action
+    g group         r row         s position in a row
+    d model         h head        k kv-head (and a kept token, in `kept`)
+    e head-dim      f ffn         v vocabulary
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Bool, Float, Int
+
+AnyArray = jax.Array | np.ndarray  # NumPy on the host, jax.Array where it is compiled
+
+
+class BadInput(ValueError):
+    """What was given can't be used; the message is one sentence that names the place and the mend."""
+
+
+# How a trajectory ends ------------------------------------------------------------------------------
+
+
+class Status(IntEnum):
+    """How a trajectory ended."""
+
+    FINISHED = 0
+    TURN_LIMIT = 1
+    TOKEN_LIMIT = 2
+    TIMEOUT = 3
+    REPETITION = 4
+    TOOL_FAILURE = 5
+    VERIFIER_FAILURE = 6
+    ABORTED = 7
+
+
+class Ending(NamedTuple):
+    """What follows from a status."""
+
+    counts: bool  # takes part in statistics and loss (F5)
+    bootstraps: bool  # a critic's value stands for what would have come after
+    why: str
+
+
+ENDINGS: Mapping[Status, Ending] = {
+    Status.FINISHED: Ending(True, False, "the policy or the environment ended it"),
+    Status.TURN_LIMIT: Ending(True, True, "the policy used up its turns; scored as it stands"),
+    Status.TOKEN_LIMIT: Ending(True, True, "the policy used up its tokens; scored as it stands"),
+    Status.TIMEOUT: Ending(True, False, "what the policy started did not return in its time"),
+    Status.REPETITION: Ending(True, False, "the policy repeated itself and was stopped"),
+    Status.TOOL_FAILURE: Ending(False, False, "a tool's infrastructure failed; not the policy's doing"),
+    Status.VERIFIER_FAILURE: Ending(False, False, "the reward could not be computed"),
+    Status.ABORTED: Ending(False, False, "cancelled from outside"),
+}
+
+# The same by number, for arrays of status.
+COUNTS = np.array([ENDINGS[status].counts for status in Status])
+BOOTSTRAPS = np.array([ENDINGS[status].bootstraps for status in Status])
+
+
+# Ragged records, as a host rollout writes them --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """A query with its gold answers."""
+
+    id: str
+    query: str
+    answers: tuple[str, ...]
+    domain: str
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One policy action in its context: context tokens first, then what the policy chose.
+
+    Where the context appends, `tokens` holds only what this turn added. `reward` is what the
+    environment paid for this turn; None where there is an outcome only.
+    """
+
+    tokens: np.ndarray
+    chosen: np.ndarray
+    logp_sampled: np.ndarray
+    version: np.ndarray | int = 0
+    reward: float | None = None
+    anchor: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One rollout: its turns, and its outcome (None where there is no valid reward)."""
+
+    turns: Sequence[Turn]
+    outcome: float | None
+    group: int
+    correct: bool = False
+    status: Status = Status.FINISHED
+    appends: bool = True
+
+
+# The two pytrees ---------------------------------------------------------------------------------------
+
+
+class Trajectories(struct.PyTreeNode):
+    """n trajectories of up to t turns of up to l tokens, padded; what is past `length` is never read."""
+
+    tokens: Int[AnyArray, "n t l"]
+    chosen: Bool[AnyArray, "n t l"]  # the policy chose this token
+    logp_sampled: Float[AnyArray, "n t l"]  # when it was sampled, under the distribution it was sampled from
+    version: Int[AnyArray, "n t l"]  # of the weights that chose it
+    turns: Bool[AnyArray, "n t"]  # which turns exist
+    reward: Float[AnyArray, "n t"]
+    anchor: Int[AnyArray, "n t"]  # equal where the state before the turn is equal (GiGPO)
+    outcome: Float[AnyArray, "n"]
+    correct: Bool[AnyArray, "n"]  # before any shaping
+    status: Int[AnyArray, "n"]  # how it ended; ENDINGS says which count
+    group: Int[AnyArray, "n"]
+    length: Int[AnyArray, "n t"] | None = None  # filled slots; None: a turn ends with its last chosen token
+    appends: Bool[AnyArray, "n"] | None = None  # context appends; None: everywhere
+    by_turn: Bool[AnyArray, "n"] | None = None  # `reward` was paid turn by turn; None: outcome only
+    logp_old: Float[AnyArray, "n t l"] | None = None  # what the trainer's own scoring gave, where it was run
+    logp_ref: Float[AnyArray, "n t l"] | None = None  # under the reference
+    value: Float[AnyArray, "n t l"] | None = None  # the critic, before the token
+    last_value: Float[AnyArray, "n"] | None = None  # the critic, after the last turn
+
+    @property
+    def valid(self) -> Bool[jax.Array, "n"]:
+        """Trajectories that take part in statistics and loss (F5)."""
+        counts_n = jnp.asarray(COUNTS)[self.status]
+        return counts_n & jnp.isfinite(self.outcome) & self.acted.any(axis=1)
+
+    @property
+    def acted(self) -> Bool[jax.Array, "n t"]:
+        """Turns with at least one chosen token: the turns that T_i counts (F2)."""
+        return jnp.asarray(self.turns) & jnp.asarray(self.chosen).any(axis=2)
+
+    @property
+    def bootstraps(self) -> Bool[jax.Array, "n"]:
+        """Trajectories that were cut, so that a critic's value stands for the rest."""
+        return jnp.asarray(BOOTSTRAPS)[self.status]
+
+
+class Batch(struct.PyTreeNode):
+    """r packed rows of s tokens: all that an update needs to know, per token.
+
+    (trajectory, turn, slot) leads from a token back to its place in `Trajectories`; all three, and
+    `group`, are -1 on padding. `logp` of any kind at s is that of the token at s, given those before it.
+    """
+
+    tokens: Int[AnyArray, "r s"]
+    positions: Int[AnyArray, "r s"]
+    segments: Int[AnyArray, "r s"]  # 1.. within a row; 0 is padding
+    trajectory: Int[AnyArray, "r s"]
+    turn: Int[AnyArray, "r s"]
+    slot: Int[AnyArray, "r s"]
+    group: Int[AnyArray, "r s"]
+    chosen: Bool[AnyArray, "r s"]
+    logp_sampled: Float[AnyArray, "r s"]
+    logp_old: Float[AnyArray, "r s"]
+    advantage: Float[AnyArray, "r s"]
+    weight: Float[AnyArray, "r s"]  # of the token in the loss; 0 where it takes no part
+    logp_ref: Float[AnyArray, "r s"] | None = None
+    value_old: Float[AnyArray, "r s"] | None = None
+    target: Float[AnyArray, "r s"] | None = None  # what the critic is to predict
+    sequence_sum: Float[AnyArray, "r s"] | None = None  # of log-ratios over the token's sequence: the first pass
+    sequence_count: Float[AnyArray, "r s"] | None = None  # chosen tokens of that sequence
+    correction: Float[AnyArray, "r s"] | None = None  # sequence-level pi_old / mu, capped
+
+    @property
+    def live(self) -> Bool[jax.Array, "r s"]:
+        """Tokens that carry loss."""
+        return jnp.asarray(self.chosen) & (jnp.asarray(self.segments) > 0) & (jnp.asarray(self.weight) != 0)
+
+
+def check_axes(tree: Trajectories | Batch) -> None:
+    """Raise `BadInput` unless every axis letter has one size over all fields of `tree`."""
+    seen: dict[str, tuple[int, str]] = {}
+    for item in fields(tree):
+        value = getattr(tree, item.name)
+        if value is None:
+            continue
+        axes, shape = _axes_of(item.type), np.shape(value)
+        if len(axes) != len(shape):
+            raise BadInput(f"{type(tree).__name__}.{item.name} has shape {shape}, but its axes are ({', '.join(axes)})")
+        for axis, size in zip(axes, shape, strict=True):
+            first_size, first_field = seen.setdefault(axis, (size, item.name))
+            if size != first_size:
+                raise BadInput(
+                    f"{type(tree).__name__}.{item.name} has {size} on axis {axis}, but {first_field} has {first_size}"
+                )
+
+
+def _axes_of(annotation) -> tuple[str, ...]:
+    """The axis letters of `Float[AnyArray, "n t"]`, or of the same with `| None`."""
+    options = getattr(annotation, "__args__", (annotation,))
+    return next(tuple(option.dim_str.split()) for option in options if hasattr(option, "dim_str"))
+
+
+# The ledger ----------------------------------------------------------------------------------------------
+
+
+class Fate(IntEnum):
+    """What became of a generated token (A6). The name says whether it was trained, masked or dropped."""
+
+    TRAINED = 0
+    MASKED_INVALID = 1  # its trajectory has no valid reward (F5)
+    MASKED_WEIGHTLESS = 2  # its trajectory counts, but its weight is 0: filtered group, excluded segment
+    DROPPED_TOO_LONG = 3  # its trajectory fits no row
+    DROPPED_NO_SIGNAL = 4  # skipped because its gradient is exactly zero (F8)
+    DROPPED_AFTER_STOP = 5  # decoded past the end of its turn
+    DROPPED_CANCELLED = 6  # its request was cancelled before it became a turn
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Where every generated token went. Ledgers add; `check` holds them to law A6."""
+
+    generated: int = 0
+    fates: Mapping[Fate, int] = field(default_factory=dict)
+
+    def __add__(self, other: "Ledger") -> "Ledger":
+        keys = [fate for fate in Fate if fate in self.fates or fate in other.fates]
+        fates = {fate: self.fates.get(fate, 0) + other.fates.get(fate, 0) for fate in keys}
+        return Ledger(self.generated + other.generated, fates)
+
+    def check(self) -> "Ledger":
+        """Return this ledger, or raise where generated tokens and accounted tokens differ."""
+        accounted = sum(self.fates.values())
+        if accounted != self.generated or min(self.fates.values(), default=0) < 0:
+            parts = ", ".join(f"{fate.name.lower()} {count}" for fate, count in self.fates.items())
+            raise AssertionError(f"{self.generated} tokens were generated, but {accounted} are accounted for: {parts}")
+        return self
