@@ -44,7 +44,7 @@ def _plain(trajectories: Trajectories, adv, weights, trajectory_r, turn_rts, own
         jnp.take_along_axis(x.reshape(num_rows, -1), order_rs, axis=1) for x in (turn_rts, slot_rts, exists_rs)
     )
     segment_rs = jnp.where(appends_r[:, None], 1, turn_rs + 1)
-    position_rs = jnp.where(appends_r[:, None], jnp.arange(num_turns * slots), slot_rs)
+    position_rs = jnp.where(appends_r[:, None], jnp.arange(num_turns * slots)[None, :], slot_rs)
     index = (
         jnp.where(exists_rs, trajectory_r[:, None], -1),
         jnp.where(exists_rs, turn_rs, -1),
@@ -94,7 +94,7 @@ def filled(trajectories: Trajectories) -> tuple[Array, Array]:
     """`length` and `appends` with their defaults worked out: (length_nt, appends_n)."""
     chosen_ntl = jnp.asarray(trajectories.chosen) & jnp.asarray(trajectories.turns)[:, :, None]
     slots = chosen_ntl.shape[2]
-    ends_nt = jnp.max(jnp.where(chosen_ntl, jnp.arange(1, slots + 1), 0), axis=2)
+    ends_nt = jnp.max(jnp.where(chosen_ntl, jnp.arange(1, slots + 1)[None, None, :], 0), axis=2)
     length_nt = ends_nt if trajectories.length is None else trajectories.length
     length_nt = jnp.where(jnp.asarray(trajectories.turns), length_nt, 0)
     appends_n = trajectories.appends

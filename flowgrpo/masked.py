@@ -6,13 +6,20 @@ anything is computed from it. Everything is float32 inside. A mask that is empty
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from flowgrpo.types import AnyArray
 
 
 def fill(x: AnyArray, mask: AnyArray, value: float = 0.0) -> Array:
-    """`x` as float32 where `mask`, `value` elsewhere; nothing flows back into masked slots."""
+    """`x` as float32 where `mask`, `value` elsewhere; nothing flows back into masked slots.
+
+    A host array is filled on the host, so that its garbage never reaches a device: `jax_debug_nans` stays usable.
+    """
+    if isinstance(x, np.ndarray) and not isinstance(mask, Tracer):
+        x = np.where(np.asarray(mask), x, value)
     return jnp.where(jnp.asarray(mask), jnp.asarray(x).astype(jnp.float32), jnp.float32(value))
 
 

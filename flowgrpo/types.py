@@ -140,7 +140,8 @@ class Trajectories(struct.PyTreeNode):
     def valid(self) -> Bool[jax.Array, "n"]:
         """Trajectories that take part in statistics and loss (F5)."""
         counts_n = jnp.asarray(COUNTS)[self.status]
-        return counts_n & jnp.isfinite(self.outcome) & self.acted.any(axis=1)
+        finite_n = np.isfinite(self.outcome) if isinstance(self.outcome, np.ndarray) else jnp.isfinite(self.outcome)
+        return counts_n & finite_n & self.acted.any(axis=1)
 
     @property
     def acted(self) -> Bool[jax.Array, "n t"]:

@@ -154,7 +154,7 @@ def paid_rewards(trajectories: Trajectories, outcome_n: AnyArray) -> Array:
     slots = acted_nt.shape[1]
     last_n = slots - 1 - jnp.argmax(acted_nt[:, ::-1], axis=1)
     rest_n = jnp.asarray(outcome_n) - paid_nt.sum(axis=1)
-    return paid_nt + masked.fill(rest_n[:, None], acted_nt & (jnp.arange(slots) == last_n[:, None]))
+    return paid_nt + masked.fill(rest_n[:, None], acted_nt & (jnp.arange(slots)[None, :] == last_n[:, None]))
 
 
 def return_to_go(reward_nt: AnyArray, turns_nt: AnyArray, *, gamma: float) -> Array:

@@ -112,7 +112,7 @@ def preference_loss(scores: Scores, batch: Batch, *, beta, options: Options) -> 
     loss_rs = -jax.nn.log_sigmoid(margin_rs) * share_rs + slope_rs * (tokens.logp - stop_gradient(tokens.logp))
     extra_rs, metrics = losses.regularisers("dpo", scores, batch, tokens, jnp.zeros_like(tokens.logp), options)
     weight_rs = masked.fill(batch.weight, tokens.live)
-    metrics |= {"margin": margin_rs * share_rs, "accuracy": (margin_rs > 0) * share_rs, "weight": share_rs}
+    metrics |= {"margin": margin_rs * share_rs, "accuracy": jnp.where(margin_rs > 0, share_rs, 0.0), "weight": share_rs}
     return masked.sum(weight_rs * (loss_rs + extra_rs), tokens.live), losses.weighted_sums(
         metrics, weight_rs, tokens.live
     )

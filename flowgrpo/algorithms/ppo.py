@@ -29,7 +29,7 @@ Credit = Callable[
 
 def token_gae(trajectories, reward_nt, kl_ntl, chosen_ntl, *, gamma, lam) -> tuple[Array, Array]:
     """GAE from chosen token to chosen token -> (adv_ntl, return_ntl)."""
-    slots = jnp.arange(chosen_ntl.shape[2])
+    slots = jnp.arange(chosen_ntl.shape[2])[None, None, :]
     last_nt = jnp.max(jnp.where(chosen_ntl, slots, -1), axis=2)
     reward_ntl = jnp.where(slots == last_nt[:, :, None], reward_nt[:, :, None], 0.0) - kl_ntl
     stream = [x.reshape(len(x), -1) for x in (reward_ntl, _value(trajectories, chosen_ntl), chosen_ntl)]

@@ -1,0 +1,49 @@
+"""Every member against plain Python loops: its loss, and its gradient by finite differences of the loops."""
+
+import jax
+import jax.numpy as jnp
+import naive
+import numpy as np
+import pytest
+from cases import batch_of, make_case, members, scores_of
+
+MEMBERS = members()
+STEP = 1e-4
+
+
+def loss_of(algorithm, case, batch, logp_ntl):
+    return algorithm.loss(scores_of(case, batch, logp_ntl), batch)[0]
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("by_turn", [False, True])
+def test_loss_equals_naive_loops(name, by_turn):
+    algorithm = MEMBERS[name]
+    for seed in range(4):
+        case = make_case(seed, by_turn=by_turn)
+        batch = batch_of(algorithm, case.trajectories)
+        expected = getattr(naive, name)(naive.ragged(case))
+        found = float(loss_of(algorithm, case, batch, jnp.asarray(case.logp)))
+        assert found == pytest.approx(expected, rel=2e-5, abs=2e-6), f"seed {seed}"
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_gradient_equals_finite_differences_of_naive_loops(name):
+    algorithm, case = MEMBERS[name], make_case(7, groups=2, size=3, turns=3, length=5)
+    batch = batch_of(algorithm, case.trajectories)
+    gradient_ntl = jax.grad(lambda logp_ntl: loss_of(algorithm, case, batch, logp_ntl))(jnp.asarray(case.logp))
+    trajectories, naive_loss = naive.ragged(case), getattr(naive, name)
+    expected_ntl = np.zeros(case.logp.shape)
+    for i, member in enumerate(trajectories):
+        for t, turn in enumerate(member["turns"]):
+            for j, slot in enumerate(turn["slots"]):
+                at = turn["logp"][j]
+                values = []
+                for shift in (STEP, -STEP):
+                    turn["logp"][j] = at + shift
+                    values.append(naive_loss(trajectories))
+                turn["logp"][j] = at
+                expected_ntl[i, t, slot] = (values[0] - values[1]) / (2 * STEP)
+    scale = np.abs(expected_ntl).max()
+    assert scale > 0
+    np.testing.assert_allclose(gradient_ntl, expected_ntl, atol=1e-4 * scale, rtol=1e-3)

@@ -1,0 +1,137 @@
+"""Batches for the tests: random ragged records, and the arrays that a learner would add to them."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+import flowgrpo as fg
+
+INVALID = (fg.Status.TOOL_FAILURE, fg.Status.VERIFIER_FAILURE, fg.Status.ABORTED)
+COUNTING = tuple(status for status in fg.Status if status not in INVALID)
+
+
+def make_turn(rng, context: int, action: int, **fields) -> fg.Turn:
+    """A turn of `context` given tokens and `action` chosen ones, with a given token among the latter."""
+    size = context + action
+    chosen = np.arange(size) >= context
+    if action > 2:
+        chosen[context + 1] = False  # the environment may write into the middle of an action
+    logp = np.where(chosen, -rng.uniform(0.1, 2.0, size), 0.0).astype(np.float32)
+    return fg.Turn(rng.integers(1, 50, size).astype(np.int32), chosen, logp, **fields)
+
+
+def random_records(seed: int, *, groups=3, size=4, turns=4, length=6, invalid=0.15, by_turn=False) -> list[fg.Trajectory]:
+    """Ragged records with unequal turns and lengths, some of them invalid, with groups in mixed order."""
+    rng = np.random.default_rng(seed)
+    records = []
+    for group in np.repeat(rng.choice(1000, groups, replace=False) - 500, size):
+        lost = rng.random() < invalid
+        outcome = None if lost else float(rng.choice([0.0, 1.0, 1.0, 0.25]))
+        steps = [
+            make_turn(
+                rng,
+                int(rng.integers(1, length)),
+                int(rng.integers(1, length)),
+                version=int(rng.integers(3)),
+                anchor=int(rng.integers(2)),
+                reward=float(rng.normal()) if by_turn else None,
+            )
+            for _ in range(rng.integers(1, turns + 1))
+        ]
+        status = rng.choice(INVALID if lost else COUNTING)
+        correct = outcome is not None and outcome >= 0.5
+        records.append(fg.Trajectory(steps, outcome, int(group), correct, fg.Status(status), bool(rng.random() < 0.5)))
+    return [records[i] for i in rng.permutation(len(records))]
+
+
+def score(trajectories: fg.Trajectories, seed: int = 0, drift: float = 0.3) -> fg.Trajectories:
+    """The trajectories with everything that a learner may score: logp_old, logp_ref, value, last_value."""
+    rng = np.random.default_rng(seed)
+    shape = trajectories.tokens.shape
+    near = [trajectories.logp_sampled + drift * rng.normal(size=shape).astype(np.float32) for _ in range(2)]
+    return trajectories.replace(
+        logp_old=near[0],
+        logp_ref=near[1],
+        value=rng.normal(size=shape).astype(np.float32),
+        last_value=rng.normal(size=shape[0]).astype(np.float32),
+    )
+
+
+class Case(NamedTuple):
+    """A scored batch of trajectories, and what the current policy says of its tokens."""
+
+    trajectories: fg.Trajectories
+    logp: np.ndarray  # n t l
+    entropy: np.ndarray
+    value: np.ndarray
+
+
+def make_case(seed: int = 0, drift: float = 0.3, **settings) -> Case:
+    trajectories = score(fg.collate(random_records(seed, **settings)), seed, drift)
+    rng = np.random.default_rng(seed + 1)
+    shape = trajectories.tokens.shape
+    moved = (trajectories.logp_old + drift * rng.normal(size=shape)).astype(np.float32)
+    return Case(trajectories, moved, rng.uniform(0, 2, shape).astype(np.float32), rng.normal(size=shape).astype(np.float32))
+
+
+def members() -> dict[str, fg.Algorithm]:
+    """Every member of the family by a name, with settings that make all of its parts act."""
+    return {
+        "flow_grpo": fg.flow_grpo(beta=0.05),
+        "flow_grpo_released": fg.flow_grpo_released(beta=0.05),
+        "grpo": fg.grpo(),
+        "dr_grpo": fg.dr_grpo(max_tokens=20),
+        "dapo": fg.dapo(overlong=fg.Overlong(20, 10)),
+        "gspo": fg.gspo(clip_low=0.1, clip_high=0.1),
+        "cispo": fg.cispo(clip_high=0.2),
+        "rloo": fg.rloo(beta=0.05, kl_in="reward"),
+        "reinforce_pp": fg.reinforce_pp(beta=0.05, kl_in="reward"),
+        "reinforce_pp_baseline": fg.reinforce_pp(baseline=fg.group_center, beta=0.05, kl="k2"),
+        "gigpo": fg.gigpo(),
+        "kimi": fg.kimi(tau=0.5),
+        "ppo": fg.ppo(),
+        "ppo_turns": fg.ppo(credit=fg.turn_gae, gamma=0.9),
+        "dpo": fg.dpo(),
+    }
+
+
+def everything_on(name: str) -> fg.Algorithm:
+    """The member with every option that it honours."""
+    build = {"reinforce_pp_baseline": "reinforce_pp", "ppo_turns": "ppo"}.get(name, name)
+    settings = {
+        "beta": 0.05,
+        "kl_in": "loss",
+        "kl_weighted": True,
+        "entropy_bonus": 0.02,
+        "dual_clip": 3.0,
+        "correction": fg.Correction(1.5, "sequence"),
+        "dynamic_sampling": True,
+        "overlong": fg.Overlong(20, 10),
+        "reference_every": 10,
+    }
+    refused = {
+        "kimi": ("beta", "kl_in", "kl_weighted", "dual_clip"),
+        "cispo": ("dual_clip",),
+        "dpo": ("beta", "kl_in", "kl_weighted", "dual_clip", "correction"),
+    }.get(name, ())
+    extra = {"dr_grpo": {"max_tokens": 20}}.get(name, {})
+    return getattr(fg, build)(**extra, **{key: value for key, value in settings.items() if key not in refused})
+
+
+def batch_of(algorithm: fg.Algorithm, trajectories: fg.Trajectories, layout="packed", **settings) -> fg.Batch:
+    """The trajectories as a batch for this member, in one of the layouts."""
+    adv, weights = algorithm.advantages(trajectories), algorithm.weights(trajectories)
+    if layout == "packed":
+        batch = fg.pack(trajectories, adv, weights, **{"row_length": 64, **settings})
+    else:
+        batch = {"by_trajectory": fg.rows_by_trajectory, "by_turn": fg.rows_by_turn}[layout](trajectories, adv, weights)
+    if algorithm.targets is None:
+        return batch
+    return batch.replace(target=fg.place(algorithm.targets(trajectories), batch))
+
+
+def scores_of(case: Case, batch: fg.Batch, logp_ntl=None) -> fg.Scores:
+    """What the current policy says, laid out as the batch is."""
+    logp_ntl = jnp.asarray(case.logp) if logp_ntl is None else logp_ntl
+    return fg.Scores(fg.place(logp_ntl, batch), fg.place(case.entropy, batch), fg.place(case.value, batch))

@@ -1,0 +1,32 @@
+"""Strictness for every test: rank promotion, implicit dtypes, NaN and warnings raise; 8 CPU devices."""
+
+import os
+
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        # Two cores carry the eight devices, so a collective may wait long for its turn.
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    ]
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+from hypothesis import settings
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_debug_nans", True)
+
+settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
+settings.load_profile("quick")
+
+
+@pytest.fixture
+def nan_allowed():
+    """For tests that put NaN into slots on purpose and assert what comes out."""
+    with jax.debug_nans(False):
+        yield
