@@ -51,7 +51,9 @@ def _plain(trajectories: Trajectories, adv, weights, trajectory_r, turn_rts, own
         jnp.where(exists_rs, slot_rs, -1),
     )
     trained_rs = exists_rs & jnp.take_along_axis(own_rt, turn_rs, axis=1)
-    return _gathered(trajectories, adv, weights, index, trained_rs, segment_rs * exists_rs, position_rs * exists_rs)
+    return _gathered(
+        trajectories, adv, weights, index, trained_rs, *(jnp.where(exists_rs, x, 0) for x in (segment_rs, position_rs))
+    )
 
 
 def _gathered(trajectories: Trajectories, adv, weights, index, trained_rs, segment_rs, position_rs) -> Batch:

@@ -105,7 +105,7 @@ def account(trajectories: Trajectories | Sequence[Trajectory], weights, batch: B
     return Ledger(int(own_m.sum()), {fate: int(tokens) for fate, tokens in fates.items()}).check()
 
 
-# Reading ------------------------------------------------------------------------------------------------------
+# Reading ----------------------------------------------------------------------------------------------
 
 
 def _read(trajectories: Trajectories | Sequence[Trajectory]) -> tuple[Flat, dict[str, np.ndarray]]:
@@ -150,7 +150,7 @@ def _per_token(name: str, x, flat: Flat) -> np.ndarray:
     return np.where(flat.chosen, x[at], 0).astype(np.float32)
 
 
-# From trajectories to segments ----------------------------------------------------------------------------------
+# From trajectories to segments ------------------------------------------------------------------------
 
 
 def _takes_part(flat: Flat, weight_m: np.ndarray, adv_m: np.ndarray | None) -> np.ndarray:
@@ -208,7 +208,7 @@ def _between_cuts(every_nt: np.ndarray, length_nt: np.ndarray, appends_n: np.nda
     return Segments(start_nt[cut_nt][holds_k], length_k[holds_k], origin_k[holds_k])
 
 
-# From segments to rows -----------------------------------------------------------------------------------------
+# From segments to rows --------------------------------------------------------------------------------
 
 
 def _assign(length_k: np.ndarray, row_length: int, ranks: int, rows: int | None) -> tuple[np.ndarray, np.ndarray, int]:
@@ -241,9 +241,10 @@ def best_fit(length_k: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndar
     """
     row_k, offset_k = np.zeros(len(length_k), np.int64), np.zeros(len(length_k), np.int64)
     order_k = np.argsort(-length_k, kind="stable")
-    sizes, starts = np.unique(-length_k[order_k], return_index=True)
+    sizes, counts = np.unique(-length_k, return_counts=True)
     rows, num_rows = OpenRows(), 0
-    for size, waiting in zip((-sizes).tolist(), np.split(order_k, starts[1:]), strict=True):
+    for size, end, count in zip((-sizes).tolist(), np.cumsum(counts).tolist(), counts.tolist(), strict=True):
+        waiting = order_k[end - count : end]
         while len(waiting):
             room, candidates = rows.take(size)
             if not candidates:

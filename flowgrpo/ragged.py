@@ -93,7 +93,7 @@ def collate(records: Sequence[Trajectory], *, turns: int | None = None, length: 
     )
 
 
-# Checks -------------------------------------------------------------------------------------------------------
+# Checks -----------------------------------------------------------------------------------------------
 
 
 def _checked_turns(records: Sequence[Trajectory]) -> list[Turn]:
@@ -163,7 +163,7 @@ def _place(records: Sequence[Trajectory], u: int) -> str:
     return f"trajectory {i}, turn {u - (int(ends[i - 1]) if i else 0)}"
 
 
-# Columns ------------------------------------------------------------------------------------------------------
+# Columns ----------------------------------------------------------------------------------------------
 
 
 def _turn_counts(records: Sequence[Trajectory]) -> np.ndarray:

@@ -29,7 +29,7 @@ class BadInput(ValueError):
     """What was given can't be used; the message is one sentence that names the place and the mend."""
 
 
-# How a trajectory ends ------------------------------------------------------------------------------
+# How a trajectory ends --------------------------------------------------------------------------------
 
 
 class Status(IntEnum):
@@ -111,7 +111,7 @@ class Trajectory:
     appends: bool = True
 
 
-# The two pytrees ---------------------------------------------------------------------------------------
+# The two pytrees --------------------------------------------------------------------------------------
 
 
 class Trajectories(struct.PyTreeNode):
@@ -210,7 +210,7 @@ def _axes_of(annotation) -> tuple[str, ...]:
     return next(tuple(option.dim_str.split()) for option in options if hasattr(option, "dim_str"))
 
 
-# The ledger ----------------------------------------------------------------------------------------------
+# The ledger -------------------------------------------------------------------------------------------
 
 
 class Fate(IntEnum):

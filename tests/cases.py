@@ -21,7 +21,9 @@ def make_turn(rng, context: int, action: int, **fields) -> fg.Turn:
     return fg.Turn(rng.integers(1, 50, size).astype(np.int32), chosen, logp, **fields)
 
 
-def random_records(seed: int, *, groups=3, size=4, turns=4, length=6, invalid=0.15, by_turn=False) -> list[fg.Trajectory]:
+def random_records(
+    seed: int, *, groups=3, size=4, turns=4, length=6, invalid=0.15, by_turn=False
+) -> list[fg.Trajectory]:
     """Ragged records with unequal turns and lengths, some of them invalid, with groups in mixed order."""
     rng = np.random.default_rng(seed)
     records = []
@@ -67,12 +69,16 @@ class Case(NamedTuple):
     value: np.ndarray
 
 
-def make_case(seed: int = 0, drift: float = 0.3, **settings) -> Case:
-    trajectories = score(fg.collate(random_records(seed, **settings)), seed, drift)
+def make_case(seed: int = 0, drift: float = 0.3, *, turns=4, length=6, **settings) -> Case:
+    """A case whose shape depends on the settings alone, so that compiled code is shared between tests."""
+    records = random_records(seed, turns=turns, length=length, **settings)
+    trajectories = score(fg.collate(records, turns=turns, length=2 * length), seed, drift)
     rng = np.random.default_rng(seed + 1)
     shape = trajectories.tokens.shape
     moved = (trajectories.logp_old + drift * rng.normal(size=shape)).astype(np.float32)
-    return Case(trajectories, moved, rng.uniform(0, 2, shape).astype(np.float32), rng.normal(size=shape).astype(np.float32))
+    return Case(
+        trajectories, moved, rng.uniform(0, 2, shape).astype(np.float32), rng.normal(size=shape).astype(np.float32)
+    )
 
 
 def members() -> dict[str, fg.Algorithm]:
@@ -123,7 +129,7 @@ def batch_of(algorithm: fg.Algorithm, trajectories: fg.Trajectories, layout="pac
     """The trajectories as a batch for this member, in one of the layouts."""
     adv, weights = algorithm.advantages(trajectories), algorithm.weights(trajectories)
     if layout == "packed":
-        batch = fg.pack(trajectories, adv, weights, **{"row_length": 64, **settings})
+        batch = fg.pack(trajectories, adv, weights, **{"row_length": 48, "rows": 16, **settings})
     else:
         batch = {"by_trajectory": fg.rows_by_trajectory, "by_turn": fg.rows_by_turn}[layout](trajectories, adv, weights)
     if algorithm.targets is None:

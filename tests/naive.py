@@ -49,7 +49,7 @@ def ragged(case) -> list[dict]:
     return out
 
 
-# Statistics ---------------------------------------------------------------------------------------------------
+# Statistics -------------------------------------------------------------------------------------------
 
 
 def mean(xs):
@@ -92,7 +92,7 @@ def spread_over_group(members, values, normalize):
     return out
 
 
-# Shared parts --------------------------------------------------------------------------------------------------
+# Shared parts -----------------------------------------------------------------------------------------
 
 
 def taking_part(trajectories, *, mixed=False):
@@ -159,7 +159,7 @@ def token_mean(members, adv_of, **settings):
     return -mean([token_term(turn, j, adv_of(m, t, j), **settings) for m, turn, t, j in every]) if every else 0.0
 
 
-# Members ----------------------------------------------------------------------------------------------------------
+# Members ----------------------------------------------------------------------------------------------
 
 
 def flow_grpo(trajectories, *, low=0.2, high=0.2, beta=0.05):
@@ -172,7 +172,9 @@ def flow_grpo(trajectories, *, low=0.2, high=0.2, beta=0.05):
         for m in group:
             acted = [turn for turn in m["turns"] if turn["slots"]]
             terms = [
-                mean([token_term(turn, j, adv[id(m)], low=low, high=high, beta=beta) for j in range(len(turn["slots"]))])
+                mean(
+                    [token_term(turn, j, adv[id(m)], low=low, high=high, beta=beta) for j in range(len(turn["slots"]))]
+                )
                 for turn in acted
             ]
             per_trajectory.append(mean(terms))
@@ -320,9 +322,7 @@ def ppo(trajectories, *, gamma=1.0, lam=0.95, beta=0.001, turns=False):
                 adv[id(m), t, j], target[id(m), t, j] = steps[t], steps[t] + values[t]
             continue
         values = [turn["value_old"][j] for _, turn, _, j in tokens([m])]
-        rewards = [
-            -price[t][j] + (paid[t] if j == len(turn["slots"]) - 1 else 0.0) for _, turn, t, j in tokens([m])
-        ]
+        rewards = [-price[t][j] + (paid[t] if j == len(turn["slots"]) - 1 else 0.0) for _, turn, t, j in tokens([m])]
         steps = gae(rewards, values, last, gamma, lam)
         for (_, _, t, j), step, value in zip(tokens([m]), steps, values, strict=True):
             adv[id(m), t, j], target[id(m), t, j] = step, step + value

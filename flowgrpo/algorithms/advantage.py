@@ -23,7 +23,7 @@ from flowgrpo.types import AnyArray, Trajectories
 Normalize = Callable[[AnyArray, AnyArray, AnyArray], Array]  # (outcome_n, group_n, valid_n) -> adv_n
 
 
-# Groups -------------------------------------------------------------------------------------------------
+# Groups -----------------------------------------------------------------------------------------------
 
 
 def dense_ids(*keys_m: AnyArray) -> Array:
@@ -100,7 +100,7 @@ def mixed_groups(correct_n: AnyArray, group_n: AnyArray, valid_n: AnyArray) -> A
     return valid_n & _statistics(jnp.asarray(correct_n), dense_ids(group_n), valid_n).varies
 
 
-# Over turns ---------------------------------------------------------------------------------------------
+# Over turns -------------------------------------------------------------------------------------------
 
 
 def multi_turn_group_advantage(
@@ -187,7 +187,7 @@ def _flat(x):
     return x.reshape(-1) if isinstance(x, jax.Array) else np.asarray(x).reshape(-1)
 
 
-# Over time ------------------------------------------------------------------------------------------------
+# Over time --------------------------------------------------------------------------------------------
 
 
 def gae(

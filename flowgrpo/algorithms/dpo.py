@@ -110,7 +110,7 @@ def preference_loss(scores: Scores, batch: Batch, *, beta, options: Options) -> 
     slope_rs = -beta * jax.nn.sigmoid(-margin_rs) * tokens.advantage
     share_rs = 1.0 / jnp.maximum(tokens.sequence_count, 1.0)
     loss_rs = -jax.nn.log_sigmoid(margin_rs) * share_rs + slope_rs * (tokens.logp - stop_gradient(tokens.logp))
-    extra_rs, metrics = losses.regularisers("dpo", scores, batch, tokens, jnp.zeros_like(tokens.logp), options)
+    extra_rs, metrics = losses.regularisers("dpo", scores, batch, tokens, options)
     weight_rs = masked.fill(batch.weight, tokens.live)
     metrics |= {"margin": margin_rs * share_rs, "accuracy": jnp.where(margin_rs > 0, share_rs, 0.0), "weight": share_rs}
     return masked.sum(weight_rs * (loss_rs + extra_rs), tokens.live), losses.weighted_sums(

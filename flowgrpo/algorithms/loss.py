@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
 Surrogate = Callable[[Tokens], tuple[Array, Array]]  # -> (value to maximise, log of the ratio that it used)
 
 
-# Surrogates ---------------------------------------------------------------------------------------------------
+# Surrogates -------------------------------------------------------------------------------------------
 
 
 def clip_surrogate(tokens: Tokens, *, clip_low, clip_high, dual_clip=None) -> tuple[Array, Array]:
@@ -96,7 +96,7 @@ def _floor(surrogate_rs, advantage_rs, dual_clip) -> Array:
     return jnp.where(advantage_rs < 0, jnp.maximum(surrogate_rs, dual_clip * advantage_rs), surrogate_rs)
 
 
-# The first pass: sums over sequences -----------------------------------------------------------------------------
+# The first pass: sums over sequences ------------------------------------------------------------------
 
 
 def sequence_totals(x_rs: AnyArray, batch: Batch, *by: str) -> tuple[Array, Array]:
@@ -134,7 +134,7 @@ def _capped(log_mismatch_rs: AnyArray, correction: Correction) -> Array:
     return jnp.where(ratio_rs > correction.cap, above, ratio_rs)
 
 
-# The loss ---------------------------------------------------------------------------------------------------------
+# The loss ---------------------------------------------------------------------------------------------
 
 
 def token_loss(
@@ -154,7 +154,7 @@ def token_loss(
     gain_rs, log_ratio_rs = surrogate(tokens)
     correction_rs = _correction(batch, options.correction, live_rs)
     loss_rs = -correction_rs * gain_rs
-    extra_rs, metrics = regularisers(name, scores, batch, tokens, log_ratio_rs, options)
+    extra_rs, metrics = regularisers(name, scores, batch, tokens, options)
     ratio_rs = jnp.exp(stop_gradient(log_ratio_rs))
     metrics |= {"surrogate": gain_rs, "ratio": ratio_rs, "advantage": tokens.advantage}
     if clip is not None:
@@ -189,16 +189,14 @@ def read_tokens(scores: Scores, batch: Batch) -> Tokens:
     )
 
 
-def regularisers(
-    name: str, scores: Scores, batch: Batch, tokens: Tokens, log_ratio_rs: AnyArray, options: Options
-) -> tuple[Array, Metrics]:
-    """`beta KL - bonus * entropy` per token, and both as metrics."""
+def regularisers(name: str, scores: Scores, batch: Batch, tokens: Tokens, options: Options) -> tuple[Array, Metrics]:
+    """`beta KL - bonus * entropy` per token, and both as metrics; `kl_weighted` weighs by the token's own ratio."""
     loss_rs, metrics = jnp.zeros_like(tokens.logp), {}
     if options.kl_in_loss:
         logp_ref_rs = masked.fill(required(batch.logp_ref, name, "Batch.logp_ref", "beta > 0"), tokens.live)
         kl_rs = kl_estimate(tokens.logp, logp_ref_rs, options.kl_kind)
         metrics["kl"] = kl_rs
-        loss_rs += options.beta * (kl_rs * jnp.exp(log_ratio_rs) if options.kl_weighted else kl_rs)
+        loss_rs += options.beta * (kl_rs * jnp.exp(tokens.logp - tokens.logp_old) if options.kl_weighted else kl_rs)
     if scores.entropy is not None:
         metrics["entropy"] = masked.fill(scores.entropy, tokens.live)
     if not is_off(options.entropy_bonus):

@@ -132,7 +132,7 @@ def check_clip(name: str, clip_low, clip_high) -> None:
         raise BadInput(f"{name}: clip_low is {clip_low}, but a ratio is never below 0; use at most 1")
 
 
-# What the options do before the loss ------------------------------------------------------------------------
+# What the options do before the loss ------------------------------------------------------------------
 
 
 def kl_estimate(logp: AnyArray, logp_ref: AnyArray, kind: str = "k3") -> Array:

@@ -28,7 +28,7 @@ from flowgrpo.algorithms.compose import Advantage, compose
 from flowgrpo.algorithms.options import check_clip, check_range, read_options, reward_kl
 from flowgrpo.contracts import Algorithm
 
-# Advantages ----------------------------------------------------------------------------------------------
+# Advantages -------------------------------------------------------------------------------------------
 
 
 def outcome_advantage(normalize: Normalize, over=multi_turn_group_advantage) -> Advantage:
@@ -63,7 +63,7 @@ def _whitened_return(trajectories, outcome_n, valid_n, options, *, gamma, baseli
     return masked.whiten(return_nt[:, :, None] - later_ntl, chosen_ntl)
 
 
-# Members -------------------------------------------------------------------------------------------------
+# Members ----------------------------------------------------------------------------------------------
 
 
 def flow_grpo(*, clip_low=0.2, clip_high=0.2, beta=0.001, eps=1e-6, **options) -> Algorithm:

@@ -1,0 +1,390 @@
+"""One contract for every member of the family: the laws, the layouts, and what compilation must not change."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import batch_of, everything_on, make_case, members, scores_of
+
+import flowgrpo as fg
+
+MEMBERS = members()
+GARBAGE = [np.nan, np.inf, -np.inf, 1e30]
+each_member = pytest.mark.parametrize("name", MEMBERS)
+
+
+def loss_and_slopes(algorithm, case, batch):
+    """(loss, d loss / d log pi) in the trajectories' own layout, so that layouts can be compared."""
+    scores = scores_of(case, batch)
+    loss, slope_rs = jax.value_and_grad(lambda x_rs: algorithm.loss(scores._replace(logp=x_rs), batch)[0])(scores.logp)
+    return loss, fg.unpack(slope_rs, batch, case.logp.shape)
+
+
+def assert_same(found, expected, tolerance=1e-6):
+    """Equal loss and gradient, relative to the largest slope."""
+    scale = float(jnp.abs(expected[1]).max())
+    assert scale > 0
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerance * scale)
+
+
+def split(batch: fg.Batch, parts: int) -> list[fg.Batch]:
+    """The rows in `parts` equal micro-batches, padded with empty rows."""
+    short = -len(batch.tokens) % parts
+    padded = jax.tree.map(lambda x_rs: np.pad(np.asarray(x_rs), ((0, short), (0, 0))), batch)
+    return [jax.tree.map(lambda x_rs: x_rs[part::parts], padded) for part in range(parts)]  # noqa: B023
+
+
+# F3: the layout changes nothing -----------------------------------------------------------------------
+
+
+@each_member
+def test_F3_layouts_give_the_same_loss_and_gradient(name):
+    """Packed, padded, shuffled, one row per trajectory or turn, split at turns, dealt to ranks."""
+    algorithm, case = everything_on(name), make_case(11)
+    trajectories = case.trajectories
+    packed = batch_of(algorithm, trajectories)
+    expected = loss_and_slopes(algorithm, case, packed)
+    order = np.random.default_rng(0).permutation(len(packed.tokens))
+    layouts = {
+        "shuffled": jax.tree.map(lambda x_rs: x_rs[order], packed),
+        "ranks": batch_of(algorithm, trajectories, ranks=4),
+        "split at turns": batch_of(algorithm, trajectories, row_length=16, rows=48, too_long="split"),
+        "by trajectory": batch_of(algorithm, trajectories, "by_trajectory"),
+        "by turn": batch_of(algorithm, trajectories, "by_turn"),
+    }
+    for label, batch in layouts.items():
+        chex.assert_equal_shape([batch.tokens, batch.weight])
+        try:
+            assert_same(loss_and_slopes(algorithm, case, batch), expected)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {label}: {error}") from error
+
+
+@each_member
+def test_F3_micro_batches_sum(name):
+    """Four micro-batches, after one first pass over the whole: losses, gradients and metrics add up."""
+    algorithm, case = everything_on(name), make_case(12)
+    whole = batch_of(algorithm, case.trajectories)
+    expected = loss_and_slopes(algorithm, case, whole)
+    metrics = algorithm.loss(scores_of(case, whole), whole)[1]
+    summed = algorithm.sums(whole, scores_of(case, whole).logp) if algorithm.sums else whole
+    parts = split(summed, 4)
+    results = [loss_and_slopes(algorithm, case, part) for part in parts]
+    assert_same([sum(column) for column in zip(*results, strict=True)], expected)
+    parts_metrics = [algorithm.loss(scores_of(case, part), part)[1] for part in parts]
+    for key, value in metrics.items():
+        np.testing.assert_allclose(sum(part[key] for part in parts_metrics), value, rtol=1e-4, atol=1e-5, err_msg=key)
+
+
+@each_member
+def test_F3_eight_devices(name):
+    """Rows sharded over eight devices: the same loss and gradient."""
+    algorithm, case = everything_on(name), make_case(13)
+    batch = batch_of(algorithm, case.trajectories, ranks=8)
+    expected = loss_and_slopes(algorithm, case, batch)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    sharded = jax.device_put(batch, rows)
+    scores = jax.device_put(scores_of(case, batch), rows)
+
+    @jax.jit
+    def value_and_grad(logp_rs, scores, batch):
+        return jax.value_and_grad(lambda x_rs: algorithm.loss(scores._replace(logp=x_rs), batch)[0])(logp_rs)
+
+    loss, slope_rs = value_and_grad(scores.logp, scores, sharded)
+    assert len(slope_rs.sharding.device_set) == 8
+    found_ntl = fg.unpack(np.asarray(slope_rs), batch, case.trajectories.tokens.shape)
+    assert_same((loss, found_ntl), expected)
+
+
+# F4, F8: zero where there is nothing to learn ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, member in MEMBERS.items() if "F4" in member.keeps])
+def test_F4_groups_of_equal_rewards_have_no_advantage(name):
+    """0.91 for all, invalid members among them; `correct` is mixed, so that filters keep the groups."""
+    algorithm = MEMBERS[name] if name != "rloo" else fg.rloo()
+    trajectories = make_case(3).trajectories
+    outcome_n = np.where(trajectories.valid, np.float32(0.91), np.nan)
+    flat = trajectories.replace(outcome=outcome_n, correct=np.arange(len(outcome_n)) % 2 == 0)
+    assert not np.asarray(algorithm.advantages(flat)).any()
+
+
+@pytest.mark.parametrize("name", [name for name, member in MEMBERS.items() if "F1" in member.keeps])
+def test_F1_statistics_do_not_depend_on_the_number_of_turns(name):
+    """Every turn twice: the same advantage at every turn of a trajectory."""
+    algorithm = {"dapo": fg.dapo(), "rloo": fg.rloo()}.get(name, MEMBERS[name])
+    trajectories = make_case(5).trajectories
+    adv_n = np.asarray(algorithm.advantages(trajectories))[:, 0]
+    fields = {
+        f: np.repeat(getattr(trajectories, f), 2, axis=1) for f in ("tokens", "chosen", "logp_sampled", "version")
+    }
+    fields |= {f: np.repeat(getattr(trajectories, f), 2, axis=1) for f in ("turns", "reward", "anchor", "length")}
+    fields |= {f: np.repeat(getattr(trajectories, f), 2, axis=1) for f in ("logp_old", "logp_ref", "value")}
+    doubled_nt = np.asarray(algorithm.advantages(trajectories.replace(**fields)))
+    assert np.abs(adv_n).max() > 0
+    exists_nt = np.repeat(trajectories.turns, 2, axis=1)
+    np.testing.assert_allclose(doubled_nt, np.where(exists_nt, adv_n[:, None], 0.0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name, member in MEMBERS.items() if "F8" in member.keeps])
+def test_F8_scaling_and_shifting_the_rewards_of_a_group_changes_nothing(name):
+    algorithm = fg.dapo() if name == "dapo" else MEMBERS[name]  # dapo's length punishment is not scaled
+    trajectories = make_case(6).trajectories
+    scale_n, shift_n = np.where(trajectories.group % 2 == 0, 7.0, 0.25), trajectories.group / 100
+    moved = trajectories.replace(outcome=(trajectories.outcome * scale_n + shift_n).astype(np.float32))
+    expected = np.asarray(algorithm.advantages(trajectories))
+    assert np.abs(expected).max() > 0
+    np.testing.assert_allclose(algorithm.advantages(moved), expected, atol=2e-4)
+
+
+@each_member
+def test_F8_zero_advantage_and_no_regulariser_give_a_zero_gradient(name):
+    """Where a member says that it may be skipped, a batch without advantages has exactly no gradient."""
+    case = make_case(8)
+    algorithm = {"flow_grpo": fg.flow_grpo, "flow_grpo_released": fg.flow_grpo_released, "grpo": fg.grpo}.get(name)
+    algorithm = algorithm(beta=0.0) if algorithm else {"gigpo": fg.gigpo(beta=0.0)}.get(name, MEMBERS[name])
+    batch = batch_of(algorithm, case.trajectories)
+    idle = batch.replace(advantage=np.zeros_like(batch.advantage))
+    slope_ntl = loss_and_slopes(algorithm, case, idle)[1]
+    if algorithm.skips:
+        assert not np.asarray(slope_ntl).any()
+    assert algorithm.skips == (name not in ("kimi", "ppo", "ppo_turns", "reinforce_pp_baseline"))
+
+
+def test_F8_skips_is_false_under_every_regulariser():
+    assert fg.flow_grpo(beta=0.0).skips
+    assert fg.flow_grpo(beta=0.1, kl_in="reward").skips
+    for options in ({"beta": 0.1}, {"entropy_bonus": 0.1}, {"beta": jnp.float32(0.0)}):
+        assert not fg.flow_grpo(**{"beta": 0.0, **options}).skips
+
+
+def test_F8_skipping_groups_without_signal_is_exact():
+    """Weights are computed first; leaving idle trajectories out of the rows then changes nothing."""
+    algorithm, case = fg.flow_grpo(beta=0.0), make_case(21, groups=8, size=2)
+    everything = batch_of(algorithm, case.trajectories)
+    skipped = batch_of(algorithm, case.trajectories, skip_no_signal=True)
+    assert (np.asarray(skipped.segments) > 0).sum() < (np.asarray(everything.segments) > 0).sum()
+    assert_same(loss_and_slopes(algorithm, case, skipped), loss_and_slopes(algorithm, case, everything), 0.0)
+
+
+# F5, F6: what is invalid or masked reaches nothing ----------------------------------------------------
+
+
+def poisoned(case, value: float):
+    """The case with `value` in every slot that is masked, past the end, or of an invalid trajectory."""
+    trajectories = case.trajectories
+    chosen_ntl = trajectories.chosen & np.asarray(trajectories.valid)[:, None, None]
+    invalid_n = ~np.asarray(trajectories.valid)
+
+    def spoil(x, mask):
+        return np.where(mask, x, np.float32(value)).astype(np.float32)
+
+    tokenwise = {
+        f: spoil(getattr(trajectories, f), chosen_ntl) for f in ("logp_sampled", "logp_old", "logp_ref", "value")
+    }
+    spoiled = trajectories.replace(
+        outcome=spoil(trajectories.outcome, ~invalid_n),
+        reward=spoil(trajectories.reward, trajectories.turns & ~invalid_n[:, None]),
+        last_value=spoil(trajectories.last_value, np.asarray(trajectories.valid & trajectories.bootstraps)),
+        **tokenwise,
+    )
+    current = (spoil(x, chosen_ntl) for x in (case.logp, case.entropy, case.value))
+    return type(case)(spoiled, *current)
+
+
+def spoil_batch(batch: fg.Batch, value: float) -> fg.Batch:
+    """The batch with `value` in every per-token field outside the chosen tokens."""
+    own_rs = np.asarray(batch.chosen) & (np.asarray(batch.segments) > 0)
+    names = ["logp_sampled", "logp_old", "logp_ref", "advantage", "weight", "value_old", "target"]
+    present = {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
+    return batch.replace(**{name: np.where(own_rs, x_rs, np.float32(value)) for name, x_rs in present.items()})
+
+
+@pytest.mark.usefixtures("nan_allowed")
+@each_member
+@pytest.mark.parametrize("layout", ["packed", "by_trajectory"])
+def test_F6_garbage_in_masked_or_invalid_slots_changes_nothing(name, layout):
+    """NaN, infinity or 1e30, with jit and without: the same loss, the same gradient, both finite."""
+    algorithm, clean = everything_on(name), make_case(14, invalid=0.3, by_turn=name == "gigpo")
+    expected = loss_and_slopes(algorithm, clean, batch_of(algorithm, clean.trajectories, layout))
+    compiled = jax.jit(lambda case, batch: loss_and_slopes(algorithm, case, batch))
+    untrained_ntl = ~(clean.trajectories.chosen & np.asarray(clean.trajectories.valid)[:, None, None])
+    for value in GARBAGE:
+        dirty = poisoned(clean, value)
+        batch = spoil_batch(batch_of(algorithm, dirty.trajectories, layout), value)
+        for run in (compiled, lambda case, batch: loss_and_slopes(algorithm, case, batch)):
+            loss, slope_ntl = run(dirty, batch)
+            assert np.isfinite(loss)
+            assert np.isfinite(slope_ntl).all()
+            assert_same((loss, slope_ntl), expected)
+            assert not np.asarray(slope_ntl)[untrained_ntl].any()
+
+
+@each_member
+def test_F5_an_invalid_trajectory_might_as_well_not_be_there(name):
+    """Advantages, weights and loss are those of the batch without it, and it is counted in the ledger."""
+    algorithm, case = MEMBERS[name], make_case(21, invalid=0.3)
+    keep_n = np.asarray(case.trajectories.valid)
+    assert not keep_n.all()
+    alone = jax.tree.map(lambda x: x[keep_n], case)
+    found = loss_and_slopes(algorithm, case, batch_of(algorithm, case.trajectories))
+    expected = loss_and_slopes(algorithm, alone, batch_of(algorithm, alone.trajectories))
+    assert_same((found[0], found[1][keep_n]), expected)
+    assert not np.asarray(found[1])[~keep_n].any()
+    weights = algorithm.weights(case.trajectories)
+    ledger = fg.account(case.trajectories, weights, batch_of(algorithm, case.trajectories))
+    assert ledger.fates[fg.Fate.MASKED_INVALID] == case.trajectories.chosen[~keep_n].sum() > 0
+
+
+# F7: the ratio starts at one --------------------------------------------------------------------------
+
+
+@each_member
+def test_F7_at_the_behaviour_parameters_the_ratio_is_exactly_one(name):
+    """Equal log-probabilities give ratio 1, nothing clipped, and the slope of the plain policy gradient."""
+    algorithm, case = everything_on(name), make_case(16)
+    batch = batch_of(algorithm, case.trajectories)
+    at_start = case._replace(logp=np.asarray(case.trajectories.logp_old))
+    _, metrics = algorithm.loss(scores_of(at_start, batch), batch)
+    if "ratio" in metrics:
+        np.testing.assert_allclose(metrics["ratio"], metrics["weight"], rtol=1e-6)
+    for key in ("clip_low_fraction", "clip_high_fraction"):
+        assert float(metrics.get(key, 0.0)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "name", ["flow_grpo", "flow_grpo_released", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
+)
+def test_F7_on_policy_every_member_has_the_plain_policy_gradient(name):
+    """d loss / d log pi = - weight * advantage, whatever the clip, when behaviour and current policy are equal."""
+    build = {"dr_grpo": lambda **o: fg.dr_grpo(max_tokens=20, **o)}.get(name, getattr(fg, name))
+    algorithm, case = build(beta=0.0), make_case(17)
+    batch = batch_of(algorithm, case.trajectories)
+    on_policy = case._replace(logp=np.asarray(case.trajectories.logp_old))
+    slope_ntl = loss_and_slopes(algorithm, on_policy, batch)[1]
+    expected_ntl = fg.unpack(-batch.weight * batch.advantage, batch, case.logp.shape)
+    np.testing.assert_allclose(slope_ntl, expected_ntl, rtol=1e-5, atol=1e-8)
+
+
+# F2, F9: members differ where they say so -------------------------------------------------------------
+
+
+def test_identity_flow_grpo_is_grpo_with_one_turn():
+    """T = 1: the mean over turns is a mean over one."""
+    case = make_case(18, turns=1)
+    batches = [batch_of(algorithm, case.trajectories) for algorithm in (fg.flow_grpo(beta=0.04), fg.grpo(beta=0.04))]
+    results = [
+        loss_and_slopes(a, case, b) for a, b in zip((fg.flow_grpo(beta=0.04), fg.grpo(beta=0.04)), batches, strict=True)
+    ]
+    assert_same(*results)
+
+
+def test_F9_the_released_variant_differs_from_the_paper():
+    """Same batch, same clip: other advantages, other weights, another gradient."""
+    case = make_case(19)
+    paper = fg.flow_grpo(beta=0.0, clip_high=0.3, dual_clip=3.0)
+    released = fg.flow_grpo_released(beta=0.0)
+    slopes = [loss_and_slopes(a, case, batch_of(a, case.trajectories))[1] for a in (paper, released)]
+    cosine = float((slopes[0] * slopes[1]).sum() / (jnp.linalg.norm(slopes[0]) * jnp.linalg.norm(slopes[1])))
+    assert cosine < 0.99
+
+
+def test_dapo_filters_on_unshaped_correctness_and_counts_what_it_discards():
+    """All correct but of unequal length: shaping makes a spread, and the group is discarded all the same."""
+    case = make_case(20, groups=2, invalid=0.0)
+    first_n = case.trajectories.group == case.trajectories.group[0]
+    correct_n = np.where(first_n, True, np.cumsum(~first_n) % 2 == 0)
+    trajectories = case.trajectories.replace(correct=correct_n, outcome=correct_n.astype(np.float32))
+    algorithm = fg.dapo(overlong=fg.Overlong(12, 10))
+    shaped = fg.dapo(overlong=fg.Overlong(12, 10), dynamic_sampling=False)
+    assert np.asarray(shaped.advantages(trajectories))[first_n].any()
+    assert not np.asarray(algorithm.advantages(trajectories))[first_n].any()
+    weights = algorithm.weights(trajectories)
+    assert float(weights.sum()) == pytest.approx(1.0, abs=1e-5)
+    ledger = fg.account(trajectories, weights, batch_of(algorithm, trajectories))
+    assert ledger.fates[fg.Fate.MASKED_WEIGHTLESS] == trajectories.chosen[first_n].sum()
+
+
+# Compilation ------------------------------------------------------------------------------------------
+
+
+@each_member
+def test_jit_equals_no_jit_and_traces_once(name):
+    """Advantages, weights and loss; a second batch of the same shape traces nothing again."""
+    algorithm = MEMBERS[name]
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def run(trajectories, scores_ntl):
+        adv, weights = algorithm.advantages(trajectories), algorithm.weights(trajectories)
+        batch = fg.rows_by_trajectory(trajectories, adv, weights)
+        if algorithm.targets is not None:
+            batch = batch.replace(target=fg.place(algorithm.targets(trajectories), batch))
+        scores = fg.Scores(*(fg.place(x_ntl, batch) for x_ntl in scores_ntl))
+        return algorithm.loss(scores, batch)[0]
+
+    for case in (make_case(1, invalid=0.0), make_case(2, invalid=0.0)):
+        batch = batch_of(algorithm, case.trajectories, "by_trajectory")
+        expected = algorithm.loss(scores_of(case, batch), batch)[0]
+        found = run(case.trajectories, (case.logp, case.entropy, case.value))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "values"),
+    [
+        ("flow_grpo", "clip_high", [0.1, 0.2, 0.5]),
+        ("flow_grpo", "beta", [0.0, 0.1, 1.0]),
+        ("grpo", "entropy_bonus", [0.0, 0.1]),
+        ("kimi", "tau", [0.1, 1.0]),
+        ("gigpo", "omega", [0.0, 2.0]),
+        ("dpo", "beta", [0.1, 0.5]),
+    ],
+)
+def test_settings_can_be_vmapped(name, setting, values):
+    """A number is not looked at with a Python `if`, so one program runs a whole sweep."""
+    case, build = make_case(22), getattr(fg, name)
+
+    def loss(value):
+        algorithm = build(**{setting: value})
+        batch = batch_of(algorithm, case.trajectories, "by_trajectory")
+        return algorithm.loss(scores_of(case, batch), batch)[0]
+
+    swept = jax.vmap(loss)(jnp.array(values, jnp.float32))
+    np.testing.assert_allclose(swept, [loss(value) for value in values], rtol=1e-5, atol=1e-6)
+    assert len(set(np.asarray(swept).tolist())) == len(values)
+
+
+@each_member
+def test_low_precision_scores_are_read_as_float32(name):
+    algorithm, case = MEMBERS[name], make_case(23)
+    batch = batch_of(algorithm, case.trajectories)
+    scores = jax.tree.map(lambda x: x.astype(jnp.bfloat16), scores_of(case, batch))
+    loss, metrics = algorithm.loss(scores, batch)
+    assert {loss.dtype, *(value.dtype for value in metrics.values())} == {jnp.dtype(jnp.float32)}
+    widened = jax.tree.map(lambda x: x.astype(jnp.float32), scores)
+    np.testing.assert_allclose(loss, algorithm.loss(widened, batch)[0], rtol=1e-6)
+
+
+@each_member
+def test_members_say_what_they_need(name):
+    algorithm, full = MEMBERS[name], everything_on(name)
+    assert full.reference_every == 10
+    assert algorithm.keeps <= {"F1", "F2", "F4", "F8"}
+    assert full.needs >= {"entropy"}
+    assert algorithm.needs <= {"logp_old", "logp_ref", "value", "entropy"}
+    assert algorithm.name == {"reinforce_pp_baseline": "reinforce_pp", "ppo_turns": "ppo"}.get(name, name)
+
+
+def test_flow_grpo_keeps_the_laws_that_bind_it():
+    assert fg.flow_grpo().keeps == {"F1", "F2", "F4", "F8"}
+
+
+def test_mismatched_shapes_are_named():
+    trajectories = make_case(0).trajectories
+    with pytest.raises(fg.BadInput, match=r"Trajectories.outcome has 3 on axis n, but tokens has 12"):
+        fg.flow_grpo().advantages(trajectories.replace(outcome=trajectories.outcome[:3]))
