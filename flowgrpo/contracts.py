@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from flowgrpo.types import Batch, Task, Trajectories
+from flowgrpo.types import AnyArray, Batch, Task, Trajectories
 
 Metrics = dict[str, Array]
 
@@ -37,9 +37,9 @@ class Policy(NamedTuple):
 class Scores(NamedTuple):
     """What the policy under training says of a batch, per token."""
 
-    logp: Array  # r s
-    entropy: Array | None = None  # r s, where an entropy bonus is paid
-    value: Array | None = None  # r s, where there is a critic
+    logp: AnyArray  # r s
+    entropy: AnyArray | None = None  # r s, where an entropy bonus is paid
+    value: AnyArray | None = None  # r s, where there is a critic
 
 
 class Algorithm(NamedTuple):

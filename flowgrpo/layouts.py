@@ -78,13 +78,13 @@ def _gathered(trajectories: Trajectories, adv, weights, index, trained_rs, segme
     )
 
 
-def place(x_ntl: Array, batch: Batch) -> Array:
+def place(x_ntl: AnyArray, batch: Batch) -> Array:
     """Per-token values of the trajectories, laid out as the batch is; 0 on padding -> x_rs."""
     value_rs = jnp.asarray(x_ntl)[batch.trajectory, batch.turn, batch.slot]
     return jnp.where(jnp.asarray(batch.segments) > 0, value_rs, 0)
 
 
-def unpack(x_rs: Array, batch: Batch, shape: tuple[int, int, int]) -> Array:
+def unpack(x_rs: AnyArray, batch: Batch, shape: tuple[int, ...]) -> Array:
     """Per-token values of the chosen tokens, back in the trajectories' [n, t, l]; 0 elsewhere -> x_ntl."""
     own_rs = jnp.asarray(batch.chosen) & (jnp.asarray(batch.segments) > 0)
     outside = shape[0]  # an index past the end, which `mode="drop"` leaves out
@@ -94,9 +94,8 @@ def unpack(x_rs: Array, batch: Batch, shape: tuple[int, int, int]) -> Array:
 
 def filled(trajectories: Trajectories) -> tuple[Array, Array]:
     """`length` and `appends` with their defaults worked out: (length_nt, appends_n)."""
-    chosen_ntl = jnp.asarray(trajectories.chosen) & jnp.asarray(trajectories.turns)[:, :, None]
-    slots = chosen_ntl.shape[2]
-    ends_nt = jnp.max(jnp.where(chosen_ntl, jnp.arange(1, slots + 1)[None, None, :], 0), axis=2)
+    slots = trajectories.chosen.shape[2]
+    ends_nt = jnp.max(jnp.where(trajectories.actions, jnp.arange(1, slots + 1)[None, None, :], 0), axis=2)
     length_nt = ends_nt if trajectories.length is None else trajectories.length
     length_nt = jnp.where(jnp.asarray(trajectories.turns), length_nt, 0)
     appends_n = trajectories.appends

@@ -42,7 +42,8 @@ def variance(x: AnyArray, mask: AnyArray, axis=None, keepdims: bool = False, ddo
     """Variance of the unmasked entries; 0 where there are not more than `ddof`."""
     deviation = fill(x, mask) - mean(x, mask, axis, keepdims=True)
     squares = sum(deviation**2, mask, axis, keepdims)
-    return squares / jnp.maximum(count(mask, axis, keepdims) - ddof, 1.0)
+    freedom = count(mask, axis, keepdims) - ddof
+    return jnp.where(freedom > 0, squares / jnp.maximum(freedom, 1.0), 0.0)
 
 
 def varies(x: AnyArray, mask: AnyArray, axis=None, keepdims: bool = False) -> Array:

@@ -82,27 +82,29 @@ def fill_rate(batch: Batch) -> float:
     return float((np.asarray(batch.segments) > 0).mean())
 
 
-def account(trajectories: Trajectories | Sequence[Trajectory], weights, batch: Batch) -> Ledger:
-    """Where each generated token went between trajectories and batch (A6); checked."""
+def account(trajectories: Trajectories | Sequence[Trajectory], weights, batch: Batch, *, adv=None) -> Ledger:
+    """Where each generated token went between trajectories and batch (A6).
+
+    Pass `adv` where the batch was packed with `skip_no_signal`. The check fails for tokens that weigh
+    something and are missing for no known reason.
+    """
     flat, _ = _read(trajectories)
-    valid_n = _valid(trajectories)
-    row_length = batch.tokens.shape[1]
-    length_n, count = flat.length.sum(axis=1), len(flat.group)
-    weighs_m = _per_token("weights", weights, flat) != 0
-    own_m = flat.chosen
-    in_batch = np.asarray(batch.chosen) & (np.asarray(batch.segments) > 0)
-    trained_n = np.bincount(np.asarray(batch.trajectory)[in_batch & np.asarray(batch.live)], minlength=count)
-    weighing_n = np.bincount(flat.trajectory[own_m & weighs_m], minlength=count)
-    idle_n = np.bincount(flat.trajectory[own_m & ~weighs_m], minlength=count)
-    missing_n = weighing_n - trained_n
+    weight_m, count = _per_token("weights", weights, flat), len(flat.group)
+    valid_n, weighs_m = _valid(trajectories), weight_m != 0
+    trained_n = np.bincount(np.asarray(batch.trajectory)[np.asarray(batch.live)], minlength=count)
+    weighing_n = np.bincount(flat.trajectory[flat.chosen & weighs_m], minlength=count)
+    idle_n = np.bincount(flat.trajectory[flat.chosen & ~weighs_m], minlength=count)
+    skipped_n = np.zeros(count, bool) if adv is None else ~_takes_part(flat, weight_m, _per_token("adv", adv, flat))
+    absent_n = trained_n == 0
+    too_long_n = absent_n & ~skipped_n & (_longest(flat.length, flat.appends) > batch.tokens.shape[1])
     fates = {
         Fate.TRAINED: trained_n.sum(),
         Fate.MASKED_INVALID: idle_n[~valid_n].sum(),
         Fate.MASKED_WEIGHTLESS: idle_n[valid_n].sum(),
-        Fate.DROPPED_TOO_LONG: missing_n[length_n > row_length].sum(),
-        Fate.DROPPED_NO_SIGNAL: missing_n[length_n <= row_length].sum(),
+        Fate.DROPPED_TOO_LONG: weighing_n[too_long_n].sum(),
+        Fate.DROPPED_NO_SIGNAL: weighing_n[absent_n & skipped_n].sum(),
     }
-    return Ledger(int(own_m.sum()), {fate: int(tokens) for fate, tokens in fates.items()}).check()
+    return Ledger(int(flat.chosen.sum()), {fate: int(tokens) for fate, tokens in fates.items()}).check()
 
 
 # Reading ----------------------------------------------------------------------------------------------
@@ -114,7 +116,10 @@ def _read(trajectories: Trajectories | Sequence[Trajectory]) -> tuple[Flat, dict
         return flatten(trajectories), {}
     check_axes(trajectories)
     length_nt, appends_n = (np.asarray(x) for x in filled(trajectories))
-    filled_ntl = np.arange(np.shape(trajectories.tokens)[2]) < length_nt[:, :, None]
+    slots = np.shape(trajectories.tokens)[2]
+    if length_nt.max() > slots:
+        raise BadInput(f"Trajectories.length says {length_nt.max()}, but a turn has {slots} slots")
+    filled_ntl = np.arange(slots) < length_nt[:, :, None]
     trajectory_m, turn_m, slot_m = token_index(length_nt)
     flat = Flat(
         tokens=np.asarray(trajectories.tokens)[filled_ntl].astype(np.int32),
@@ -164,8 +169,7 @@ def _segments(flat: Flat, taken_n: np.ndarray, row_length: int, too_long: TooLon
     if too_long not in ("error", "split", "drop"):
         raise BadInput(f"too_long is {too_long!r}, but must be error, split or drop")
     length_nt = flat.length * taken_n[:, None]
-    total_n = length_nt.sum(axis=1)
-    longest_n = np.where(flat.appends, total_n, length_nt.max(axis=1))
+    longest_n = _longest(length_nt, flat.appends)
     over_n = longest_n > row_length
     if over_n.any() and too_long == "error":
         i = int(over_n.argmax())
@@ -177,6 +181,11 @@ def _segments(flat: Flat, taken_n: np.ndarray, row_length: int, too_long: TooLon
         length_nt = length_nt * ~over_n[:, None]
     cut_nt = _cuts(length_nt, flat.appends, over_n & (too_long == "split"), row_length)
     return _between_cuts(flat.length, length_nt, flat.appends, cut_nt)
+
+
+def _longest(length_nt: np.ndarray, appends_n: np.ndarray) -> np.ndarray:
+    """Tokens of a trajectory's longest segment, before any split."""
+    return np.where(appends_n, length_nt.sum(axis=1), length_nt.max(axis=1))
 
 
 def _cuts(length_nt: np.ndarray, appends_n: np.ndarray, split_n: np.ndarray, row_length: int) -> np.ndarray:
@@ -296,6 +305,8 @@ class Index(NamedTuple):
 
     def lay(self, x_m: np.ndarray, padding: int = 0) -> np.ndarray:
         """Flat values, laid out -> x_rs."""
+        if len(x_m) == 0:
+            return np.full(self.segments.shape, padding, x_m.dtype)
         out = x_m.take(self.source)
         out[self.padding] = padding
         return out.reshape(self.segments.shape)

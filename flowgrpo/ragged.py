@@ -82,7 +82,7 @@ def collate(records: Sequence[Trajectory], *, turns: int | None = None, length: 
         version=_placed(_versions(records, every_turn, flat.length[flat.length > 0]), filled_ntl),
         turns=exists_nt,
         reward=np.where(by_turn_n[:, None], _placed(paid_u, exists_nt), np.where(exists_nt, outcome_n[:, None], 0.0)),
-        anchor=_placed(_anchor_ids(every_turn), exists_nt),
+        anchor=_placed(_numbered([turn.anchor for turn in every_turn]), exists_nt),
         outcome=outcome_n,
         correct=np.array([record.correct for record in records], bool),
         status=np.array([record.status for record in records], np.int32),
@@ -112,6 +112,10 @@ def _checked_turns(records: Sequence[Trajectory]) -> list[Turn]:
     if ((paid_n > 0) & (paid_n < count_n)).any():
         i = int(((paid_n > 0) & (paid_n < count_n)).argmax())
         raise BadInput(f"trajectory {i} has a reward on {paid_n[i]} of {count_n[i]} turns: pay every turn, or none")
+    endless_u = ~np.isfinite([0.0 if turn.reward is None else turn.reward for turn in turns])
+    if endless_u.any():
+        u = int(endless_u.argmax())
+        raise BadInput(f"{_place(records, u)} has reward {turns[u].reward}: it must be finite")
     return turns
 
 
@@ -147,8 +151,8 @@ def _agreeing_lengths(records: Sequence[Trajectory], columns: dict[str, list]) -
 
 def _versions(records: Sequence[Trajectory], turns: list[Turn], length_u: np.ndarray) -> np.ndarray:
     """The weight version of every token, from one number a turn or one a token."""
-    own_u = np.array([np.size(turn.version) if np.ndim(turn.version) else 0 for turn in turns])
-    wrong_u = (own_u > 0) & (own_u != length_u)
+    own_u = np.array([np.size(turn.version) if np.ndim(turn.version) else -1 for turn in turns])
+    wrong_u = (own_u >= 0) & (own_u != length_u)
     if wrong_u.any():
         u = int(wrong_u.argmax())
         raise BadInput(f"{_place(records, u)} has {length_u[u]} tokens, but {own_u[u]} versions")
@@ -171,7 +175,9 @@ def _turn_counts(records: Sequence[Trajectory]) -> np.ndarray:
 
 
 def _outcomes(records: Sequence[Trajectory]) -> np.ndarray:
-    return np.array([np.nan if record.outcome is None else record.outcome for record in records], np.float32)
+    outcome_n = np.array([np.nan if record.outcome is None else record.outcome for record in records], np.float64)
+    with np.errstate(over="ignore"):  # what float32 can't hold becomes infinite, and is then refused
+        return outcome_n.astype(np.float32)
 
 
 def _placed(flat: np.ndarray, where: np.ndarray) -> np.ndarray:
@@ -183,15 +189,17 @@ def _placed(flat: np.ndarray, where: np.ndarray) -> np.ndarray:
 
 def _group_ids(records: Sequence[Trajectory]) -> np.ndarray:
     """The group ids as they are, or numbered where they need more than 32 bits."""
-    group_n = np.array([record.group for record in records])
-    if np.abs(group_n).max() > np.iinfo(np.int32).max:
-        group_n = np.unique(group_n, return_inverse=True)[1]
-    return group_n.astype(np.int32)
+    groups = [int(record.group) for record in records]
+    limits = np.iinfo(np.int32)
+    if limits.min <= min(groups) and max(groups) <= limits.max:
+        return np.array(groups, np.int32)
+    return _numbered(groups)
 
 
-def _anchor_ids(turns: Sequence[Turn]) -> np.ndarray:
-    """Anchors numbered: equal where they were equal, whatever integers (hashes) they are."""
-    return np.unique(np.array([turn.anchor for turn in turns]), return_inverse=True)[1].astype(np.int32)
+def _numbered(values: Sequence[int]) -> np.ndarray:
+    """Numbers from 0, equal exactly where the values are, whatever integers (hashes) they are."""
+    numbers: dict[int, int] = {}
+    return np.array([numbers.setdefault(value, len(numbers)) for value in values], np.int32)
 
 
 def _axis_size(name: str, given: int | None, needed: int) -> int:

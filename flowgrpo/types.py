@@ -144,9 +144,17 @@ class Trajectories(struct.PyTreeNode):
         return counts_n & finite_n & self.acted.any(axis=1)
 
     @property
+    def actions(self) -> Bool[jax.Array, "n t l"]:
+        """The chosen tokens of the turns that exist, up to their length: `chosen` without what is never read."""
+        actions_ntl = jnp.asarray(self.chosen) & jnp.asarray(self.turns)[:, :, None]
+        if self.length is None:
+            return actions_ntl
+        return actions_ntl & (jnp.arange(actions_ntl.shape[2])[None, None, :] < jnp.asarray(self.length)[:, :, None])
+
+    @property
     def acted(self) -> Bool[jax.Array, "n t"]:
         """Turns with at least one chosen token: the turns that T_i counts (F2)."""
-        return jnp.asarray(self.turns) & jnp.asarray(self.chosen).any(axis=2)
+        return self.actions.any(axis=2)
 
     @property
     def bootstraps(self) -> Bool[jax.Array, "n"]:
@@ -163,7 +171,7 @@ class Batch(struct.PyTreeNode):
 
     tokens: Int[AnyArray, "r s"]
     positions: Int[AnyArray, "r s"]
-    segments: Int[AnyArray, "r s"]  # 1.. within a row; 0 is padding
+    segments: Int[AnyArray, "r s"]  # what sees each other within a row; 0 is padding
     trajectory: Int[AnyArray, "r s"]
     turn: Int[AnyArray, "r s"]
     slot: Int[AnyArray, "r s"]

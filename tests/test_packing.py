@@ -563,8 +563,9 @@ def expected_fates(case: Learned, row_length: int, skip: bool) -> dict[fg.Fate, 
 def account_as_packed(case: Learned, **settings) -> fg.Ledger:
     """The ledger, the same for ragged and dense trajectories; the number of rows is fixed to compile once."""
     batch = case.pack(**settings, rows=50)
-    ledger = fg.account(case.records, case.weights, batch)
-    assert fg.account(case.dense, case.weights, batch) == ledger
+    adv = case.adv if settings.get("skip_no_signal") else None
+    ledger = fg.account(case.records, case.weights, batch, adv=adv)
+    assert fg.account(case.dense, case.weights, batch, adv=adv) == ledger
     assert ledger.generated == case.dense.chosen.sum() == sum(ledger.fates.values())
     return ledger
 
@@ -605,7 +606,7 @@ def test_A6_each_fate_by_hand():
     weight_nt = np.array([[1, 1, 1], [1, 1, 1], [0, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 1]])
     adv_nt = np.ones((6, 3)) * np.array([1, 1, 1, 1, 0, 1])[:, None]
     batch = fg.pack(records, adv_nt, weight_nt, row_length=8, too_long="drop", skip_no_signal=True)
-    assert fg.account(records, weight_nt, batch) == fg.Ledger(
+    assert fg.account(records, weight_nt, batch, adv=adv_nt) == fg.Ledger(
         35,
         {
             fg.Fate.TRAINED: 4 + 2,
@@ -623,7 +624,7 @@ def test_A6_what_is_skipped_was_not_too_long_where_its_segments_fit_a_row(append
     records = [of_turns(4), of_turns(3, 3, appends=appends)]
     adv_nt, weight_nt = np.array([[1.0, 1.0], [0.0, 0.0]]), np.ones((2, 2))
     batch = fg.pack(records, adv_nt, weight_nt, row_length=4, skip_no_signal=True, too_long="split")
-    fates = fg.account(records, weight_nt, batch).fates
+    fates = fg.account(records, weight_nt, batch, adv=adv_nt).fates
     assert (fates[fg.Fate.TRAINED], fates[fg.Fate.DROPPED_NO_SIGNAL], fates[fg.Fate.DROPPED_TOO_LONG]) == (4, 6, 0)
 
 

@@ -89,4 +89,4 @@ def _advantages(trajectories: Trajectories, *, advantage: Advantage, options: Op
 
 def _weights(trajectories: Trajectories, *, weigh: Weigh, options: Options) -> Array:
     valid_n = taking_part(trajectories, options)
-    return weigh(trajectories.chosen, trajectories.turns, trajectories.group, valid_n)
+    return weigh(trajectories.actions, trajectories.turns, trajectories.group, valid_n)

@@ -87,7 +87,7 @@ def _weights(trajectories: Trajectories, *, sides: Callable[[Trajectories], Arra
     """1 over the number of pairs, at the chosen tokens of both sides -> w_ntl."""
     side_nt = sides(trajectories)
     num_pairs = masked.count((side_nt > 0).any(axis=1))
-    paired_ntl = (side_nt != 0)[:, :, None] & jnp.asarray(trajectories.chosen)
+    paired_ntl = (side_nt != 0)[:, :, None] & trajectories.actions
     return masked.fill(1.0 / jnp.maximum(num_pairs, 1.0), paired_ntl)
 
 

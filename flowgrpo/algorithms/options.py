@@ -160,13 +160,12 @@ def shaped_outcome(trajectories: Trajectories, options: Options) -> Array:
     outcome_n = masked.fill(trajectories.outcome, trajectories.valid)
     if options.overlong is None:
         return outcome_n
-    tokens_ntl = jnp.asarray(trajectories.chosen) & jnp.asarray(trajectories.turns)[:, :, None]
-    return outcome_n + overlong_penalty(masked.count(tokens_ntl, axis=(1, 2)), options.overlong)
+    return outcome_n + overlong_penalty(masked.count(trajectories.actions, axis=(1, 2)), options.overlong)
 
 
 def reward_kl(trajectories: Trajectories, options: Options) -> Array:
     """`beta * KL` of each chosen token, 0 where the reward pays for none -> kl_ntl."""
-    chosen_ntl = jnp.asarray(trajectories.chosen) & (trajectories.acted & trajectories.valid[:, None])[:, :, None]
+    chosen_ntl = trajectories.actions & trajectories.valid[:, None, None]
     if not options.kl_in_reward:
         return jnp.zeros(chosen_ntl.shape, jnp.float32)
     if trajectories.logp_ref is None:

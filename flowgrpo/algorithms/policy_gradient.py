@@ -54,7 +54,7 @@ def _step_advantage(trajectories, outcome_n, valid_n, options, *, omega, gamma, 
 def _whitened_return(trajectories, outcome_n, valid_n, options, *, gamma, baseline) -> Array:
     """The return of each token, less a group baseline where one is given, whitened over all tokens."""
     acted_nt = trajectories.acted & valid_n[:, None]
-    chosen_ntl = jnp.asarray(trajectories.chosen) & acted_nt[:, :, None]
+    chosen_ntl = trajectories.actions & valid_n[:, None, None]
     return_nt = return_to_go(paid_rewards(trajectories, outcome_n), acted_nt, gamma=gamma)
     if baseline is not None:
         return_nt += (baseline(outcome_n, trajectories.group, valid_n) - outcome_n)[:, None]

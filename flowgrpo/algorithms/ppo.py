@@ -111,8 +111,7 @@ def _returns(trajectories, outcome_n, valid_n, options, *, credit) -> Array:
 
 def _credited(trajectories, outcome_n, valid_n, options, credit) -> tuple[Array, Array, Array]:
     """(adv_ntl, return_ntl, chosen_ntl) of the trajectories that take part."""
-    acted_nt = trajectories.acted & valid_n[:, None]
-    chosen_ntl = jnp.asarray(trajectories.chosen) & acted_nt[:, :, None]
+    chosen_ntl = trajectories.actions & valid_n[:, None, None]
     kl_ntl = masked.fill(reward_kl(trajectories, options), chosen_ntl)
     return *credit(trajectories, paid_rewards(trajectories, outcome_n), kl_ntl, chosen_ntl), chosen_ntl
 

@@ -255,7 +255,6 @@ BY_TOKEN = {
 BY_SEQUENCE = {
     "gspo": (gspo(), AS_GSPO),
     "gspo, KL": (gspo(**KL), AS_GSPO | KL),
-    "gspo, weighted KL": (gspo(**WEIGHTED_KL), AS_GSPO | AS_WEIGHTED_KL),
     "grpo, sequence correction": (
         grpo(beta=0.0, correction=fg.Correction(1.2, "sequence")),
         AS_GRPO | corrected("sequence_truncate"),

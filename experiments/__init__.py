@@ -1,0 +1,1 @@
+"""One module per experiment: `python -m experiments.NAME --help`."""

@@ -1,0 +1,19 @@
+"""The one dict that maps a flag's value to a constructor of the family."""
+
+import flowgrpo as fg
+
+ALGORITHMS = {
+    "flow_grpo": fg.flow_grpo,
+    "flow_grpo_released": fg.flow_grpo_released,
+    "grpo": fg.grpo,
+    "dr_grpo": fg.dr_grpo,
+    "dapo": fg.dapo,
+    "gspo": fg.gspo,
+    "cispo": fg.cispo,
+    "rloo": fg.rloo,
+    "reinforce_pp": fg.reinforce_pp,
+    "gigpo": fg.gigpo,
+    "kimi": fg.kimi,
+    "ppo": fg.ppo,
+    "dpo": fg.dpo,
+}
