@@ -31,7 +31,7 @@ from flowgrpo.algorithms.policy_gradient import (
     rloo,
 )
 from flowgrpo.algorithms.ppo import ppo, token_gae, turn_gae
-from flowgrpo.algorithms.weight import flow_weights, sequence_mean, sequence_sum, token_mean
+from flowgrpo.algorithms.weight import exclude_versions_before, flow_weights, sequence_mean, sequence_sum, token_mean
 from flowgrpo.contracts import Algorithm, Completion, Env, Generate, Policy, Request, Reward, Scored, Scores, Tool
 from flowgrpo.layouts import place, rows_by_trajectory, rows_by_turn, unpack
 from flowgrpo.packing import account, fill_rate, pack

@@ -47,8 +47,9 @@ class Algorithm(NamedTuple):
 
     `loss` returns a weighted sum over tokens, so micro-batches add up; so do its metrics, which are
     weighted by `weight` too (divide each by the metric `weight` for a mean). `sums`, where it is not
-    None, is the first pass over a whole mini-batch, needed before that is split into micro-batches;
-    without a split `loss` runs it by itself.
+    None, is the first pass over a whole mini-batch with the current log-probabilities, needed before
+    each step whose mini-batch is split into micro-batches: `loss` uses the sums that a batch carries, and
+    takes them itself where it carries none.
     """
 
     name: str

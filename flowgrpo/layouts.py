@@ -61,7 +61,8 @@ def _gathered(trajectories: Trajectories, adv, weights, index, trained_rs, segme
     exists_rs = segment_rs > 0
     chosen_rs = trained_rs & jnp.asarray(trajectories.chosen)[index]
     logp_sampled_rs = masked.fill(jnp.asarray(trajectories.logp_sampled)[index], exists_rs)
-    fields = {name: masked.fill(jnp.asarray(x)[index], exists_rs) for name, x in scored_fields(trajectories).items()}
+    scored = scored_fields(trajectories).items()
+    fields = {"logp_old": logp_sampled_rs} | {name: masked.fill(jnp.asarray(x)[index], exists_rs) for name, x in scored}
     return Batch(
         tokens=jnp.where(exists_rs, jnp.asarray(trajectories.tokens)[index], 0),
         positions=position_rs,
@@ -74,7 +75,7 @@ def _gathered(trajectories: Trajectories, adv, weights, index, trained_rs, segme
         logp_sampled=logp_sampled_rs,
         advantage=masked.fill(jnp.asarray(adv)[index[: jnp.ndim(adv)]], chosen_rs),
         weight=masked.fill(jnp.asarray(weights)[index[: jnp.ndim(weights)]], chosen_rs),
-        **({"logp_old": logp_sampled_rs} | fields),
+        **fields,
     )
 
 

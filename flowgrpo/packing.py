@@ -57,7 +57,8 @@ def pack(
     segments = _segments(flat, taken_n, row_length, too_long)
     row_k, offset_k, num_rows = _assign(segments.length, row_length, ranks, rows)
     index = _index(segments, row_k, offset_k, (num_rows, row_length))
-    fields = {name: index.lay(x_m) for name, x_m in extras.items()}
+    logp_sampled_rs = index.lay(flat.logp_sampled)
+    fields = {"logp_old": logp_sampled_rs} | {name: index.lay(x_m) for name, x_m in extras.items()}
     if target is not None:
         fields["target"] = index.lay(_per_token("target", target, flat))
     trajectory_rs = index.lay(flat.trajectory, -1)
@@ -70,10 +71,10 @@ def pack(
         slot=index.lay(flat.slot, -1),
         group=np.where(index.segments > 0, flat.group[trajectory_rs], -1),
         chosen=index.lay(flat.chosen),
-        logp_sampled=index.lay(flat.logp_sampled),
+        logp_sampled=logp_sampled_rs,
         advantage=index.lay(adv_m),
         weight=index.lay(weight_m),
-        **({"logp_old": index.lay(flat.logp_sampled)} | fields),
+        **fields,
     )
 
 

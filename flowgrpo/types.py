@@ -196,20 +196,30 @@ class Batch(struct.PyTreeNode):
 
 def check_axes(tree: Trajectories | Batch) -> None:
     """Raise `BadInput` unless every axis letter has one size over all fields of `tree`."""
+    values = {item.name: (_axes_of(item.type), getattr(tree, item.name)) for item in fields(tree)}
+    _check_sizes(f"{type(tree).__name__}.", values)
+
+
+def check_arguments(function: str, **arrays: AnyArray) -> None:
+    """The same for arguments, whose names end in their axes: `check_arguments("f", outcome_n=..., turns_nt=...)`."""
+    _check_sizes(f"{function}: ", {name: (tuple(name.rsplit("_", 1)[1]), value) for name, value in arrays.items()})
+
+
+def _check_sizes(owner: str, values: Mapping[str, tuple[tuple[str, ...], AnyArray | None]]) -> None:
+    """Raise `BadInput` for a rank that its axes contradict, sizes that disagree, or a batch of nothing."""
     seen: dict[str, tuple[int, str]] = {}
-    for item in fields(tree):
-        value = getattr(tree, item.name)
+    for name, (axes, value) in values.items():
         if value is None:
             continue
-        axes, shape = _axes_of(item.type), np.shape(value)
+        shape = np.shape(value)
         if len(axes) != len(shape):
-            raise BadInput(f"{type(tree).__name__}.{item.name} has shape {shape}, but its axes are ({', '.join(axes)})")
+            raise BadInput(f"{owner}{name} has shape {shape}, but its axes are ({', '.join(axes)})")
         for axis, size in zip(axes, shape, strict=True):
-            first_size, first_field = seen.setdefault(axis, (size, item.name))
+            first_size, first_name = seen.setdefault(axis, (size, name))
             if size != first_size:
-                raise BadInput(
-                    f"{type(tree).__name__}.{item.name} has {size} on axis {axis}, but {first_field} has {first_size}"
-                )
+                raise BadInput(f"{owner}{name} has {size} on axis {axis}, but {first_name} has {first_size}")
+        if 0 in shape:
+            raise BadInput(f"{owner}{name} has shape {shape}: there is nothing on axis {axes[shape.index(0)]}")
 
 
 def _axes_of(annotation) -> tuple[str, ...]:

@@ -643,3 +643,9 @@ def test_A6_a_single_token_that_a_batch_lost_raises(token):
     batch.chosen[0, token] = False
     with pytest.raises(AssertionError, match="7 tokens were generated"):
         fg.account(records, np.ones((2, 1)), batch)
+
+
+def test_a_length_beyond_the_slots_is_refused():
+    dense = fg.collate([of_turns(3)])
+    with pytest.raises(fg.BadInput, match=r"^Trajectories.length says 4, but a turn has 3 slots$"):
+        fg.pack(dense.replace(length=np.array([[4]])), np.ones((1, 1)), np.ones((1, 1)), row_length=8)

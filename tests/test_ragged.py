@@ -296,3 +296,14 @@ def test_a_wrong_number_of_versions_names_turn_and_both_numbers(versions):
 def test_sizes_that_are_too_small_name_both_numbers(sizes, message):
     with pytest.raises(fg.BadInput, match=f"^{message}$"):
         fg.collate([a_record(a_turn(1, 2), a_turn(1, 1)), a_record(a_turn(2, 3))], **sizes)
+
+
+def test_a_reward_that_is_not_finite_names_its_turn():
+    turns = [fg.Turn([1], [True], [-1.0], reward=reward) for reward in (0.5, float("nan"))]
+    with pytest.raises(fg.BadInput, match=r"^trajectory 0, turn 1 has reward nan: it must be finite$"):
+        fg.collate([fg.Trajectory(turns, 1.0, 0)])
+
+
+def test_an_outcome_beyond_float32_is_refused():
+    with pytest.raises(fg.BadInput, match="its outcome is 1e\\+300"):
+        fg.collate([fg.Trajectory([fg.Turn([1], [True], [-1.0])], 1e300, 0)])

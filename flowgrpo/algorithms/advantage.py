@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 
 from flowgrpo import masked
-from flowgrpo.types import AnyArray, Trajectories
+from flowgrpo.types import AnyArray, Trajectories, check_arguments
 
 Normalize = Callable[[AnyArray, AnyArray, AnyArray], Array]  # (outcome_n, group_n, valid_n) -> adv_n
 
@@ -68,7 +68,8 @@ def _statistics(x_n: AnyArray, id_n: AnyArray, valid_n: AnyArray) -> GroupStatis
 
 def group_zscore(outcome_n: AnyArray, group_n: AnyArray, valid_n: AnyArray, *, eps: float = 1e-6) -> Array:
     """`(R_i - mean) / (std + eps)` over the valid trajectories of a group, std unbiased -> adv_n."""
-    id_n, valid_n = dense_ids(group_n), jnp.asarray(valid_n)
+    check_arguments("group_zscore", outcome_n=outcome_n, group_n=group_n, valid_n=valid_n)
+    id_n, valid_n = dense_ids(group_n), jnp.asarray(valid_n, bool)
     statistics = _statistics(outcome_n, id_n, valid_n)
     live_n = valid_n & statistics.varies
     deviation_n = masked.fill(outcome_n, live_n) - masked.fill(statistics.mean, live_n)
@@ -80,14 +81,16 @@ def group_zscore(outcome_n: AnyArray, group_n: AnyArray, valid_n: AnyArray, *, e
 
 def group_center(outcome_n: AnyArray, group_n: AnyArray, valid_n: AnyArray) -> Array:
     """`R_i - mean` over the valid trajectories of a group -> adv_n."""
-    valid_n = jnp.asarray(valid_n)
+    check_arguments("group_center", outcome_n=outcome_n, group_n=group_n, valid_n=valid_n)
+    valid_n = jnp.asarray(valid_n, bool)
     statistics = _statistics(outcome_n, dense_ids(group_n), valid_n)
     return masked.fill(masked.fill(outcome_n, valid_n) - statistics.mean, valid_n & statistics.varies)
 
 
 def leave_one_out(outcome_n: AnyArray, group_n: AnyArray, valid_n: AnyArray) -> Array:
     """`R_i - mean of the others` in the group (Ahmadian et al., 2024) -> adv_n."""
-    valid_n = jnp.asarray(valid_n)
+    check_arguments("leave_one_out", outcome_n=outcome_n, group_n=group_n, valid_n=valid_n)
+    valid_n = jnp.asarray(valid_n, bool)
     statistics = _statistics(outcome_n, dense_ids(group_n), valid_n)
     centred_n = masked.fill(outcome_n, valid_n) - statistics.mean
     scale_n = statistics.count / jnp.maximum(statistics.count - 1.0, 1.0)
@@ -96,7 +99,8 @@ def leave_one_out(outcome_n: AnyArray, group_n: AnyArray, valid_n: AnyArray) -> 
 
 def mixed_groups(correct_n: AnyArray, group_n: AnyArray, valid_n: AnyArray) -> Array:
     """Trajectories of groups with 0 < correct < G among the valid ones (DAPO's dynamic sampling) -> bool_n."""
-    valid_n = jnp.asarray(valid_n)
+    check_arguments("mixed_groups", correct_n=correct_n, group_n=group_n, valid_n=valid_n)
+    valid_n = jnp.asarray(valid_n, bool)
     return valid_n & _statistics(jnp.asarray(correct_n), dense_ids(group_n), valid_n).varies
 
 
@@ -116,7 +120,10 @@ def multi_turn_group_advantage(
     A trajectory without a turn takes no part. `normalize` sees each trajectory once, however many
     turns it took.
     """
-    turns_nt, valid_n = jnp.asarray(turns_nt), jnp.asarray(valid_n)
+    check_arguments(
+        "multi_turn_group_advantage", outcome_n=outcome_n, turns_nt=turns_nt, group_n=group_n, valid_n=valid_n
+    )
+    turns_nt, valid_n = jnp.asarray(turns_nt, bool), jnp.asarray(valid_n, bool)
     member_n = valid_n & turns_nt.any(axis=1)
     adv_n = normalize(outcome_n, group_n, member_n)
     return masked.fill(adv_n[:, None], turns_nt & member_n[:, None])
@@ -134,7 +141,8 @@ def row_group_advantage(
 
     Long trajectories count as often as they have turns, so the mean is biased towards them (F9).
     """
-    turns_nt = jnp.asarray(turns_nt)
+    check_arguments("row_group_advantage", outcome_n=outcome_n, turns_nt=turns_nt, group_n=group_n, valid_n=valid_n)
+    turns_nt = jnp.asarray(turns_nt, bool)
     rows = [jnp.broadcast_to(jnp.asarray(x_n)[:, None], turns_nt.shape).reshape(-1) for x_n in (outcome_n, valid_n)]
     group_m = jnp.broadcast_to(dense_ids(group_n)[:, None], turns_nt.shape).reshape(-1)
     adv_m = normalize(rows[0], group_m, rows[1] & turns_nt.reshape(-1))
@@ -165,7 +173,7 @@ def return_to_go(reward_nt: AnyArray, turns_nt: AnyArray, *, gamma: float) -> Ar
         now_n = jnp.where(exists_n, masked.fill(reward_n, exists_n) + gamma * later_n, later_n)
         return now_n, now_n
 
-    turns_nt = jnp.asarray(turns_nt)
+    turns_nt = jnp.asarray(turns_nt, bool)
     start_n = jnp.zeros(turns_nt.shape[0], jnp.float32)
     _, return_tn = jax.lax.scan(step, start_n, (jnp.asarray(reward_nt).T, turns_nt.T), reverse=True)
     return masked.fill(return_tn.T, turns_nt)
@@ -175,7 +183,7 @@ def anchor_advantage(
     return_nt: AnyArray, anchor_nt: AnyArray, turns_nt: AnyArray, group_n: AnyArray, valid_n: AnyArray
 ) -> Array:
     """Z-score of the return-to-go among turns of one group that start in the same state (GiGPO) -> adv_nt."""
-    member_m = (jnp.asarray(turns_nt) & jnp.asarray(valid_n)[:, None]).reshape(-1)
+    member_m = (jnp.asarray(turns_nt, bool) & jnp.asarray(valid_n, bool)[:, None]).reshape(-1)
     shape = jnp.shape(anchor_nt)
     group_m = jnp.broadcast_to(dense_ids(group_n)[:, None], shape).reshape(-1)
     state_m = dense_ids(group_m, dense_ids(_flat(anchor_nt)))
@@ -207,6 +215,7 @@ def gae(
 
     `last_value` is V after the last step. Steps outside `mask_t` are skipped, as if they were not there.
     """
+    check_arguments("gae", reward_t=reward_t, value_t=value_t, done_t=done_t)
 
     def step(later, now):
         later_adv, later_value = later
@@ -216,7 +225,7 @@ def gae(
         carried = (jnp.where(exists, adv, later_adv), jnp.where(exists, value, later_value))
         return carried, jnp.where(exists, adv, 0.0)
 
-    mask_t = jnp.ones(jnp.shape(reward_t), bool) if mask_t is None else jnp.asarray(mask_t)
+    mask_t = jnp.ones(jnp.shape(reward_t), bool) if mask_t is None else jnp.asarray(mask_t, bool)
     stream = (masked.fill(reward_t, mask_t), masked.fill(value_t, mask_t), masked.fill(done_t, mask_t), mask_t)
     last = (jnp.float32(0.0), jnp.asarray(last_value).astype(jnp.float32))
     _, adv_t = jax.lax.scan(step, last, stream, reverse=True)

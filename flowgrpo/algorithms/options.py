@@ -79,11 +79,15 @@ def read_options(name: str, settings: dict, *, rejects: tuple[str, ...] = ()) ->
     if unknown:
         raise BadInput(f"{name} has no option {', '.join(unknown)}; it takes {', '.join(known)}")
     options = Options(**settings)
-    refused = [item for item in rejects if settings.get(item, getattr(Options, item)) != getattr(Options, item)]
+    refused = [item for item in rejects if item in settings and not _is_default(item, settings[item])]
     if refused:
         raise BadInput(f"{name} can't honour {', '.join(refused)}: its formula has no place for it")
     _check(name, options)
     return options
+
+
+def _is_default(item: str, value) -> bool:
+    return not isinstance(value, jax.Array) and value == getattr(Options, item)
 
 
 def _check(name: str, options: Options) -> None:

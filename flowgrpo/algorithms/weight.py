@@ -17,14 +17,14 @@ from jax import Array
 
 from flowgrpo import masked
 from flowgrpo.algorithms.advantage import dense_ids, group_sum
-from flowgrpo.types import AnyArray
+from flowgrpo.types import AnyArray, check_arguments
 
 Weigh = Callable[[AnyArray, AnyArray, AnyArray, AnyArray], Array]
 
 
 def flow_weights(chosen_ntl: AnyArray, turns_nt: AnyArray, group_n: AnyArray, valid_n: AnyArray) -> Array:
     """Mean over queries, then trajectories, then turns, then tokens; sums to 1 -> w_ntl."""
-    count_nt = _counts(chosen_ntl, turns_nt, valid_n)
+    count_nt = _counts(chosen_ntl, turns_nt, group_n, valid_n)
     num_turns_n = masked.count(count_nt > 0, axis=1)
     share_n = _trajectory_share(num_turns_n > 0, group_n)
     return _per_token(_over(_over(share_n, num_turns_n)[:, None], count_nt), chosen_ntl, count_nt)
@@ -32,7 +32,7 @@ def flow_weights(chosen_ntl: AnyArray, turns_nt: AnyArray, group_n: AnyArray, va
 
 def sequence_mean(chosen_ntl: AnyArray, turns_nt: AnyArray, group_n: AnyArray, valid_n: AnyArray) -> Array:
     """Mean over queries, then trajectories, then all chosen tokens of the trajectory; sums to 1 -> w_ntl."""
-    count_nt = _counts(chosen_ntl, turns_nt, valid_n)
+    count_nt = _counts(chosen_ntl, turns_nt, group_n, valid_n)
     count_n = count_nt.sum(axis=1)
     share_n = _over(_trajectory_share(count_n > 0, group_n), count_n)
     return _per_token(share_n[:, None], chosen_ntl, count_nt)
@@ -40,14 +40,14 @@ def sequence_mean(chosen_ntl: AnyArray, turns_nt: AnyArray, group_n: AnyArray, v
 
 def sequence_sum(chosen_ntl: AnyArray, turns_nt: AnyArray, group_n: AnyArray, valid_n: AnyArray) -> Array:
     """Mean over queries, then trajectories, of the sum over chosen tokens -> w_ntl."""
-    count_nt = _counts(chosen_ntl, turns_nt, valid_n)
+    count_nt = _counts(chosen_ntl, turns_nt, group_n, valid_n)
     share_n = _trajectory_share(count_nt.sum(axis=1) > 0, group_n)
     return _per_token(share_n[:, None], chosen_ntl, count_nt)
 
 
 def action_mean(chosen_ntl: AnyArray, turns_nt: AnyArray, group_n: AnyArray, valid_n: AnyArray) -> Array:
     """Mean over queries, then all actions (turns) of the query, then tokens; sums to 1 -> w_ntl."""
-    count_nt = _counts(chosen_ntl, turns_nt, valid_n)
+    count_nt = _counts(chosen_ntl, turns_nt, group_n, valid_n)
     num_turns_n = masked.count(count_nt > 0, axis=1)
     member_n, id_n = num_turns_n > 0, dense_ids(group_n)
     share_n = _over(_query_share(member_n, id_n), group_sum(num_turns_n, id_n, member_n))
@@ -56,7 +56,7 @@ def action_mean(chosen_ntl: AnyArray, turns_nt: AnyArray, group_n: AnyArray, val
 
 def token_mean(chosen_ntl: AnyArray, turns_nt: AnyArray, group_n: AnyArray, valid_n: AnyArray) -> Array:
     """Mean over all chosen tokens of valid trajectories; sums to 1 -> w_ntl."""
-    count_nt = _counts(chosen_ntl, turns_nt, valid_n)
+    count_nt = _counts(chosen_ntl, turns_nt, group_n, valid_n)
     return _per_token(_over(jnp.ones_like(count_nt), count_nt.sum()), chosen_ntl, count_nt)
 
 
@@ -64,7 +64,7 @@ def constant_length(
     chosen_ntl: AnyArray, turns_nt: AnyArray, group_n: AnyArray, valid_n: AnyArray, *, max_tokens: int
 ) -> Array:
     """Sum over chosen tokens, divided by valid trajectories x `max_tokens` (Dr. GRPO) -> w_ntl."""
-    count_nt = _counts(chosen_ntl, turns_nt, valid_n)
+    count_nt = _counts(chosen_ntl, turns_nt, group_n, valid_n)
     num_trajectories = masked.count(count_nt.sum(axis=1) > 0)
     return _per_token(_over(jnp.ones_like(count_nt), num_trajectories * max_tokens), chosen_ntl, count_nt)
 
@@ -74,10 +74,11 @@ def exclude_versions_before(weight_ntl: AnyArray, version_ntl: AnyArray, oldest:
     return masked.fill(weight_ntl, jnp.asarray(version_ntl) >= oldest)
 
 
-def _counts(chosen_ntl, turns_nt, valid_n) -> Array:
+def _counts(chosen_ntl, turns_nt, group_n, valid_n) -> Array:
     """Chosen tokens per turn of valid trajectories -> count_nt."""
-    exists_nt = jnp.asarray(turns_nt) & jnp.asarray(valid_n)[:, None]
-    return masked.fill(masked.count(chosen_ntl, axis=2), exists_nt)
+    check_arguments("weights", chosen_ntl=chosen_ntl, turns_nt=turns_nt, group_n=group_n, valid_n=valid_n)
+    exists_nt = jnp.asarray(turns_nt, bool) & jnp.asarray(valid_n, bool)[:, None]
+    return masked.fill(masked.count(jnp.asarray(chosen_ntl, bool), axis=2), exists_nt)
 
 
 def _query_share(member_n, id_n) -> Array:
@@ -99,4 +100,4 @@ def _over(share, count) -> Array:
 
 def _per_token(weight_nt, chosen_ntl, count_nt) -> Array:
     """The weight of a turn's tokens, at the tokens that the policy chose."""
-    return masked.fill(weight_nt[:, :, None], jnp.asarray(chosen_ntl) & (count_nt > 0)[:, :, None])
+    return masked.fill(weight_nt[:, :, None], jnp.asarray(chosen_ntl, bool) & (count_nt > 0)[:, :, None])

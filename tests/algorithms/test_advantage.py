@@ -289,3 +289,46 @@ def test_everything_is_float32_inside(dtype):
         adv_n = normalize(outcome_n, group_n, valid_n)
         assert adv_n.dtype == jnp.float32
         np.testing.assert_allclose(adv_n, normalize(outcome_n.astype(jnp.float32), group_n, valid_n))
+
+
+# What is refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: fg.group_zscore(np.zeros(3), np.zeros(2, int), np.ones(3, bool)),
+            "group_n has 2 on axis n, but outcome_n",
+        ),
+        (lambda: fg.group_center(np.zeros((3, 1)), np.zeros(3, int), np.ones(3, bool)), "outcome_n has shape (3, 1)"),
+        (lambda: fg.leave_one_out(np.zeros(0), np.zeros(0, int), np.ones(0, bool)), "there is nothing on axis n"),
+        (lambda: fg.mixed_groups(np.zeros(3, bool), np.zeros(3, int), np.ones(4, bool)), "valid_n has 4 on axis n"),
+        (
+            lambda: fg.multi_turn_group_advantage(
+                np.zeros(3), np.ones((4, 2), bool), np.zeros(3, int), np.ones(3, bool)
+            ),
+            "multi_turn_group_advantage: turns_nt has 4 on axis n, but outcome_n has 3",
+        ),
+        (
+            lambda: fg.flow_weights(
+                np.ones((3, 2, 5), bool), np.ones((3, 4), bool), np.zeros(3, int), np.ones(3, bool)
+            ),
+            "weights: turns_nt has 4 on axis t, but chosen_ntl has 2",
+        ),
+        (lambda: fg.gae(np.zeros(3), np.zeros(2), np.zeros(3), gamma=1.0, lam=1.0), "gae: value_t has 2 on axis t"),
+    ],
+)
+def test_mismatched_or_empty_arrays_get_one_clear_sentence(call, words):
+    with pytest.raises(fg.BadInput) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+def test_masks_may_be_numbers():
+    """0 and 1 as integers or floats are masks too, as other code bases write them."""
+    outcome_n, turns_nt, group_n, valid_n = two_short_wins_two_long_losses()
+    expected_nt = fg.multi_turn_group_advantage(outcome_n, turns_nt, group_n, valid_n)
+    for dtype in (np.int32, np.float32):
+        found_nt = fg.multi_turn_group_advantage(outcome_n, turns_nt.astype(dtype), group_n, valid_n.astype(dtype))
+        np.testing.assert_array_equal(found_nt, expected_nt)

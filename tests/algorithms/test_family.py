@@ -21,10 +21,12 @@ def loss_and_slopes(algorithm, case, batch):
     return loss, fg.unpack(slope_rs, batch, case.logp.shape)
 
 
-def assert_same(found, expected, tolerance=1e-6):
-    """Equal loss and gradient, relative to the largest slope."""
+def assert_same(found, expected, tolerance=1e-6, label=""):
+    """Equal loss and gradient, relative to the largest slope; `pytest -s` shows the difference where it has a label."""
     scale = float(jnp.abs(expected[1]).max())
     assert scale > 0
+    if label:
+        print(f"\n{label}: {np.abs(found[1] - expected[1]).max() / scale:.1e}", end="")
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerance * scale)
 
@@ -56,10 +58,7 @@ def test_F3_layouts_give_the_same_loss_and_gradient(name):
     }
     for label, batch in layouts.items():
         chex.assert_equal_shape([batch.tokens, batch.weight])
-        try:
-            assert_same(loss_and_slopes(algorithm, case, batch), expected)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {label}: {error}") from error
+        assert_same(loss_and_slopes(algorithm, case, batch), expected, label=f"F3 {name}, {label}")
 
 
 @each_member
@@ -72,7 +71,7 @@ def test_F3_micro_batches_sum(name):
     summed = algorithm.sums(whole, scores_of(case, whole).logp) if algorithm.sums else whole
     parts = split(summed, 4)
     results = [loss_and_slopes(algorithm, case, part) for part in parts]
-    assert_same([sum(column) for column in zip(*results, strict=True)], expected)
+    assert_same([sum(column) for column in zip(*results, strict=True)], expected, label=f"F3 {name}, 4 micro-batches")
     parts_metrics = [algorithm.loss(scores_of(case, part), part)[1] for part in parts]
     for key, value in metrics.items():
         np.testing.assert_allclose(sum(part[key] for part in parts_metrics), value, rtol=1e-4, atol=1e-5, err_msg=key)
@@ -96,7 +95,7 @@ def test_F3_eight_devices(name):
     loss, slope_rs = value_and_grad(scores.logp, scores, sharded)
     assert len(slope_rs.sharding.device_set) == 8
     found_ntl = fg.unpack(np.asarray(slope_rs), batch, case.trajectories.tokens.shape)
-    assert_same((loss, found_ntl), expected)
+    assert_same((loss, found_ntl), expected, label=f"F3 {name}, 8 devices")
 
 
 # F4, F8: zero where there is nothing to learn ---------------------------------------------------------
