@@ -33,9 +33,15 @@ from flowgrpo.algorithms.policy_gradient import (
 from flowgrpo.algorithms.ppo import ppo, token_gae, turn_gae
 from flowgrpo.algorithms.weight import exclude_versions_before, flow_weights, sequence_mean, sequence_sum, token_mean
 from flowgrpo.contracts import Algorithm, Completion, Env, Generate, Policy, Request, Reward, Scored, Scores, Tool
+from flowgrpo.generate.engine import Engine
+from flowgrpo.generate.remote import remote
+from flowgrpo.generate.sampler import logprobs
 from flowgrpo.layouts import place, rows_by_trajectory, rows_by_turn, unpack
+from flowgrpo.models.hf import Model, init_model, load_model, save_model
+from flowgrpo.models.lora import LoraConfig, lora_policy, merge
 from flowgrpo.packing import account, fill_rate, pack
 from flowgrpo.ragged import collate
+from flowgrpo.text import Conversation, add_action, add_messages, load_text, start
 from flowgrpo.types import ENDINGS, BadInput, Batch, Fate, Ledger, Status, Task, Trajectories, Trajectory, Turn
 
 __version__ = "0.1.0"

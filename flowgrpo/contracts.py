@@ -7,7 +7,9 @@ one family needs of another (a judge needs `Generate`, an agent needs tools) is 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from flax import struct
 from jax import Array
+from jaxtyping import Float, Int
 
 from flowgrpo.types import AnyArray, Batch, Task, Trajectories
 
@@ -21,12 +23,26 @@ class Env(NamedTuple):
     step: Callable[..., tuple]  # (state, tokens, length) -> (state, tokens, length, reward, done)
 
 
+Params = dict[str, Array]
+
+
+class Cache(struct.PyTreeNode):
+    """Keys and values of the tokens so far, c slots a row; the slots from `next` on are free (n is the layer)."""
+
+    keys: Float[Array, "n r k c e"]
+    values: Float[Array, "n r k c e"]
+    positions: Int[Array, "r c"]
+    segments: Int[Array, "r c"]
+    next: Int[Array, "r"]
+
+
 class Policy(NamedTuple):
     """A language model as pure functions of its parameters."""
 
     init: Callable[..., Any]  # key -> params
     hidden: Callable[..., tuple]  # (params, tokens, positions, segments, cache) -> (hidden, cache)
     unembed: Callable[..., Array]  # (params, hidden) -> logits
+    make_cache: Callable[..., Cache] | None = None  # (rows, slots) -> an empty cache
 
     def apply(self, params, tokens, positions=None, segments=None, cache=None) -> tuple:
         """`(logits, cache)`: `unembed` after `hidden`."""
@@ -87,21 +103,37 @@ class Tool(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a generator is asked for: continue these tokens under this key."""
+    """What a generator is asked for: continue these tokens under this key.
+
+    `chosen` says which of them a generator sampled in earlier turns, so that a cache that was lost is
+    computed again in the same way, to the same bits (E3).
+    """
 
     tokens: Sequence[int]
     key: Any
     max_tokens: int
     temperature: float = 1.0
+    top_k: int = 64
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    chosen: Sequence[bool] | None = None  # None: all tokens are given
+    deadline: float | None = None  # seconds from submission
 
 
 class Completion(NamedTuple):
-    """What a generator answers: the tokens that it sampled, each with log-probability and weight version."""
+    """What a generator answers: the tokens that it sampled, with what training needs of each.
+
+    `finish_reason` is stop, length, timeout or cancelled; the last two keep what was sampled so far.
+    """
 
     tokens: Sequence[int]
     logp: Sequence[float]
-    version: Sequence[int]
+    version: Sequence[int]  # of the weights that chose the token
     finish_reason: str
+    margin: Sequence[float] = ()  # how near each token was to another one (E3's near-ties)
+    kept: Any = None  # [token, k] recorded sets, where the support was cut
+    reused: int = 0  # tokens of the prompt whose cache was found
 
 
 Generate = Callable[[Sequence[Request]], Sequence[Completion]]

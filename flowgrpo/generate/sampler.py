@@ -1,0 +1,265 @@
+"""Sampling and scoring with one forward function, pure: a cache and keys flow in, tokens and the cache flow out.
+
+A token is drawn by one uniform number from its request's key: the first token at which the cumulated
+probability passes it. Its log-probability is that under the distribution it was drawn from, and
+`logprobs` scores tokens later under the same one, so that the ratio of an unchanged policy is 1 (F7):
+
+    pi(token) = softmax(logits / temperature)   without banned tokens; renormalised over the recorded
+                                                kept set where top-k, top-p or min-p cut the support
+
+A row feeds the token that it sampled last, so `prefill` takes a prompt without its last token, and the
+cache of a turn that ended can be appended to.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from flowgrpo.contracts import Cache, Params, Policy, Scores
+from flowgrpo.types import AnyArray
+
+MAX_KEPT = 64
+
+
+class Sampling(NamedTuple):
+    """How tokens are drawn, row by row; the last three act only where kept sets are recorded."""
+
+    temperature: AnyArray  # r
+    top_k: AnyArray  # r: at most this many; at most MAX_KEPT
+    top_p: AnyArray  # r: the smallest set with this probability
+    min_p: AnyArray  # r: at least this share of the largest probability
+
+
+def sampling(rows: int, *, temperature=1.0, top_k=MAX_KEPT, top_p=1.0, min_p=0.0) -> Sampling:
+    """The same settings for every row."""
+    warm, mass, share = (jnp.full(rows, x, jnp.float32) for x in (temperature, top_p, min_p))
+    return Sampling(warm, jnp.full(rows, top_k, jnp.int32), mass, share)
+
+
+class Rows(struct.PyTreeNode):
+    """The state of decoding: everything that a row needs to go on."""
+
+    cache: Cache
+    token: Int[Array, "r"]  # sampled or given last, not yet in the cache
+    key: Array  # r: of the request
+    count: Int[Array, "r"]  # tokens sampled under that key
+    budget: Int[Array, "r"]  # tokens that may still be sampled
+    active: Bool[Array, "r"]
+
+
+class Sampled(struct.PyTreeNode):
+    """What a stretch of decoding gave, step by step (axis u); `live` says which rows sampled at a step."""
+
+    token: Int[Array, "u r"]
+    logp: Float[Array, "u r"]
+    entropy: Float[Array, "u r"]
+    margin: Float[Array, "u r"]  # distance of the uniform number to the nearest edge of the token's interval
+    live: Bool[Array, "u r"]
+    kept: Int[Array, "u r k"] | None  # the recorded set, -1 where there are fewer
+
+
+class Draw(NamedTuple):
+    """One token for each row."""
+
+    token: Array
+    logp: Array
+    entropy: Array
+    margin: Array
+    kept: Array | None
+
+
+# One token --------------------------------------------------------------------------------------------
+
+
+def cool(logits: AnyArray, temperature: AnyArray, banned: tuple[int, ...]) -> Array:
+    """Logits over the temperature in float32, without tokens that can't be sampled: [... v], [...] -> [... v]."""
+    cooled = jnp.asarray(logits).astype(jnp.float32) / jnp.asarray(temperature)[..., None]
+    return cooled.at[..., jnp.array(banned, jnp.int32)].set(-jnp.inf) if banned else cooled
+
+
+def kept_set(cooled_rv: Array, settings: Sampling, width: int) -> Array:
+    """The ids that stay after top-k, top-p and min-p, most likely first, -1 for the rest -> [r width]."""
+    top_rk, id_rk = jax.lax.top_k(cooled_rv, width)
+    share_rk = jnp.exp(top_rk - jax.nn.logsumexp(cooled_rv, axis=-1)[:, None])
+    before_rk = jnp.cumsum(share_rk, axis=-1) - share_rk
+    rank_rk = jnp.arange(width)[None, :]
+    stays_rk = (rank_rk < settings.top_k[:, None]) & (before_rk < settings.top_p[:, None])
+    stays_rk &= (share_rk >= settings.min_p[:, None] * share_rk[:, :1]) & (share_rk > 0)
+    return jnp.where(stays_rk | (rank_rk == 0), id_rk, -1)
+
+
+def draw(logits_rv: Array, uniform_r: Array, settings: Sampling, *, banned: tuple[int, ...], width: int) -> Draw:
+    """A token for each row by its uniform number; `width` 0 keeps full support."""
+    cooled_rv = cool(logits_rv, settings.temperature, banned)
+    if width == 0:
+        return Draw(*_invert(cooled_rv, uniform_r), None)
+    kept_rk = kept_set(cooled_rv, settings, width)
+    index_r, logp_r, entropy_r, margin_r = _invert(_among(cooled_rv, kept_rk), uniform_r)
+    token_r = jnp.take_along_axis(kept_rk, index_r[:, None], axis=-1)[:, 0]
+    return Draw(token_r, logp_r, entropy_r, margin_r, kept_rk)
+
+
+def _among(cooled: Array, kept: Array) -> Array:
+    """The logits of a kept set, minus infinity where it has fewer: [c v], [c k] -> [c k]."""
+    return jnp.where(kept >= 0, jnp.take_along_axis(cooled, jnp.maximum(kept, 0), axis=-1), -jnp.inf)
+
+
+def _invert(logits_rv: Array, uniform_r: Array) -> tuple[Array, Array, Array, Array]:
+    """(index, log-probability, entropy, margin) of the entry where the cumulated probability passes the number."""
+    logp_rv = jax.nn.log_softmax(logits_rv, axis=-1)
+    share_rv = jnp.exp(logp_rv)
+    edge_rv = jnp.cumsum(share_rv, axis=-1)
+    # Rounding leaves the last edge a little off 1, so the number is scaled to it. An entry of no probability
+    # has no interval and can't be hit.
+    target_r = uniform_r * edge_rv[:, -1]
+    index_r = jnp.argmax((edge_rv > target_r[:, None]) & (share_rv > 0), axis=-1)
+    logp_r, upper_r, share_r = (_pick(x_rv, index_r) for x_rv in (logp_rv, edge_rv, share_rv))
+    margin_r = jnp.minimum(upper_r - target_r, target_r - (upper_r - share_r))
+    return index_r, logp_r, _entropy(logp_rv), margin_r
+
+
+def _pick(x: Array, index: Array) -> Array:
+    """[c v], [c] -> [c]."""
+    return jnp.take_along_axis(x, index[:, None], axis=-1)[:, 0]
+
+
+def _entropy(logp: Array) -> Array:
+    """Entropy of the distributions along the last axis; -inf is probability 0."""
+    possible = jnp.isfinite(logp)
+    finite = jnp.where(possible, logp, 0.0)
+    return -jnp.sum(jnp.where(possible, jnp.exp(finite) * finite, 0.0), axis=-1)
+
+
+# Many tokens ------------------------------------------------------------------------------------------
+
+
+def prefill(policy: Policy, params: Params, cache: Cache, tokens_rs: Array, real_rs: Array) -> Cache:
+    """The cache with these tokens appended, row by row, where they are `real`."""
+    return policy.hidden(params, tokens_rs, None, real_rs.astype(jnp.int32), cache)[1]
+
+
+def start_rows(cache: Cache, token_r: Array, key_r: Array, budget_r: Array) -> Rows:
+    """Rows that are about to sample their first token after `token`."""
+    return Rows(cache, token_r, key_r, jnp.zeros(len(token_r), jnp.int32), budget_r, budget_r > 0)
+
+
+def decode(
+    policy: Policy,
+    params: Params,
+    rows: Rows,
+    settings: Sampling,
+    stop_ids: Array,
+    *,
+    steps: int,
+    leave: Array | bool = False,
+    banned: tuple[int, ...] = (),
+    width: int = 0,
+) -> tuple[Rows, Sampled]:
+    """Sample up to `steps` tokens in every active row, ending early when none is left.
+
+    A row ends with a token among its `stop_ids` [r m] (padded with -1), which is sampled and counts, or when its
+    budget is used up. With `leave` the first row that ends ends the stretch, so that another can enter.
+    `width` is the size of the recorded sets, 0 for full support.
+    """
+    step = partial(_step, policy, params, settings, stop_ids, banned=banned, width=width)
+    start = (jnp.int32(0), rows, _no_tokens(steps, len(rows.token), width))
+    wanted = jnp.where(leave, rows.active.sum(dtype=jnp.int32), 1)
+    _, rows, sampled = jax.lax.while_loop(partial(_going, steps=steps, wanted=wanted), step, start)
+    return rows, sampled
+
+
+def _going(carry, *, steps: int, wanted: Array) -> Array:
+    i, rows, _ = carry
+    active = rows.active.sum(dtype=jnp.int32)
+    return (i < steps) & (active > 0) & (active >= wanted)
+
+
+def _no_tokens(steps: int, rows: int, width: int) -> Sampled:
+    nothing, zero = jnp.zeros((steps, rows), jnp.int32), jnp.zeros((steps, rows), jnp.float32)
+    kept = jnp.full((steps, rows, width), -1, jnp.int32) if width else None
+    return Sampled(nothing, zero, zero, zero, nothing > 0, kept)
+
+
+def _step(policy, params, settings, stop_ids, carry, *, banned, width):
+    """Feed each active row its last token, draw the next."""
+    i, rows, sampled = carry
+    live_r = rows.active
+    states, cache = policy.hidden(params, rows.token[:, None], None, live_r[:, None].astype(jnp.int32), rows.cache)
+    uniform_r = jax.vmap(_uniform)(rows.key, rows.count)
+    drawn = draw(policy.unembed(params, states[:, 0]), uniform_r, settings, banned=banned, width=width)
+    token_r = jnp.where(live_r, drawn.token, rows.token)
+    spent_r = live_r.astype(jnp.int32)
+    rows = Rows(
+        cache=cache,
+        token=token_r,
+        key=rows.key,
+        count=rows.count + spent_r,
+        budget=rows.budget - spent_r,
+        active=live_r & (rows.budget > 1) & ~(token_r[:, None] == stop_ids).any(axis=1),
+    )
+    now = Sampled(token_r, drawn.logp, drawn.entropy, drawn.margin, live_r, drawn.kept)
+    return i + 1, rows, jax.tree.map(lambda all_x, x: all_x.at[i].set(x), sampled, now)
+
+
+def _uniform(key: Array, count: Array) -> Array:
+    return jax.random.uniform(jax.random.fold_in(key, count))
+
+
+# Scoring ----------------------------------------------------------------------------------------------
+
+
+def logprobs(
+    policy: Policy,
+    params: Params,
+    tokens: Array,
+    positions: Array | None = None,
+    segments: Array | None = None,
+    *,
+    temperature: Array | float = 1.0,
+    banned: tuple[int, ...] = (),
+    kept: Array | None = None,
+    chunk: int = 256,
+) -> Scores:
+    """Log-probability and entropy of every token given those before it in its segment, both [r s].
+
+    The first token of a segment and padding score 0. `kept` [r s k] holds recorded sets; then a token
+    without one scores 0 too. The vocabulary is met `chunk` tokens at a time, and again in the backward
+    pass, never as a whole [r, s, v] (M4).
+    """
+    tokens = jnp.asarray(tokens)
+    segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
+    states = policy.hidden(params, tokens, positions, segments, None)[0]
+    follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+    inputs = (_chunks(states[:, :-1], chunk), _chunks(tokens[:, 1:], chunk))
+    inputs += (None if kept is None else _chunks(kept[:, 1:], chunk, padding=-1),)
+    score = partial(_score, policy, params, jnp.asarray(temperature, jnp.float32), banned)
+    _, scores = jax.lax.scan(jax.checkpoint(score), None, inputs)
+    whole = [x.reshape(-1)[: follows.size].reshape(follows.shape) for x in scores]
+    return Scores(*(jnp.pad(jnp.where(follows, x, 0.0), ((0, 0), (1, 0))) for x in whole))
+
+
+def _chunks(x: Array, chunk: int, padding: int = 0) -> Array:
+    """[r s ...] -> [chunks, chunk, ...]."""
+    flat = x.reshape(-1, *x.shape[2:])
+    short = -len(flat) % chunk
+    whole = jnp.pad(flat, [(0, short)] + [(0, 0)] * (flat.ndim - 1), constant_values=padding)
+    return whole.reshape(-1, chunk, *flat.shape[1:])
+
+
+def _score(policy, params, temperature, banned, carry, inputs):
+    """Scores of one chunk: states [c d], tokens [c], kept [c k]."""
+    states, tokens, kept = inputs
+    cooled = cool(policy.unembed(params, states), jnp.broadcast_to(temperature, tokens.shape), banned)
+    if kept is None:
+        logp = jax.nn.log_softmax(cooled, axis=-1)
+        return carry, (_pick(logp, tokens), _entropy(logp))
+    recorded = kept[:, 0] >= 0
+    among = jnp.where(recorded[:, None], _among(cooled, kept), 0.0)
+    logp = _pick(cooled, tokens) - jax.nn.logsumexp(among, axis=-1)
+    entropy = _entropy(jax.nn.log_softmax(among, axis=-1))
+    return carry, (jnp.where(recorded, logp, 0.0), jnp.where(recorded, entropy, 0.0))

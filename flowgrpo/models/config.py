@@ -1,0 +1,127 @@
+"""The shape of a decoder: numbers by axis letter, and what differs between the model families.
+
+The families differ in few things: which projections carry a bias, how norms are applied, how positions
+are turned into angles, and which layers see a window only. Windows and angles are data, one entry a
+layer, so that all layers are alike and one scan runs over them.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowgrpo.types import BadInput
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How positions become angles: base and, where the context was stretched, by which rule."""
+
+    theta: float = 10_000.0
+    kind: str = "default"  # or linear, llama3, yarn
+    factor: float = 1.0
+    original_length: int = 0
+    low_factor: float = 1.0  # llama3
+    high_factor: float = 4.0
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    truncate: bool = True
+    magnitude: float = 1.0  # of cosine and sine; yarn's attention factor
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Everything that the decoder's arithmetic depends on."""
+
+    v: int  # vocabulary
+    d: int  # model
+    h: int  # heads
+    k: int  # kv-heads
+    e: int  # head-dim
+    f: int  # ffn
+    windows: tuple[int | None, ...]  # one a layer; None sees everything
+    ropes: tuple[Rope, ...]  # one a layer
+    activation: str = "silu"  # or gelu_tanh
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0  # added to a norm's scale: 1 in Gemma
+    sandwich_norms: bool = False  # norms after attention and ffn too: Gemma
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    ffn_bias: bool = False
+    tied: bool = False  # the unembedding is the embedding
+    embed_scale: float = 1.0
+    query_scale: float | None = None  # None: 1 / sqrt(e)
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    init_scale: float = 0.02
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self.windows)
+
+
+def check_config(config: DecoderConfig) -> None:
+    """Raise `BadInput` for a shape that can't be."""
+    sizes = {axis: getattr(config, axis) for axis in "vdhkef"} | {"number of layers": config.num_layers}
+    for name, size in sizes.items():
+        if size < 1:
+            raise BadInput(f"{name} is {size}, but every size of a decoder is at least 1")
+    if config.h % config.k:
+        raise BadInput(f"{config.h} heads can't share {config.k} kv-heads equally")
+    if config.e % 2:
+        raise BadInput(f"the head dimension is {config.e}, but rotary positions need an even one")
+    if len(config.ropes) != config.num_layers:
+        raise BadInput(f"there are {config.num_layers} windows but {len(config.ropes)} ropes: one of each a layer")
+    if config.activation not in ("silu", "gelu_tanh"):
+        raise BadInput(f"activation {config.activation!r} is unknown; choose silu or gelu_tanh")
+
+
+# Angles -----------------------------------------------------------------------------------------------
+
+
+def rope_frequencies(rope: Rope, e: int) -> np.ndarray:
+    """Angle per position for each pair of head dimensions -> [e / 2]."""
+    frequency = rope.theta ** -(np.arange(0, e, 2) / e)
+    if rope.kind == "default":
+        return frequency.astype(np.float32)
+    rules = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
+    if rope.kind not in rules:
+        raise BadInput(f"rope scaling {rope.kind!r} is not supported; supported are default, {', '.join(rules)}")
+    return rules[rope.kind](rope, frequency, e).astype(np.float32)
+
+
+def _linear(rope: Rope, frequency: np.ndarray, e: int) -> np.ndarray:
+    return frequency / rope.factor
+
+
+def _llama3(rope: Rope, frequency: np.ndarray, e: int) -> np.ndarray:
+    """Long waves are stretched, short ones kept, those between are blended (Llama 3.1)."""
+    turns = rope.original_length * frequency / (2 * math.pi)
+    blend = np.clip((turns - rope.low_factor) / (rope.high_factor - rope.low_factor), 0.0, 1.0)
+    return (1 - blend) * frequency / rope.factor + blend * frequency
+
+
+def _yarn(rope: Rope, frequency: np.ndarray, e: int) -> np.ndarray:
+    """Dimensions that turn often keep their angle, slow ones are stretched, a ramp between (Peng et al., 2023)."""
+    low, high = (_yarn_dimension(rope, e, turns) for turns in (rope.beta_fast, rope.beta_slow))
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, e - 1)
+    ramp = np.clip((np.arange(e // 2) - low) / ((high - low) or 1e-3), 0.0, 1.0)
+    return frequency / rope.factor * ramp + frequency * (1 - ramp)
+
+
+def _yarn_dimension(rope: Rope, e: int, turns: float) -> float:
+    """The dimension that makes `turns` turns over the original length."""
+    return e * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+
+def yarn_magnitude(factor: float, mscale: float | None = None, mscale_all: float | None = None) -> float:
+    """The attention factor that goes with a stretch."""
+
+    def grown(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    return grown(mscale) / grown(mscale_all) if mscale and mscale_all else grown(1.0)

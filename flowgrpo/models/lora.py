@@ -1,0 +1,149 @@
+"""Low-rank adapters: several policies share one set of base weights (Hu et al., 2021, arXiv:2106.09685).
+
+    x W + (alpha / rank) x A B        A random, B zero at the start; alpha / sqrt(rank) with rslora (arXiv:2312.03732)
+
+The parameters of an adapted policy are the pair `Adapted(base, adapter)`. The base is any decoder's flat dict, the
+same arrays for everybody: `make_policy(config)` over `params.base` is the reference and every frozen role. No gradient
+reaches it; training differentiates with respect to `params.adapter`, which may be float32 over a bfloat16 base.
+
+The axis z is the rank. An adapter is a flat dict too: `q_a` [n d z], `q_b` [n z h e], and so on. `peft` reads and
+writes it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from flowgrpo.contracts import Params, Policy
+from flowgrpo.models.config import DecoderConfig
+from flowgrpo.models.decoder import hidden, make_policy
+from flowgrpo.models.families import TENSORS
+from flowgrpo.types import BadInput
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Which projections are adapted, at what rank, and how strongly."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = PROJECTIONS
+    rslora: bool = False  # the scale falls with the root of the rank
+
+    def __post_init__(self):
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
+            raise BadInput(f"an adapter's rank is {self.rank!r}; give a whole number from 1")
+        if not isinstance(self.alpha, (int, float)) or not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise BadInput(f"an adapter's alpha is {self.alpha!r}; give a finite number above 0")
+        if not self.targets or set(self.targets) - set(PROJECTIONS) or len(set(self.targets)) < len(self.targets):
+            raise BadInput(f"an adapter's targets are {self.targets!r}; give some of {PROJECTIONS}, each once")
+
+    @property
+    def scale(self) -> float:
+        """What the low-rank product is multiplied with."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class Adapted(NamedTuple):
+    """The parameters of an adapted policy: what everybody shares, and what is trained."""
+
+    base: Params
+    adapter: Params
+
+
+# The policy -------------------------------------------------------------------------------------------
+
+
+def lora_policy(config: DecoderConfig, lora: LoraConfig, *, dtype=jnp.float32, remat: bool = False) -> Policy:
+    """The decoder with an adapter, as pure functions of `Adapted`; `dtype` is that of the base and of the cache."""
+    policy = make_policy(config, dtype=dtype, remat=remat)
+    return Policy(
+        init=partial(_init, init_base=policy.init, config=config, lora=lora),
+        hidden=partial(_hidden, config=config, lora=lora, remat=remat),
+        unembed=partial(_unembed, unembed=policy.unembed),
+        make_cache=policy.make_cache,
+    )
+
+
+def init_adapter(key: Array, config: DecoderConfig, lora: LoraConfig, *, dtype=jnp.float32) -> Params:
+    """A new adapter, which changes nothing yet; A is uniform within 1 / sqrt(inputs), as in PEFT."""
+    shapes, adapter = adapter_shapes(config, lora), {}
+    for name in lora.targets:
+        # A target's start does not depend on which others there are.
+        own = jax.random.fold_in(key, PROJECTIONS.index(name))
+        a_shape, b_shape = shapes[f"{name}_a"], shapes[f"{name}_b"]
+        bound = math.prod(a_shape[1:-1]) ** -0.5
+        adapter[f"{name}_a"] = jax.random.uniform(own, a_shape, jnp.float32, -bound, bound).astype(dtype)
+        adapter[f"{name}_b"] = jnp.zeros(b_shape, dtype)
+    return adapter
+
+
+def adapter_axes(lora: LoraConfig) -> dict[str, str]:
+    """The axes of every array of an adapter: A leads from a projection's inputs to z, B from z to its outputs."""
+    axes = {}
+    for name in lora.targets:
+        outputs, inputs = TENSORS[name].axes.split()
+        axes |= {f"{name}_a": f"n{inputs}z", f"{name}_b": f"nz{outputs}"}
+    return axes
+
+
+def adapter_shapes(config: DecoderConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every array of an adapter."""
+    special = {"n": config.num_layers, "z": lora.rank}
+    size = {axis: special.get(axis) or getattr(config, axis) for axes in adapter_axes(lora).values() for axis in axes}
+    return {name: tuple(size[axis] for axis in axes) for name, axes in adapter_axes(lora).items()}
+
+
+def merge(params: Adapted, config: DecoderConfig, lora: LoraConfig) -> Params:
+    """`W + scale A B` in the base's dtype: parameters of the plain decoder, to serve or to save without an adapter."""
+    check_adapter(params.adapter, config, lora)
+    axes, merged = adapter_axes(lora), dict(params.base)
+    for name in lora.targets:
+        a_axes, b_axes, w = axes[f"{name}_a"], axes[f"{name}_b"], params.base[name]
+        a, b = (params.adapter[f"{name}_{side}"].astype(jnp.float32) for side in "ab")
+        change = jnp.einsum(f"{a_axes},{b_axes}->{a_axes[:-1]}{b_axes[2:]}", a, b * lora.scale)
+        merged[name] = (w.astype(jnp.float32) + change).astype(w.dtype)
+    return merged
+
+
+def check_adapter(adapter: Mapping[str, Any], config: DecoderConfig, lora: LoraConfig) -> None:
+    """Raise `BadInput` where the arrays are not those that the configuration declares."""
+    compare_shapes({name: value.shape for name, value in adapter.items()}, adapter_shapes(config, lora), "the adapter")
+
+
+def compare_shapes(found: Mapping[str, tuple], expected: Mapping[str, tuple], where: str) -> None:
+    """Raise one `BadInput` for all that is missing, unexpected or wrongly shaped."""
+    wrong = [f"{name} is missing" for name in expected if name not in found]
+    wrong += [f"{name} is unexpected" for name in sorted(set(found) - set(expected))]
+    for name in (name for name in expected if name in found and tuple(found[name]) != expected[name]):
+        wrong.append(f"{name} has shape {list(found[name])} and not {list(expected[name])}")
+    if wrong:
+        more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise BadInput(
+            f"{where} does not fit rank, targets and model, {len(wrong)} wrong: {'; '.join(wrong[:5])}{more}"
+        )
+
+
+def _init(key: Array, *, init_base, config: DecoderConfig, lora: LoraConfig) -> Adapted:
+    base_key, adapter_key = jax.random.split(key)
+    return Adapted(init_base(base_key), init_adapter(adapter_key, config, lora))
+
+
+def _hidden(params: Adapted, tokens, positions=None, segments=None, cache=None, *, config, lora, remat):
+    """The decoder over both; the scale goes into B, so that only small arrays are multiplied with it."""
+    base, adapter = jax.lax.stop_gradient(params.base), params.adapter
+    check_adapter(adapter, config, lora)
+    scaled = {name: value * lora.scale if name.endswith("_b") else value for name, value in adapter.items()}
+    return hidden(base, tokens, positions, segments, cache, config=config, remat=remat, adapter=scaled)
+
+
+def _unembed(params: Adapted, hidden: Array, *, unembed: Callable[..., Array]) -> Array:
+    return unembed(jax.lax.stop_gradient(params.base), hidden)

@@ -1,0 +1,192 @@
+"""Adapters in PEFT's format, in and out: adapter_config.json and adapter_model.safetensors.
+
+    folder -> load_adapter -> (lora, adapter) -> save_adapter -> folder
+
+What PEFT knows beyond plain low-rank products on whole projections is refused by the name of its field.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from flowgrpo.contracts import Params
+from flowgrpo.models.config import DecoderConfig
+from flowgrpo.models.families import TENSORS
+from flowgrpo.models.lora import PROJECTIONS, LoraConfig, adapter_shapes, check_adapter, compare_shapes
+from flowgrpo.types import BadInput
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Fields that don't change what an adapter computes: where it comes from and how it was trained.
+NOTES = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "eva_config",
+    "inference_mode",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+}
+# Fields that may have these values only; other ways to initialise change the base too. Any field that is neither
+# among these nor among those that are read or noted must be empty.
+ALLOWED: Mapping[str, tuple] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
+    "bias": ("none", None),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+}
+READ = {"r", "lora_alpha", "target_modules", "use_rslora"}
+
+
+def save_adapter(
+    path: str | Path, adapter: Params, config: DecoderConfig, lora: LoraConfig, *, base_model: str | None = None
+) -> None:
+    """Write a folder that PEFT and inference servers open; `base_model` is the folder or hub id that it belongs to."""
+    from safetensors.numpy import save_file
+
+    check_adapter(adapter, config, lora)
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise BadInput(f"can't write an adapter to {path}: it is a file; name a folder")
+    path.mkdir(parents=True, exist_ok=True)
+    host = {name: np.asarray(value) for name, value in adapter.items()}
+    tensors = {
+        file_name: np.ascontiguousarray(host[name][layer].reshape(shape[::-1]).T)
+        for file_name, (name, layer, shape) in _tensors(config, lora).items()
+    }
+    stage = Path(tempfile.mkdtemp(prefix=".writing-", dir=path))
+    try:
+        save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
+        text = json.dumps(_to_peft(lora, base_model), indent=2, ensure_ascii=False) + "\n"
+        (stage / CONFIG).write_text(text, encoding="utf-8")
+        for name in (WEIGHTS, CONFIG):
+            os.replace(stage / name, path / name)
+    finally:
+        shutil.rmtree(stage)
+
+
+def load_adapter(path: str | Path, config: DecoderConfig, *, dtype=jnp.float32) -> tuple[LoraConfig, Params]:
+    """Read a folder that PEFT or `save_adapter` wrote, for a base of this shape; dropout is not applied."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    path = Path(path)
+    lora = _from_peft(path / CONFIG, config)
+    if not (path / WEIGHTS).exists():
+        raise BadInput(f"{path / WEIGHTS} is missing; save the adapter in the safetensors format")
+    try:
+        found = load_file(path / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise BadInput(f"{path / WEIGHTS} can't be read as safetensors: {error}") from error
+    slots = _tensors(config, lora)
+    expected = {name: slot.shape for name, slot in slots.items()}
+    compare_shapes({name: value.shape for name, value in found.items()}, expected, str(path / WEIGHTS))
+    if other := sorted({value.dtype.name for value in found.values()} - {"float32", "bfloat16", "float16"}):
+        raise BadInput(f"{path / WEIGHTS} holds {', '.join(other)}; save it as float32, bfloat16 or float16")
+    adapter = {name: np.empty(shape, jnp.dtype(dtype)) for name, shape in adapter_shapes(config, lora).items()}
+    for file_name, slot in slots.items():
+        layer = adapter[slot.name][slot.layer]
+        layer[...] = found[file_name].T.reshape(layer.shape)
+    return lora, {name: jnp.asarray(value) for name, value in adapter.items()}
+
+
+class _Slot(NamedTuple):
+    """Where a tensor of a file belongs in an adapter, and the shape that it has in the file."""
+
+    name: str
+    layer: int
+    shape: tuple[int, int]
+
+
+def _tensors(config: DecoderConfig, lora: LoraConfig) -> dict[str, _Slot]:
+    """Every tensor of the file by its name there; A is [z, inputs] and B is [outputs, z]."""
+    slots, shapes = {}, adapter_shapes(config, lora)
+    for (layer, target), module in _modules(config, lora.targets).items():
+        (*inputs, z), (_, *outputs) = shapes[f"{target}_a"][1:], shapes[f"{target}_b"][1:]
+        stem = f"base_model.model.{module}"
+        slots[f"{stem}.lora_A.weight"] = _Slot(f"{target}_a", layer, (z, math.prod(inputs)))
+        slots[f"{stem}.lora_B.weight"] = _Slot(f"{target}_b", layer, (math.prod(outputs), z))
+    return slots
+
+
+def _modules(config: DecoderConfig, targets: tuple[str, ...]) -> dict[tuple[int, str], str]:
+    """What transformers calls the module of each layer and projection."""
+    return {
+        (layer, target): TENSORS[target].name.format(n=layer).removesuffix(".weight")
+        for layer in range(config.num_layers)
+        for target in targets
+    }
+
+
+def _to_peft(lora: LoraConfig, base_model: str | None) -> dict[str, Any]:
+    whole = float(lora.alpha).is_integer()  # servers read alpha as an integer
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if whole else lora.alpha,
+        "use_rslora": lora.rslora,
+        "target_modules": [f"{target}_proj" for target in lora.targets],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+
+
+def _from_peft(path: Path, config: DecoderConfig) -> LoraConfig:
+    if not path.exists():
+        raise BadInput(f"{path} is missing; an adapter's folder holds {CONFIG} and {WEIGHTS}")
+    try:
+        source = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path} can't be read as JSON: {error}") from error
+    if not isinstance(source, dict):
+        raise BadInput(f"{path} holds a {type(source).__name__}, where one JSON object belongs")
+    for field, value in source.items():
+        fits = value in ALLOWED[field] if field in ALLOWED else field in READ | NOTES or not value
+        if not fits:
+            raise BadInput(f"{path}: {field} is {value!r}, which is not supported; give an adapter without it")
+    absent = [field for field in ("r", "lora_alpha", "target_modules") if field not in source]
+    if absent:
+        raise BadInput(f"{path}: {', '.join(absent)} is missing; copy the file that PEFT wrote")
+    try:
+        targets = _targets(source["target_modules"], config)
+        return LoraConfig(source["r"], source["lora_alpha"], targets, bool(source.get("use_rslora")))
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from None
+
+
+def _targets(wanted, config: DecoderConfig) -> tuple[str, ...]:
+    """The projections that `target_modules` means: ends of module names, or one regular expression for whole names."""
+    modules = _modules(config, PROJECTIONS)
+    if wanted == "all-linear":
+        return PROJECTIONS
+    if not isinstance(wanted, (str, list)) or not all(isinstance(each, str) for each in wanted):
+        raise BadInput(f"target_modules is {wanted!r}; give a list of names or a regular expression")
+    names = [f"(.*\\.)?{re.escape(each)}" for each in wanted] if isinstance(wanted, list) else [wanted]
+    try:
+        hits = [{key for key, module in modules.items() if re.fullmatch(name, module)} for name in names]
+    except re.error as error:
+        raise BadInput(f"target_modules {wanted!r} is no regular expression: {error}") from error
+    if not all(hits):
+        raise BadInput(f"target_modules {wanted!r} has a name that is none of {', '.join(PROJECTIONS)} (as q_proj)")
+    hit = {key for keys in hits for key in keys}
+    targets = tuple(target for target in PROJECTIONS if any(target == each for _, each in hit))
+    if len(hit) < len(targets) * config.num_layers:
+        raise BadInput("target_modules names a projection in some layers only; adapt it in all of them or in none")
+    return targets

@@ -1,0 +1,89 @@
+"""The files of a model folder as they lie there: JSON, and memory-mapped tensors by name.
+
+folder -> open_tensors -> {name: Stored};   a name is the same whether the folder held more than a text model
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flowgrpo.types import BadInput
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Of text-only folders, of old and of new multimodal ones; what other parts of those are called; old buffers.
+PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+IGNORED = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.|.*\.rotary_emb\.inv_freq$")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds."""
+    if not path.exists():
+        raise BadInput(f"{path} is missing; a model folder holds config.json and safetensors")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadInput(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise BadInput(f"{path} holds a {type(found).__name__}, where one JSON object belongs")
+    return found
+
+
+class Stored(NamedTuple):
+    """A tensor in a memory-mapped file."""
+
+    file: Any
+    name: str
+
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    def dtype(self) -> str:
+        return self.file.get_slice(self.name).get_dtype()
+
+    def read(self) -> np.ndarray:
+        return self.file.get_tensor(self.name)
+
+
+@contextmanager
+def open_tensors(folder: Path) -> Iterator[dict[str, Stored]]:
+    """Every tensor of the text model in the folder, by the name that it has in a text-only folder."""
+    from safetensors import SafetensorError, safe_open
+
+    with ExitStack() as opened:
+        found: dict[str, Stored] = {}
+        for path in _weight_files(folder):
+            try:
+                file: Any = opened.enter_context(safe_open(path, framework="np"))
+            except (SafetensorError, OSError) as error:
+                raise BadInput(f"{path} can't be read as safetensors: {error}") from error
+            found |= {name: Stored(file, name) for name in file.keys()}  # noqa: SIM118
+        prefix = next((each for each in PREFIXES if f"{each}embed_tokens.weight" in found), "model.")
+        yield {_plain(name, prefix): stored for name, stored in found.items() if not IGNORED.match(name)}
+
+
+def _plain(name: str, prefix: str) -> str:
+    if name.startswith(prefix):
+        return "model." + name.removeprefix(prefix)
+    return name.removeprefix("language_model.")  # of lm_head, in old multimodal folders
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    if not (folder / INDEX).exists():
+        others = sorted(path.name for path in folder.glob("*.bin"))
+        mend = f"{others[0]} is there: save it again in the safetensors format" if others else "copy them into it"
+        raise BadInput(f"{folder} has no weights ({SINGLE}, or {INDEX} with its shards); {mend}")
+    shards = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise BadInput(f"{folder / INDEX} has no weight_map")
+    paths = [folder / str(name) for name in sorted(set(shards.values()))]
+    absent = [path.name for path in paths if not path.exists()]
+    if absent:
+        raise BadInput(f"{folder / INDEX} names {absent[0]} ({len(absent)} such), which is absent; copy it too")
+    return paths

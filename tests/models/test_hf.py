@@ -1,0 +1,214 @@
+"""Model folders without PyTorch: what is written is read back bit for bit (M3), sharded and placed; hubs and text."""
+
+import json
+from unittest.mock import Mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from model_cases import FAMILIES, random_model
+
+from flowgrpo.models import hf
+from flowgrpo.models.decoder import parameters
+from flowgrpo.models.families import file_shape, from_file, tensors_of, to_file
+from flowgrpo.types import BadInput
+
+
+def assert_equal(found, expected):
+    """Two models with the same config and the same bits."""
+    assert (found.config, found.source) == (expected.config, expected.source)
+    assert found.params.keys() == expected.params.keys()
+    for name, value in expected.params.items():
+        assert found.params[name].dtype == value.dtype
+        assert found.params[name].shape == value.shape
+        assert np.asarray(found.params[name]).tobytes() == np.asarray(value).tobytes(), name
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_M3_write_then_read_gives_the_same_bytes(tmp_path, name, dtype):
+    model = random_model(name, dtype)
+    hf.save_model(tmp_path / "one", model)
+    again = hf.load_model(tmp_path / "one", dtype=dtype, text=False)
+    assert_equal(again._replace(source=model.source), model)
+    assert again.source == {**model.source, "dtype": dtype}
+    hf.save_model(tmp_path / "two", again)
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    assert files(tmp_path / "one").keys() == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_random_model_needs_a_config_only(tmp_path, dtype):
+    given = dict(FAMILIES["gemma2"])
+    model = hf.init_model(given, jax.random.key(0), dtype=dtype)
+    assert given == FAMILIES["gemma2"]
+    assert model.source == given | {"architectures": ["Gemma2ForCausalLM"]}
+    assert {value.dtype.name for value in model.params.values()} == {dtype}
+    assert not np.any(model.params["norm"])  # one is added to it
+    assert 0.01 < np.asarray(model.params["gate"], np.float32).std() < 0.03
+    hf.save_model(tmp_path, model)
+    again = hf.load_model(tmp_path, text=False, dtype=dtype)
+    assert_equal(again._replace(source=model.source), model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_parameter_has_a_tensor_and_its_transposition_has_an_inverse(name):
+    config = random_model(name).config
+    for ours, tensor in tensors_of(config).items():
+        axes = parameters(config)[ours].axes.removeprefix("n")
+        stored = np.random.default_rng(0).normal(size=file_shape(tensor, config))
+        wide = from_file(stored, tensor, axes, config)
+        assert wide.shape == tuple(getattr(config, axis) for axis in axes)
+        np.testing.assert_array_equal(to_file(wide, tensor, axes, config), stored)
+
+
+def test_a_projection_is_transposed_head_by_head():
+    config = random_model("qwen3").config
+    stored = np.arange(config.h * config.e * config.d).reshape(config.h * config.e, config.d)
+    wide = from_file(stored, tensors_of(config)["q"], "dhe", config)
+    assert wide[5, 2, 3] == stored[2 * config.e + 3, 5]
+
+
+# Shards -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 20_000, 60_000])
+def test_M3_shards_are_written_and_read(tmp_path, most):
+    from safetensors import safe_open
+
+    model = random_model("gemma3")
+    hf.save_model(tmp_path, model, max_shard_bytes=most)
+    index = json.loads((tmp_path / hf.INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in model.params.values())
+    shards = sorted(set(index["weight_map"].values()))
+    assert shards == [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for shard in shards:
+        with safe_open(tmp_path / shard, "np") as file:
+            held = {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118
+            assert file.metadata() == {"format": "pt"}
+        assert held.keys() == {name for name, where in index["weight_map"].items() if where == shard}
+        assert len(held) == 1 or sum(held.values()) <= most
+    assert_equal(hf.load_model(tmp_path, text=False)._replace(source=model.source), model)
+
+
+def test_saving_again_leaves_no_weights_of_before(tmp_path):
+    for i, most in enumerate([20_000, 5e9, 60_000, 20_000]):
+        model = random_model("llama", seed=i)
+        hf.save_model(tmp_path, model, max_shard_bytes=most)
+        assert (tmp_path / hf.SINGLE).exists() == (most == 5e9) != (tmp_path / hf.INDEX).exists()
+        assert_equal(hf.load_model(tmp_path, text=False)._replace(source=model.source), model)
+
+
+def test_files_appear_only_when_all_are_whole(tmp_path):
+    class Broken:
+        def save(self, folder):
+            raise OSError(f"disk full: {folder}")
+
+    hf.save_model(tmp_path, random_model("llama"))
+    before = files(tmp_path)
+    with pytest.raises(OSError, match="disk full"):
+        hf.save_model(tmp_path, random_model("llama", seed=1)._replace(text=Broken()))
+    assert files(tmp_path) == before
+
+
+def test_others_may_read_what_was_written_as_they_may_any_file(tmp_path):
+    hf.save_model(tmp_path / "model", random_model("llama"))
+    (tmp_path / "any").touch()
+    expected = (tmp_path / "any").stat().st_mode
+    assert {path.stat().st_mode for path in (tmp_path / "model").iterdir()} == {expected}
+
+
+# Placing and dtypes -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh():
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+
+
+def test_each_parameter_goes_where_a_function_says(tmp_path, mesh):
+    def place(name, axes):
+        asked[name] = axes
+        return NamedSharding(mesh, PartitionSpec(*({"d": "data", "f": "model"}.get(axis) for axis in axes)))
+
+    asked, model = {}, random_model("gemma2")
+    hf.save_model(tmp_path, model)
+    placed = hf.load_model(tmp_path, text=False, sharding=place)
+    assert asked == {name: parameter.axes for name, parameter in parameters(model.config).items()}
+    assert placed.params["gate"].sharding.shard_shape((3, 48, 56)) == (3, 24, 14)
+    assert len(placed.params["gate"].addressable_shards) == 8
+    assert_equal(placed._replace(source=model.source), model)
+    hf.save_model(tmp_path / "again", placed)
+    assert files(tmp_path / "again")[hf.SINGLE] == (tmp_path / hf.SINGLE).read_bytes()
+
+
+def test_one_sharding_serves_all_parameters(tmp_path, mesh):
+    hf.save_model(tmp_path, random_model("llama"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    placed = hf.load_model(tmp_path, text=False, sharding=everywhere)
+    assert all(value.sharding == everywhere for value in placed.params.values())
+
+
+def test_dtype_is_what_parameters_are_stored_in(tmp_path):
+    model = random_model("qwen2", "bfloat16")
+    hf.save_model(tmp_path, model)
+    wide = hf.load_model(tmp_path, text=False)
+    for name, value in model.params.items():
+        np.testing.assert_array_equal(wide.params[name], value.astype(jnp.float32))
+    assert wide.policy.make_cache(1, 4).keys.dtype == jnp.float32
+    half = hf.load_model(tmp_path, text=False, dtype=jnp.float16)
+    assert {value.dtype.name for value in half.params.values()} == {"float16"}
+
+
+def test_an_old_name_of_the_dtype_is_kept(tmp_path):
+    model = random_model("llama")
+    hf.save_model(tmp_path, model._replace(source=model.source | {"torch_dtype": "bfloat16", "mine": {"a": [1]}}))
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["torch_dtype"], written["mine"]) == ("float32", {"a": [1]})
+    assert "dtype" not in written
+
+
+# Text and hub -----------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_goes_with_the_model(tmp_path, monkeypatch):
+    class Words:
+        def save(self, folder):
+            (folder / "tokenizer.json").write_text("{}")
+
+    words = Words()
+    monkeypatch.setattr("flowgrpo.text.load_text", lambda folder: words if (folder / "tokenizer.json").exists() else 1)
+    hf.save_model(tmp_path, random_model("llama")._replace(text=words))
+    assert hf.load_model(tmp_path).text is words
+    assert hf.load_model(tmp_path, text=False).text is None
+
+
+def test_a_folder_without_tokenizer_is_an_error_unless_none_is_wanted(tmp_path):
+    hf.save_model(tmp_path, random_model("llama"))
+    with pytest.raises(BadInput):
+        hf.load_model(tmp_path)
+
+
+def test_a_hub_id_is_fetched(tmp_path, monkeypatch):
+    def fetch(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    asked, model = [], random_model("llama")
+    hf.save_model(tmp_path, model)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert_equal(hf.load_model("owner/name-1.5", text=False)._replace(source=model.source), model)
+    assert asked == [("owner/name-1.5", hf.HUB_FILES)]
+
+
+def test_a_hub_that_does_not_answer_is_one_clear_error(monkeypatch):
+    refuse = Mock(side_effect=ConnectionError("no route\nmany more lines"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(BadInput, match=r"owner/name is no folder here, .*: no route$"):
+        hf.load_model("owner/name")
