@@ -9,6 +9,9 @@ os.environ["XLA_FLAGS"] = " ".join(
         # Two cores carry the eight devices, so a collective may wait long for its turn.
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+        # jaxlib 0.10.2 fuses reductions on the CPU in a way that is wrong under large vmaps (a norm's gradient
+        # over 64 and more batched cotangents); without these fusions the numbers are right.
+        "--xla_cpu_experimental_ynn_fusion_type=",
     ]
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -14,3 +18,54 @@ def test_packing_benchmark_runs():
     result = json.loads(done.stdout.splitlines()[-1])
     assert [row["trajectories"] for row in result["rows"]] == [200, 400]
     assert all(0.9 < row["fill"] <= 1.0 and row["seconds"] > 0 for row in result["rows"])
+
+
+def run(*arguments: str) -> dict:
+    """The last line that a benchmark prints, read as JSON."""
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_decode_benchmark_runs():
+    flags = ["--rows=2,3", "--tokens=4,3", "--prompt=5", "--requests=6", "--slots=2", "--mean=3", "--repeats=1"]
+    result = run("experiments.benchmarks.decode", *flags)
+    assert (result["benchmark"], result["model"], result["params"]) == ("decode", "small", 4_067_584)
+    assert [(row["rows"], row["tokens"]) for row in result["blocks"]] == [(2, 4), (3, 3)]
+    assert all(row["tokens_per_second"] > 0 and 0 < row["of_bandwidth"] < 2 for row in result["blocks"])
+    engine = result["engine"]
+    assert (engine["requests"], engine["slots"]) == (6, 2)
+    assert min(engine[name] for name in ("tokens_per_second", "gapless_tokens_per_second", "over_gapless")) > 0
+    # Nothing is compiled once the engine is warm: this one is a count, and no matter of speed.
+    assert engine["compiled_in_warm_up"] > engine["compiled_after"] == 0
+
+
+def test_logprobs_benchmark_runs():
+    flags = ["--models=small", "--rows=2", "--length=8", "--repeats=1", "--vocabulary=20000", "--memory_length=64"]
+    result = run("experiments.benchmarks.logprobs", *flags)
+    assert result["benchmark"] == "logprobs"
+    assert result["gflops"] > 0
+    assert [row["work"] for row in result["rows"]] == ["forward", "forward+backward"]
+    assert all(row["tokens_per_second"] > 0 and row["of_matrix_product"] > 0 for row in result["rows"])
+    memory = result["memory"]
+    assert (memory["vocabulary"], memory["rows"], memory["length"]) == (20_000, 8, 64)
+    assert 0 < memory["temporary_mib"] < memory["plain_mib"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["decode", "--rows=4", "--tokens=2,2"], "--rows has 1 entries and --tokens 2: give one of each a block"),
+        (["decode", "--rows=x,1"], "--rows=x,1 must be a comma-separated list of positive integers"),
+        (["decode", "--model=/nowhere"], "/nowhere"),
+        (["logprobs", "--models=/nowhere"], "/nowhere"),
+    ],
+)
+def test_bad_flags_get_one_sentence_and_a_status(arguments, words):
+    command = [sys.executable, "-m", f"experiments.benchmarks.{arguments[0]}", *arguments[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -14,6 +14,8 @@ import flowgrpo as fg
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.sampler import logprobs
 
+pytestmark = pytest.mark.slow
+
 STOP = (7,)
 SETTINGS = {"slots": 8, "slot_length": 128, "chunk": 16, "steps": 8, "banned": BANNED}
 

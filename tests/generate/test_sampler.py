@@ -17,6 +17,8 @@ from flowgrpo.generate.sampler import (
     start_rows,
 )
 
+pytestmark = pytest.mark.slow
+
 ROWS, PROMPT, STEPS = 8, 6, 40
 NO_STOP = jnp.full((ROWS, 1), -1, jnp.int32)
 

@@ -10,6 +10,8 @@ import pytest
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy, parameters, run_layer, shape_of, visible
 
+pytestmark = pytest.mark.slow
+
 PLAIN = DecoderConfig(v=67, d=24, h=4, k=4, e=6, f=20, windows=(None, None), ropes=(Rope(), Rope()))
 FULL = DecoderConfig(
     v=67,

@@ -22,6 +22,8 @@ from flowgrpo.models.lora import (
 )
 from flowgrpo.types import BadInput
 
+pytestmark = pytest.mark.slow
+
 PLAIN = DecoderConfig(v=31, d=12, h=4, k=2, e=6, f=20, windows=(None, 5, None), ropes=(Rope(),) * 3, init_scale=0.3)
 BIASED = dataclasses.replace(PLAIN, qkv_bias=True, o_bias=True, ffn_bias=True)
 GEMMA = dataclasses.replace(

@@ -1,0 +1,213 @@
+"""Talk to a checkpoint in the terminal; the answer appears as it is sampled.
+
+    python -m experiments.chat --model=PATH
+    python -m experiments.chat --model=PATH --top_k=1 --system="Answer in one word."
+    echo "Who are you?" | python -m experiments.chat --model=PATH
+
+PATH is a model folder with weights, tokenizer and chat template, or a hub id. `/reset` begins a new conversation,
+`/quit` or the end of the input ends the program, Ctrl-C ends the answer. Each line is a message; from a pipe, only
+the answers are printed. With the same seed and the same messages the answers are the same.
+
+Runs anywhere: a model of a billion parameters needs 4 GB in float32. To expect: a few seconds of
+compilation before the first answer, later ones begin at once, since the cache of the conversation is kept.
+"""
+
+import logging
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from flowgrpo.generate.sampler import MAX_KEPT, Sampling, decode, prefill, sampling, start_rows
+from flowgrpo.models.hf import Model, load_model
+from flowgrpo.text import Conversation, Text, add_action, add_messages, start
+from flowgrpo.types import BadInput
+
+_MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id.")
+_SYSTEM = flags.DEFINE_string("system", None, "What the system message says; none by default.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Temperature; greedy is --top_k=1.")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from this many tokens at most; 0 does not cut.")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the smallest set with this probability.")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 512, "Tokens of an answer at most.")
+_CONTEXT = flags.DEFINE_integer("context", 4096, "Tokens of a conversation at most.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the answers.")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "What the weights are held in.")
+
+CHUNK, STEPS = 64, 4  # tokens of a prefill, and of a stretch of decoding between two prints
+UNFINISHED = "\ufffd"  # what a character decodes to before all of its bytes are there
+# What a model says must not steer the terminal: of the control characters, line feed and tab stay.
+CONTROLS = {code: UNFINISHED for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
+
+
+class Speaker:
+    """A model with the cache of one conversation; conversations only grow, so what is cached stays right."""
+
+    def __init__(self, model: Model, settings: Sampling, *, width: int, context: int):
+        """`width` is the size of recorded sets, 0 where the support is not cut."""
+        text: Text = model.text
+        assert model.policy.make_cache is not None
+        rows_without_token = range(text.vocab_size, model.config.v)
+        padding = () if text.pad_id in text.stop_ids else (text.pad_id,)
+        banned = (*padding, *rows_without_token)
+        self.text, self.context = text, context
+        self._params, self._settings = model.params, settings
+        self._make_cache = partial(model.policy.make_cache, 1, context)
+        self._prefill = jax.jit(partial(prefill, model.policy), donate_argnums=1)
+        options = {"steps": STEPS, "banned": banned, "width": width}
+        self._decode = jax.jit(partial(decode, model.policy, **options), donate_argnums=1)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin with an empty cache."""
+        self._cache, self._held = self._make_cache(), 0
+
+    def answer(self, conversation: Conversation, key: jax.Array, max_tokens: int) -> Iterator[list[int]]:
+        """The ids of an answer as they are sampled, a few at a time, ending with a stop id or the budget."""
+        budget = min(max_tokens, self.context - len(conversation.tokens))
+        self._feed(conversation.tokens[self._held : -1])
+        rows = start_rows(self._cache, _one(conversation.tokens[-1]), key[None], _one(budget))
+        stop_ids = np.array([self.text.stop_ids], np.int32)
+        while bool(rows.active[0]):
+            rows, sampled = self._decode(self._params, rows, self._settings, stop_ids)
+            self._cache, live = rows.cache, np.asarray(sampled.live[:, 0])
+            self._held += int(live.sum())
+            yield np.asarray(sampled.token)[live, 0].tolist()
+
+    def _feed(self, tokens: tuple[int, ...]) -> None:
+        """Bring these tokens into the cache."""
+        for i in range(0, len(tokens), CHUNK):
+            part = np.zeros((1, CHUNK), np.int32)
+            part[0, : len(tokens[i : i + CHUNK])] = tokens[i : i + CHUNK]
+            real = np.arange(CHUNK)[None] < len(tokens) - i
+            self._cache = self._prefill(self._params, self._cache, part, real)
+        self._held += len(tokens)
+
+
+def _one(value: int) -> jax.Array:
+    return jnp.array([value], jnp.int32)
+
+
+def shown(text: Text, ids: list[int]) -> str:
+    """What of an answer can be printed: without its stop token, and without an unfinished character."""
+    words = ids[:-1] if ids and ids[-1] in text.stop_ids else ids
+    return text.decode(words).translate(CONTROLS).rstrip(UNFINISHED)
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """A function that says whether Ctrl-C was pressed in the block; nothing is raised there."""
+    pressed = []
+
+    def note(_signal: int, _frame: FrameType | None) -> None:
+        pressed.append(True)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def speak(speaker: Speaker, conversation: Conversation, key: jax.Array, max_tokens: int) -> list[int]:
+    """Print an answer while it comes; its ids, fewer where Ctrl-C ended it."""
+    ids, printed = [], 0
+    with interrupts() as pressed:
+        for more in speaker.answer(conversation, key, max_tokens):
+            ids += more
+            words = shown(speaker.text, ids)
+            print(words[printed:], end="", flush=True)
+            printed = max(printed, len(words))
+            if pressed():
+                break
+    print(flush=True)
+    return ids
+
+
+def messages(talks: bool) -> Iterator[str]:
+    """What is typed, line by line; the prompt is printed only where a person types."""
+    while True:
+        try:
+            line = input("> " if talks else "").strip()
+        except EOFError:
+            print(end="\n" if talks else "")
+            return
+        except KeyboardInterrupt:
+            if not talks:
+                raise
+            print("\n(/quit ends)")
+            continue
+        if line == "/quit":
+            return
+        if line:
+            yield line
+
+
+def chat(speaker: Speaker, opening: list[dict[str, str]], talks: bool) -> None:
+    """Answer message by message, until the input ends."""
+    conversation, answers, key = None, 0, jax.random.key(_SEED.value)
+    for line in messages(talks):
+        if line == "/reset":
+            conversation = None
+            speaker.forget()
+            continue
+        message = {"role": "user", "content": line}
+        if conversation is None:
+            longer = start(speaker.text, [*opening, message])
+        else:
+            longer = add_messages(speaker.text, conversation, [message])
+        if len(longer.tokens) >= speaker.context:
+            full = f"the conversation is full at {speaker.context} tokens: /reset, or raise --context"
+            print(f"experiments.chat: {full}", file=sys.stderr, flush=True)
+            continue
+        ids = speak(speaker, longer, jax.random.fold_in(key, answers), _MAX_TOKENS.value)
+        conversation, answers = add_action(longer, ids), answers + 1
+
+
+def check_flags() -> None:
+    """Raise `BadInput` for a setting that can't be."""
+    if not _MODEL.value:
+        raise BadInput("--model is missing: give a model folder, or a hub id")
+    if not _TEMPERATURE.value > 0:
+        raise BadInput(f"--temperature={_TEMPERATURE.value} must be greater than 0; greedy is --top_k=1")
+    if not 0 <= _TOP_K.value <= MAX_KEPT:
+        raise BadInput(f"--top_k={_TOP_K.value} must be from 1 to {MAX_KEPT}, or 0 for no cut")
+    if not 0 < _TOP_P.value <= 1:
+        raise BadInput(f"--top_p={_TOP_P.value} must be greater than 0 and at most 1")
+    for name, value, least in (("max_tokens", _MAX_TOKENS.value, 1), ("context", _CONTEXT.value, 2)):
+        if value < least:
+            raise BadInput(f"--{name}={value} must be at least {least}")
+
+
+def open_speaker(opening: list[dict[str, str]]) -> Speaker:
+    """The checkpoint that the flags name, whose template can write the first messages."""
+    model = load_model(str(_MODEL.value), dtype=_DTYPE.value)
+    start(model.text, [*opening, {"role": "user", "content": "x"}])
+    cuts = _TOP_K.value > 0 or _TOP_P.value < 1
+    settings = sampling(1, temperature=_TEMPERATURE.value, top_k=_TOP_K.value or MAX_KEPT, top_p=_TOP_P.value)
+    width = min(_TOP_K.value or MAX_KEPT, model.config.v) if cuts else 0
+    return Speaker(model, settings, width=width, context=_CONTEXT.value)
+
+
+def main(_) -> None:
+    """Open the checkpoint and talk."""
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    opening: list[dict[str, str]] = [{"role": "system", "content": _SYSTEM.value}] if _SYSTEM.value else []
+    sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        check_flags()
+        chat(open_speaker(opening), opening, talks=sys.stdin.isatty())
+    except BadInput as error:
+        sys.exit(f"experiments.chat: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    app.run(main)
