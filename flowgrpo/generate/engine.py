@@ -202,12 +202,13 @@ class Engine:
         if swap is None:
             return
         self._params, self._version = swap
-        for index, slot in enumerate(self._slots):
-            if slot.job is None:
-                slot.tokens, slot.pieces = [], []
-            elif self.at_swap == "recompute":
-                slot.tokens, slot.pieces = [], []
-                self._fill(index, slot.job)
+        # Forget every cache before any is computed again: a slot must not copy what older weights left in another.
+        for slot in self._slots:
+            slot.tokens, slot.pieces = [], []
+        if self.at_swap == "recompute":
+            for index, slot in enumerate(self._slots):
+                if slot.job is not None:
+                    self._fill(index, slot.job)
 
     def _end_late(self) -> None:
         """End requests that were cancelled or are past their deadline, queued or decoding."""

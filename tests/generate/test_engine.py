@@ -198,6 +198,26 @@ def test_weights_swap_in_flight(at_swap):
     assert {version for c in completions for version in c.version} >= {0, 3}
 
 
+def test_a_recomputed_cache_holds_nothing_of_the_old_weights():
+    """Four requests of one prompt in flight: after the swap each token is scored as the new weights score it."""
+    prompt = np.random.default_rng(2).integers(1, CONFIG.v, 40).tolist()
+    with Engine(POLICY, tiny_params(), **{**SETTINGS, "steps": 1}) as engine:
+        engine.generate(make_requests(8, seed=15))
+        futures = [engine.submit(fg.Request(prompt, jax.random.key(i), 80)) for i in range(4)]
+        time.sleep(0.05)
+        engine.swap(tiny_params(9), 1)
+        completions = [future.result(timeout=120) for future in futures]
+    tokens = np.zeros((4, 120), np.int32)
+    for i, completion in enumerate(completions):
+        tokens[i] = [*prompt, *completion.tokens]
+    scores = logprobs(POLICY, tiny_params(9), tokens, banned=BANNED)
+    new = np.array([c.version for c in completions]) == 1
+    assert 0 < new.sum() < new.size
+    np.testing.assert_allclose(
+        np.asarray(scores.logp)[:, 40:][new], np.array([c.logp for c in completions])[new], atol=2e-5
+    )
+
+
 def test_after_a_swap_nothing_old_is_used():
     requests = make_requests(6, seed=11)
     with Engine(POLICY, tiny_params(5), **SETTINGS) as fresh:
