@@ -188,26 +188,27 @@ def test_a_failure_reaches_every_caller():
 @pytest.mark.parametrize("at_swap", ["recompute", "keep"])
 def test_weights_swap_in_flight(at_swap):
     """Every token says which weights chose it, versions only grow, and no request is dropped."""
-    with Engine(POLICY, tiny_params(), **{**SETTINGS, "steps": 2}, at_swap=at_swap) as engine:
-        futures = [engine.submit(fg.Request([1, 2, i + 1], jax.random.key(i), 100)) for i in range(8)]
+    with Engine(POLICY, tiny_params(), **{**SETTINGS, "steps": 2, "slot_length": 640}, at_swap=at_swap) as engine:
+        # Long enough to be in flight at every swap, however late this thread gets its turn.
+        futures = [engine.submit(fg.Request([1, 2, i + 1], jax.random.key(i), 600)) for i in range(8)]
         for version in range(1, 4):
             time.sleep(0.05)
             engine.swap(tiny_params(version), version)
         completions = [future.result(timeout=120) for future in futures]
-    assert all(list(c.version) == sorted(c.version) and len(c.tokens) == 100 for c in completions)
+    assert all(list(c.version) == sorted(c.version) and len(c.tokens) == 600 for c in completions)
     assert {version for c in completions for version in c.version} >= {0, 3}
 
 
 def test_a_recomputed_cache_holds_nothing_of_the_old_weights():
     """Four requests of one prompt in flight: after the swap each token is scored as the new weights score it."""
     prompt = np.random.default_rng(2).integers(1, CONFIG.v, 40).tolist()
-    with Engine(POLICY, tiny_params(), **{**SETTINGS, "steps": 1}) as engine:
+    with Engine(POLICY, tiny_params(), **{**SETTINGS, "steps": 1, "slot_length": 512}) as engine:
         engine.generate(make_requests(8, seed=15))
-        futures = [engine.submit(fg.Request(prompt, jax.random.key(i), 80)) for i in range(4)]
+        futures = [engine.submit(fg.Request(prompt, jax.random.key(i), 400)) for i in range(4)]
         time.sleep(0.05)
         engine.swap(tiny_params(9), 1)
         completions = [future.result(timeout=120) for future in futures]
-    tokens = np.zeros((4, 120), np.int32)
+    tokens = np.zeros((4, 440), np.int32)
     for i, completion in enumerate(completions):
         tokens[i] = [*prompt, *completion.tokens]
     scores = logprobs(POLICY, tiny_params(9), tokens, banned=BANNED)
