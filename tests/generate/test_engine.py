@@ -239,6 +239,10 @@ def test_nothing_is_compiled_after_the_first_requests(engine):
 
     Programs without a policy are shared between engines, and compiled once for each of their shapes.
     """
+    first = make_requests(1, seed=16)[0]
+    completion = engine.generate([first])[0]
+    engine.generate(make_requests(16, seed=17))
+    engine.generate([next_turn(first, completion, 99)])  # evicted by now, so every program has run
     before = compilations(engine)
     engine.generate(make_requests(30, seed=12, temperature=0.3))
     assert compilations(engine) == before
