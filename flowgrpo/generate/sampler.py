@@ -1,7 +1,7 @@
 """Sampling and scoring with one forward function, pure: a cache and keys flow in, tokens and the cache flow out.
 
-A token is drawn by one uniform number from its request's key: the first token at which the cumulated
-probability passes it. Its log-probability is that under the distribution it was drawn from, and
+A token is drawn by one uniform number from its request's key: the token at which the cumulated probability
+passes it, in a fixed order of the vocabulary. Its log-probability is that under the distribution it was drawn from, and
 `logprobs` scores tokens later under the same one, so that the ratio of an unchanged policy is 1 (F7):
 
     pi(token) = softmax(logits / temperature)   without banned tokens; renormalised over the recorded
@@ -24,6 +24,7 @@ from flowgrpo.contracts import Cache, Params, Policy, Scores
 from flowgrpo.types import AnyArray
 
 MAX_KEPT = 64
+COLUMNS = 512  # of the vocabulary, when a token is drawn
 
 
 class Sampling(NamedTuple):
@@ -110,17 +111,39 @@ def _among(cooled: Array, kept: Array) -> Array:
 
 
 def _invert(logits_rv: Array, uniform_r: Array) -> tuple[Array, Array, Array, Array]:
-    """(index, log-probability, entropy, margin) of the entry where the cumulated probability passes the number."""
-    logp_rv = jax.nn.log_softmax(logits_rv, axis=-1)
-    share_rv = jnp.exp(logp_rv)
-    edge_rv = jnp.cumsum(share_rv, axis=-1)
-    # Rounding leaves the last edge a little off 1, so the number is scaled to it. An entry of no probability
-    # has no interval and can't be hit.
-    target_r = uniform_r * edge_rv[:, -1]
-    index_r = jnp.argmax((edge_rv > target_r[:, None]) & (share_rv > 0), axis=-1)
-    logp_r, upper_r, share_r = (_pick(x_rv, index_r) for x_rv in (logp_rv, edge_rv, share_rv))
-    margin_r = jnp.minimum(upper_r - target_r, target_r - (upper_r - share_r))
-    return index_r, logp_r, _entropy(logp_rv), margin_r
+    """(index, log-probability, entropy, margin) of the entry where the cumulated probability passes the number.
+
+    The vocabulary is laid out in columns, b entries high and w wide, and cumulated column by column: first whole
+    columns, then the entries of the one that is hit. So every entry is met in a few vectorised passes.
+    """
+    x_rbw = _columns(logits_rv)
+    top_r = x_rbw.max(axis=(1, 2))
+    weight_rbw = jnp.exp(x_rbw - top_r[:, None, None])
+    column_rw = weight_rbw.sum(axis=1)
+    end_rw = jnp.cumsum(column_rw, axis=-1)
+    total_r = end_rw[:, -1]
+    target_r = uniform_r * total_r
+    column_r = jnp.argmax((end_rw > target_r[:, None]) & (column_rw > 0), axis=-1)
+    weight_rb = jnp.take_along_axis(weight_rbw, column_r[:, None, None], axis=2)[:, :, 0]
+    edge_rb = _pick(end_rw - column_rw, column_r)[:, None] + jnp.cumsum(weight_rb, axis=-1)
+    # An entry of no probability has no interval and can't be hit. Rounding may leave the last edge of a column short
+    # of its end, and then its last possible entry is meant.
+    hit_rb = (edge_rb > target_r[:, None]) & (weight_rb > 0)
+    last_r = weight_rb.shape[1] - 1 - jnp.argmax(jnp.flip(weight_rb > 0, axis=-1), axis=-1)
+    entry_r = jnp.where(hit_rb.any(axis=-1), jnp.argmax(hit_rb, axis=-1), last_r)
+    upper_r, weight_r = _pick(edge_rb, entry_r), _pick(weight_rb, entry_r)
+    margin_r = jnp.maximum(jnp.minimum(upper_r - target_r, target_r - (upper_r - weight_r)) / total_r, 0.0)
+    index_r = entry_r * x_rbw.shape[2] + column_r
+    lowered_rbw = jnp.where(weight_rbw > 0, x_rbw - top_r[:, None, None], 0.0)
+    entropy_r = jnp.log(total_r) - (weight_rbw * lowered_rbw).sum(axis=1).sum(axis=-1) / total_r
+    return index_r, _pick(logits_rv, index_r) - top_r - jnp.log(total_r), entropy_r, margin_r
+
+
+def _columns(x_rv: Array) -> Array:
+    """[r v] -> [r b w]: entry b w + c is in column c; what is missing in the last row is impossible."""
+    width = min(COLUMNS, x_rv.shape[1])
+    short = -x_rv.shape[1] % width
+    return jnp.pad(x_rv, ((0, 0), (0, short)), constant_values=-jnp.inf).reshape(len(x_rv), -1, width)
 
 
 def _pick(x: Array, index: Array) -> Array:

@@ -11,6 +11,7 @@ The Flax module holds the parameters; `make_policy` splits it once, and from the
 function of `params`, a flat dict of arrays.
 """
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from flax import nnx
 from jax import Array
 
 from flowgrpo.contracts import Cache, Params, Policy
+from flowgrpo.models.attention import BLOCK, attend, attend_cache, visible
 from flowgrpo.models.config import DecoderConfig, check_config, rope_frequencies
 
 # Parameters -------------------------------------------------------------------------------------------
@@ -86,26 +88,17 @@ class Decoder(nnx.Module):
             setattr(self, name, nnx.Param(start.astype(dtype), axes=tuple(parameter.axes)))
 
 
-# Who sees whom ----------------------------------------------------------------------------------------
-
-
-def visible(q_position: Array, k_position: Array, q_segment: Array, k_segment: Array, window: Array | int) -> Array:
-    """Whether a query sees a key: same segment, not padding, not later, nearer than `window` -> [r q k]."""
-    distance = q_position[:, :, None] - k_position[:, None, :]
-    same = (q_segment[:, :, None] == k_segment[:, None, :]) & (q_segment[:, :, None] > 0)
-    return same & (distance >= 0) & (distance < window)
+# The cache -------------------------------------------------------------------------------------------
 
 
 def make_cache(rows: int, slots: int, *, config: DecoderConfig, dtype=jnp.float32) -> Cache:
-    """An empty cache of static size."""
+    """An empty cache of static size; more than one block of slots is rounded up to whole blocks."""
+    slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
     shape = (config.num_layers, rows, config.k, slots, config.e)
     # Arrays of their own, so that each can be donated.
     keys, values = (jnp.zeros(shape, dtype) for _ in range(2))
     positions, segments = (jnp.zeros((rows, slots), jnp.int32) for _ in range(2))
     return Cache(keys, values, positions, segments, jnp.zeros(rows, jnp.int32))
-
-
-# The layer --------------------------------------------------------------------------------------------
 
 
 class View(NamedTuple):
@@ -115,7 +108,60 @@ class View(NamedTuple):
     segments: Array  # r s
     k_positions: Array  # r c: of the keys, which are the same tokens where there is no cache
     k_segments: Array  # r c
-    slots: Array | None  # r s: where the tokens go in the cache
+    slots: Array | None = None  # r s: where the tokens go in the cache
+    blocks: Array | None = None  # how many blocks of the cache are filled in any row of these tokens
+
+
+Held = tuple[Array, Array]  # keys and values of all layers, [n r k c e]
+
+
+def _look(tokens, positions, segments, cache: Cache | None) -> tuple[Cache | None, View]:
+    """The cache with positions and segments of the new tokens, and what the layers see."""
+    real = segments > 0
+    count = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
+    if cache is None:
+        positions = count if positions is None else jnp.asarray(positions)
+        return None, View(positions, segments, positions, segments)
+    positions = count + cache.next[:, None] if positions is None else jnp.asarray(positions)
+    # Real tokens move up to the first free slots, whatever padding stands between them; padding goes nowhere.
+    slots = jnp.where(real, cache.next[:, None] + count, cache.positions.shape[1])
+    rows = jnp.arange(len(tokens))[:, None]
+    k_positions = cache.positions.at[rows, slots].set(positions, mode="drop")
+    k_segments = cache.segments.at[rows, slots].set(segments, mode="drop")
+    held = cache.next + real.sum(axis=1, dtype=jnp.int32)
+    filled = jnp.minimum(jnp.where(real.any(axis=1), held, 0).max(), cache.positions.shape[1])
+    cache = cache.replace(positions=k_positions, segments=k_segments, next=held)
+    return cache, View(positions, segments, k_positions, k_segments, slots, -(-filled // _block_size(cache.positions)))
+
+
+def _block_size(x_rc: Array) -> int:
+    slots = x_rc.shape[1]
+    if slots > BLOCK and slots % BLOCK:
+        raise ValueError(f"a cache of {slots} slots is no whole number of blocks of {BLOCK}: make it by make_cache")
+    return min(slots, BLOCK)
+
+
+def _write(held: Held, new: Held, layer: Array, slots: Array) -> Held:
+    """The tokens' keys and values [r s k e] in their slots of a layer, in place where the cache is donated."""
+    rows = jnp.arange(len(slots))[:, None]
+    pairs = zip(held, new, strict=True)
+    keys, values = (old.at[layer, rows, :, slots].set(x.astype(old.dtype), mode="drop") for old, x in pairs)
+    return keys, values
+
+
+def _block(index: Array, *, held: Held, layer: Params, view: View) -> tuple[Array, Array, Array]:
+    """Keys and values [r k c e] of one block of a layer's slots, and who sees them."""
+    size = _block_size(view.k_positions)
+    pick = partial(jax.lax.dynamic_slice_in_dim, start_index=index * size, slice_size=size)
+    k, v = (
+        jax.lax.dynamic_slice(x, (layer["index"], 0, 0, index * size, 0), (1, *x.shape[1:3], size, x.shape[4]))[0]
+        for x in held
+    )
+    k_positions, k_segments = pick(view.k_positions, axis=1), pick(view.k_segments, axis=1)
+    return k, v, visible(view.positions, k_positions, view.segments, k_segments, layer["window"])
+
+
+# The layer --------------------------------------------------------------------------------------------
 
 
 def rms_norm(x: Array, scale: Array, config: DecoderConfig) -> Array:
@@ -127,83 +173,60 @@ def rms_norm(x: Array, scale: Array, config: DecoderConfig) -> Array:
 
 
 def rotate(x: Array, cosine: Array, sine: Array) -> Array:
-    """Turn each pair (i, i + e/2) of head dimensions by its angle; x is [r head s e], angles [r 1 s e/2]."""
+    """Turn each pair (i, i + e/2) of head dimensions by its angle; x is [r s head e], angles [r s 1 e/2]."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [first * cosine - second * sine, second * cosine + first * sine]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def attend(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig) -> Array:
-    """Softmax attention of grouped heads in float32: [r h s e], [r k c e], [r s c] -> [r h s e]."""
-    rows, _, length, e = q.shape
-    grouped = q.reshape(rows, config.k, config.h // config.k, length, e)
-    scale = e**-0.5 if config.query_scale is None else config.query_scale
-    logits = jnp.einsum("rkgse,rkce->rkgsc", grouped, k, preferred_element_type=jnp.float32) * scale
-    if config.attention_softcap is not None:
-        logits = config.attention_softcap * jnp.tanh(logits / config.attention_softcap)
-    seen = seen[:, None, None]
-    logits = jnp.where(seen, logits, jnp.finfo(jnp.float32).min)
-    shares = jnp.where(seen, jax.nn.softmax(logits, axis=-1), 0.0).astype(v.dtype)
-    mixed = jnp.einsum("rkgsc,rkce->rkgse", shares, v, preferred_element_type=jnp.float32)
-    return mixed.astype(q.dtype).reshape(q.shape)
+def multiply(x: Array, layer: Params, name: str, *, inputs: int = 1) -> Array:
+    """`x W`, with the bias where there is one; and `+ x A B`, in their dtype, where there is an adapter of that name.
+
+    The first `inputs` axes of W are summed over: [r s inputs] -> [r s outputs]. It is done on matrices, because XLA's
+    gradient of a product with more axes is twice as slow on a CPU.
+    """
+    w, bias = layer[name], layer.get(f"{name}_bias")
+    flat = x.reshape(-1, math.prod(w.shape[:inputs]))
+    out = flat @ w.reshape(flat.shape[1], -1)
+    if f"{name}_a" in layer:
+        a, b = layer[f"{name}_a"], layer[f"{name}_b"]
+        change = (flat.astype(a.dtype) @ a.reshape(flat.shape[1], -1)) @ b.reshape(len(b), -1)
+        out = (out.astype(change.dtype) + change).astype(out.dtype)
+    out = out.reshape(*x.shape[:2], *w.shape[inputs:])
+    return out if bias is None else out + bias[None, None]
 
 
-def multiply(x: Array, layer: Params, name: str, equation: str) -> Array:
-    """`x W`; and `+ x A B`, in the dtype of A and B, where the layer has an adapter of that name (z is its rank)."""
-    out = jnp.einsum(equation, x, layer[name])
-    if f"{name}_a" not in layer:
-        return out
-    x_axes, w_axes, out_axes = equation.replace("->", ",").split(",")
-    summed = "".join(axis for axis in w_axes if axis not in out_axes)
-    a, b = layer[f"{name}_a"], layer[f"{name}_b"]
-    low = jnp.einsum(f"{x_axes},{summed}z->rsz", x.astype(a.dtype), a)
-    change = jnp.einsum(f"rsz,z{w_axes.removeprefix(summed)}->{out_axes}", low, b)
-    return (out.astype(change.dtype) + change).astype(out.dtype)
-
-
-def _project(x: Array, layer: Params, name: str) -> Array:
-    """[r s d] -> [r head s e], with the bias where there is one."""
-    out = multiply(x, layer, name, "rsd,dhe->rhse")
-    return out + layer[f"{name}_bias"][None, :, None, :] if f"{name}_bias" in layer else out
-
-
-def attention(x: Array, layer: Params, memory, view: View, config: DecoderConfig) -> tuple[Array, tuple]:
+def attention(x: Array, layer: Params, held: Held | None, view: View, config: DecoderConfig) -> tuple:
     """Attention of one layer over its own tokens, or over the cache after they are written to it."""
-    q, k, v = (_project(x, layer, name) for name in ("q", "k", "v"))
+    q, k, v = (multiply(x, layer, name) for name in ("q", "k", "v"))
     if config.qk_norm:
         q, k = rms_norm(q, layer["q_norm"], config), rms_norm(k, layer["k_norm"], config)
-    angle = view.positions.astype(jnp.float32)[:, None, :, None] * layer["frequency"][None, None, None, :]
+    angle = view.positions.astype(jnp.float32)[:, :, None, None] * layer["frequency"][None, None, None, :]
     cosine, sine = (turn(angle) * layer["magnitude"] for turn in (jnp.cos, jnp.sin))
     q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
-    if view.slots is not None:
-        rows = jnp.arange(len(x))[:, None]
-        memory = tuple(
-            old.at[rows, :, view.slots].set(jnp.swapaxes(new, 1, 2).astype(old.dtype), mode="drop")
-            for old, new in zip(memory, (k, v), strict=True)
-        )
-        k, v = (held.astype(q.dtype) for held in memory)
-    seen = visible(view.positions, view.k_positions, view.segments, view.k_segments, layer["window"])
-    out = multiply(attend(q, k, v, seen, config), layer, "o", "rhse,hed->rsd")
-    return out + layer["o_bias"][None, None, :] if config.o_bias else out, memory
+    if held is None:
+        q, k, v = (jnp.swapaxes(y, 1, 2) for y in (q, k, v))
+        seen = visible(view.positions, view.k_positions, view.segments, view.k_segments, layer["window"])
+        mixed = attend(q, k, v, seen, config)
+    else:
+        held = _write(held, (k, v), layer["index"], view.slots)
+        block_of = partial(_block, held=held, layer=layer, view=view)
+        mixed = attend_cache(jnp.swapaxes(q, 1, 2), block_of, view.blocks, config)
+    return multiply(jnp.swapaxes(mixed, 1, 2), layer, "o", inputs=2), held
 
 
 def feed_forward(x: Array, layer: Params, config: DecoderConfig) -> Array:
     """`down(act(gate x) * up x)`."""
-
-    def linear(x, name, equation="rsd,df->rsf"):
-        out = multiply(x, layer, name, equation)
-        return out + layer[f"{name}_bias"][None, None, :] if config.ffn_bias else out
-
     act = jax.nn.silu if config.activation == "silu" else partial(jax.nn.gelu, approximate=True)
-    return linear(act(linear(x, "gate")) * linear(x, "up"), "down", "rsf,fd->rsd")
+    return multiply(act(multiply(x, layer, "gate")) * multiply(x, layer, "up"), layer, "down")
 
 
-def run_layer(x: Array, layer: Params, memory, view: View, config: DecoderConfig) -> tuple[Array, tuple]:
-    """One layer; returns the hidden states and its part of the cache."""
-    out, memory = attention(rms_norm(x, layer["attention_norm"], config), layer, memory, view, config)
+def run_layer(x: Array, layer: Params, held: Held | None, view: View, config: DecoderConfig) -> tuple:
+    """One layer; returns the hidden states, and keys and values with its tokens among them."""
+    out, held = attention(rms_norm(x, layer["attention_norm"], config), layer, held, view, config)
     x = x + (rms_norm(out, layer["attention_post_norm"], config) if config.sandwich_norms else out)
     out = feed_forward(rms_norm(x, layer["ffn_norm"], config), layer, config)
-    return x + (rms_norm(out, layer["ffn_post_norm"], config) if config.sandwich_norms else out), memory
+    return x + (rms_norm(out, layer["ffn_post_norm"], config) if config.sandwich_norms else out), held
 
 
 # The whole --------------------------------------------------------------------------------------------
@@ -233,39 +256,23 @@ def hidden(
     stacked = {name: value for name, value in params.items() if is_stacked(name, config)} | layer_data(config)
     stacked |= adapter or {}
     step = partial(_step, view=view, config=config)
-    memory = () if cache is None else (cache.keys, cache.values)
-    x, memory = jax.lax.scan(jax.checkpoint(step) if remat else step, x, (stacked, memory))
+    # The cache is carried and not scanned over, so that a step changes it in place.
+    held = None if cache is None else (cache.keys, cache.values)
+    (x, held), _ = jax.lax.scan(jax.checkpoint(step) if remat else step, (x, held), stacked)
     x = rms_norm(x, params["norm"], config)
     x = jnp.where(segments[:, :, None] > 0, x, jnp.zeros((), x.dtype))
-    return x, None if cache is None else cache.replace(keys=memory[0], values=memory[1])
+    return x, None if cache is None or held is None else cache.replace(keys=held[0], values=held[1])
 
 
-def _step(x, inputs, *, view: View, config: DecoderConfig):
-    layer, memory = inputs
-    return run_layer(x, layer, memory, view, config)
-
-
-def _look(tokens, positions, segments, cache: Cache | None) -> tuple[Cache | None, View]:
-    """The cache with positions and segments of the new tokens, and what the layers see."""
-    count = jnp.cumsum(segments > 0, axis=1, dtype=jnp.int32) - 1
-    if cache is None:
-        positions = count if positions is None else jnp.asarray(positions)
-        return None, View(positions, segments, positions, segments, None)
-    positions = count + cache.next[:, None] if positions is None else jnp.asarray(positions)
-    # Real tokens move up to the first free slots, whatever padding stands between them; padding goes nowhere.
-    slots = jnp.where(segments > 0, cache.next[:, None] + count, cache.positions.shape[1])
-    rows = jnp.arange(len(tokens))[:, None]
-    k_positions = cache.positions.at[rows, slots].set(positions, mode="drop")
-    k_segments = cache.segments.at[rows, slots].set(segments, mode="drop")
-    held = cache.next + (segments > 0).sum(axis=1, dtype=jnp.int32)
-    cache = cache.replace(positions=k_positions, segments=k_segments, next=held)
-    return cache, View(positions, segments, k_positions, k_segments, slots)
+def _step(carry, layer: Params, *, view: View, config: DecoderConfig):
+    return run_layer(carry[0], layer, carry[1], view, config), None
 
 
 def layer_data(config: DecoderConfig) -> dict[str, np.ndarray]:
     """What differs between layers and is no parameter: window, angles and their magnitude."""
     unbounded = np.iinfo(np.int32).max
     return {
+        "index": np.arange(config.num_layers, dtype=np.int32),
         "window": np.array([unbounded if window is None else window for window in config.windows], np.int32),
         "frequency": np.stack([rope_frequencies(rope, config.e) for rope in config.ropes]),
         "magnitude": np.array([rope.magnitude for rope in config.ropes], np.float32),
