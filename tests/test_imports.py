@@ -23,7 +23,8 @@ FLOORS = [
     ["distributed"],
 ]
 PURE = ["types", "contracts", "masked", "algorithms", "layouts", "ragged", "packing"]
-PURE_FILES = ["models.config", "models.decoder", "generate.sampler", "generate.pieces", "generate.programs"]
+PURE_FILES = [f"models.{name}" for name in ("attention", "cache", "config", "decoder")]
+PURE_FILES += [f"generate.{name}" for name in ("pieces", "programs", "sampler")]
 EFFECTS = {"ray", "absl", "transformers", "subprocess", "os", "io", "pathlib", "time", "datetime", "random", "torch"}
 
 

@@ -2,19 +2,21 @@
 
     softmax(scale q k^T, under the mask) v        in float32, with grouped heads and an optional soft-cap
 
-`visible` alone decides who sees whom, from positions, segments and window. `attend` works on the tokens of one call;
-`attend_cache` on a cache, block by block and only as far as any row is filled (Dao et al., 2022, arXiv:2205.14135).
+`visible` alone decides who sees whom, from positions, segments and window. `attend` (or a kernel in its place)
+works on the tokens of one call; `attend_cache` on a cache, block by block and only as far as any row is filled
+(Dao et al., 2022, arXiv:2205.14135).
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from flowgrpo.models.config import DecoderConfig
+from flowgrpo.types import BadInput
 
-BLOCK = 64  # slots of a cache that are attended to at once
 LOWEST = -1e30  # a logit that no visible one comes near to, and that float32 can subtract
 
 Attend = Callable[[Array, Array, Array, Array, DecoderConfig], Array]
@@ -34,6 +36,25 @@ def attend(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig) -> 
     shares = jnp.where(seen[:, None, None], jax.nn.softmax(logits, axis=-1), 0.0).astype(v.dtype)
     mixed = jnp.einsum("rkgsc,rkce->rkgse", shares, v, preferred_element_type=jnp.float32)
     return mixed.astype(q.dtype).reshape(q.shape)
+
+
+def fused(implementation: str | None = None) -> Attend:
+    """`attend` through `jax.nn.dot_product_attention`: "cudnn" on a GPU, "xla" anywhere, None for JAX's own choice.
+
+    Packed rows stay apart because the kernel is given the whole mask, and not segment ids, which some kernels ignore.
+    """
+    return partial(_fused, implementation=implementation)
+
+
+def _fused(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig, *, implementation) -> Array:
+    if config.attention_softcap is not None:
+        raise BadInput("no fused attention has the soft-cap that this model's attention needs: use `attend`")
+    something = seen.any(axis=-1)
+    # A kernel may answer a query that sees nothing with NaN; it is shown everything, and its result thrown away.
+    mask = (seen | ~something[:, :, None])[:, None]
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    mixed = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=_scale(config), implementation=implementation)
+    return jnp.swapaxes(jnp.where(something[:, :, None, None], mixed, jnp.zeros((), mixed.dtype)), 1, 2)
 
 
 def attend_cache(q: Array, block_of: Callable[[Array], tuple[Array, Array, Array]], blocks: Array, config) -> Array:
@@ -70,8 +91,11 @@ def _group(q: Array, config: DecoderConfig) -> Array:
 
 def _logits(grouped: Array, k: Array, seen: Array, config: DecoderConfig) -> Array:
     """Scaled and capped in float32, `LOWEST` where nothing is seen -> [r k g s c]."""
-    scale = config.e**-0.5 if config.query_scale is None else config.query_scale
-    logits = jnp.einsum("rkgse,rkce->rkgsc", grouped, k, preferred_element_type=jnp.float32) * scale
+    logits = jnp.einsum("rkgse,rkce->rkgsc", grouped, k, preferred_element_type=jnp.float32) * _scale(config)
     if config.attention_softcap is not None:
         logits = config.attention_softcap * jnp.tanh(logits / config.attention_softcap)
     return jnp.where(seen[:, None, None], logits, LOWEST)
+
+
+def _scale(config: DecoderConfig) -> float:
+    return config.e**-0.5 if config.query_scale is None else config.query_scale

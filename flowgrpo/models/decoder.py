@@ -4,8 +4,7 @@
 
 Shape, logical axes and initialiser of every parameter are declared once, in `parameters`; the module, its
 initialisation and its sharding derive from that. Layers are stacked along a leading axis and scanned.
-`visible` alone decides who sees whom, from positions, segments and window; a token of segment 0 is
-padding, sees nothing and yields zeros.
+Who sees whom is `attention.visible`'s alone to say; a token of segment 0 is padding, sees nothing and yields zeros.
 
 The Flax module holds the parameters; `make_policy` splits it once, and from there on everything is a pure
 function of `params`, a flat dict of arrays.
@@ -22,7 +21,8 @@ from flax import nnx
 from jax import Array
 
 from flowgrpo.contracts import Cache, Params, Policy
-from flowgrpo.models.attention import BLOCK, attend, attend_cache, visible
+from flowgrpo.models.attention import Attend, attend, attend_cache, visible
+from flowgrpo.models.cache import Held, View, block, look, make_cache, write
 from flowgrpo.models.config import DecoderConfig, check_config, rope_frequencies
 
 # Parameters -------------------------------------------------------------------------------------------
@@ -88,79 +88,6 @@ class Decoder(nnx.Module):
             setattr(self, name, nnx.Param(start.astype(dtype), axes=tuple(parameter.axes)))
 
 
-# The cache -------------------------------------------------------------------------------------------
-
-
-def make_cache(rows: int, slots: int, *, config: DecoderConfig, dtype=jnp.float32) -> Cache:
-    """An empty cache of static size; more than one block of slots is rounded up to whole blocks."""
-    slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
-    shape = (config.num_layers, rows, config.k, slots, config.e)
-    # Arrays of their own, so that each can be donated.
-    keys, values = (jnp.zeros(shape, dtype) for _ in range(2))
-    positions, segments = (jnp.zeros((rows, slots), jnp.int32) for _ in range(2))
-    return Cache(keys, values, positions, segments, jnp.zeros(rows, jnp.int32))
-
-
-class View(NamedTuple):
-    """What a layer needs to know beside its parameters."""
-
-    positions: Array  # r s
-    segments: Array  # r s
-    k_positions: Array  # r c: of the keys, which are the same tokens where there is no cache
-    k_segments: Array  # r c
-    slots: Array | None = None  # r s: where the tokens go in the cache
-    blocks: Array | None = None  # how many blocks of the cache are filled in any row of these tokens
-
-
-Held = tuple[Array, Array]  # keys and values of all layers, [n r k c e]
-
-
-def _look(tokens, positions, segments, cache: Cache | None) -> tuple[Cache | None, View]:
-    """The cache with positions and segments of the new tokens, and what the layers see."""
-    real = segments > 0
-    count = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
-    if cache is None:
-        positions = count if positions is None else jnp.asarray(positions)
-        return None, View(positions, segments, positions, segments)
-    positions = count + cache.next[:, None] if positions is None else jnp.asarray(positions)
-    # Real tokens move up to the first free slots, whatever padding stands between them; padding goes nowhere.
-    slots = jnp.where(real, cache.next[:, None] + count, cache.positions.shape[1])
-    rows = jnp.arange(len(tokens))[:, None]
-    k_positions = cache.positions.at[rows, slots].set(positions, mode="drop")
-    k_segments = cache.segments.at[rows, slots].set(segments, mode="drop")
-    held = cache.next + real.sum(axis=1, dtype=jnp.int32)
-    filled = jnp.minimum(jnp.where(real.any(axis=1), held, 0).max(), cache.positions.shape[1])
-    cache = cache.replace(positions=k_positions, segments=k_segments, next=held)
-    return cache, View(positions, segments, k_positions, k_segments, slots, -(-filled // _block_size(cache.positions)))
-
-
-def _block_size(x_rc: Array) -> int:
-    slots = x_rc.shape[1]
-    if slots > BLOCK and slots % BLOCK:
-        raise ValueError(f"a cache of {slots} slots is no whole number of blocks of {BLOCK}: make it by make_cache")
-    return min(slots, BLOCK)
-
-
-def _write(held: Held, new: Held, layer: Array, slots: Array) -> Held:
-    """The tokens' keys and values [r s k e] in their slots of a layer, in place where the cache is donated."""
-    rows = jnp.arange(len(slots))[:, None]
-    pairs = zip(held, new, strict=True)
-    keys, values = (old.at[layer, rows, :, slots].set(x.astype(old.dtype), mode="drop") for old, x in pairs)
-    return keys, values
-
-
-def _block(index: Array, *, held: Held, layer: Params, view: View) -> tuple[Array, Array, Array]:
-    """Keys and values [r k c e] of one block of a layer's slots, and who sees them."""
-    size = _block_size(view.k_positions)
-    pick = partial(jax.lax.dynamic_slice_in_dim, start_index=index * size, slice_size=size)
-    k, v = (
-        jax.lax.dynamic_slice(x, (layer["index"], 0, 0, index * size, 0), (1, *x.shape[1:3], size, x.shape[4]))[0]
-        for x in held
-    )
-    k_positions, k_segments = pick(view.k_positions, axis=1), pick(view.k_segments, axis=1)
-    return k, v, visible(view.positions, k_positions, view.segments, k_segments, layer["window"])
-
-
 # The layer --------------------------------------------------------------------------------------------
 
 
@@ -196,7 +123,7 @@ def multiply(x: Array, layer: Params, name: str, *, inputs: int = 1) -> Array:
     return out if bias is None else out + bias[None, None]
 
 
-def attention(x: Array, layer: Params, held: Held | None, view: View, config: DecoderConfig) -> tuple:
+def attention(x: Array, layer: Params, held: Held | None, view: View, config: DecoderConfig, attend: Attend) -> tuple:
     """Attention of one layer over its own tokens, or over the cache after they are written to it."""
     q, k, v = (multiply(x, layer, name) for name in ("q", "k", "v"))
     if config.qk_norm:
@@ -209,8 +136,8 @@ def attention(x: Array, layer: Params, held: Held | None, view: View, config: De
         seen = visible(view.positions, view.k_positions, view.segments, view.k_segments, layer["window"])
         mixed = attend(q, k, v, seen, config)
     else:
-        held = _write(held, (k, v), layer["index"], view.slots)
-        block_of = partial(_block, held=held, layer=layer, view=view)
+        held = write(held, (k, v), layer["index"], view.slots)
+        block_of = partial(block, held=held, layer=layer, view=view)
         mixed = attend_cache(jnp.swapaxes(q, 1, 2), block_of, view.blocks, config)
     return multiply(jnp.swapaxes(mixed, 1, 2), layer, "o", inputs=2), held
 
@@ -221,9 +148,9 @@ def feed_forward(x: Array, layer: Params, config: DecoderConfig) -> Array:
     return multiply(act(multiply(x, layer, "gate")) * multiply(x, layer, "up"), layer, "down")
 
 
-def run_layer(x: Array, layer: Params, held: Held | None, view: View, config: DecoderConfig) -> tuple:
+def run_layer(x: Array, layer: Params, held: Held | None, view: View, config: DecoderConfig, attend: Attend) -> tuple:
     """One layer; returns the hidden states, and keys and values with its tokens among them."""
-    out, held = attention(rms_norm(x, layer["attention_norm"], config), layer, held, view, config)
+    out, held = attention(rms_norm(x, layer["attention_norm"], config), layer, held, view, config, attend)
     x = x + (rms_norm(out, layer["attention_post_norm"], config) if config.sandwich_norms else out)
     out = feed_forward(rms_norm(x, layer["ffn_norm"], config), layer, config)
     return x + (rms_norm(out, layer["ffn_post_norm"], config) if config.sandwich_norms else out), held
@@ -241,6 +168,7 @@ def hidden(
     *,
     config,
     remat=False,
+    attend: Attend = attend,
     adapter=None,
 ):
     """Final hidden states [r s d], and the cache with these tokens in it.
@@ -250,12 +178,12 @@ def hidden(
     """
     tokens = jnp.asarray(tokens)
     segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
-    cache, view = _look(tokens, positions, segments, cache)
+    cache, view = look(tokens, positions, segments, cache)
     x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
     x = jnp.where(segments[:, :, None] > 0, x, jnp.zeros((), x.dtype))
     stacked = {name: value for name, value in params.items() if is_stacked(name, config)} | layer_data(config)
     stacked |= adapter or {}
-    step = partial(_step, view=view, config=config)
+    step = partial(_step, view=view, config=config, attend=attend)
     # The cache is carried and not scanned over, so that a step changes it in place.
     held = None if cache is None else (cache.keys, cache.values)
     (x, held), _ = jax.lax.scan(jax.checkpoint(step) if remat else step, (x, held), stacked)
@@ -264,8 +192,8 @@ def hidden(
     return x, None if cache is None or held is None else cache.replace(keys=held[0], values=held[1])
 
 
-def _step(carry, layer: Params, *, view: View, config: DecoderConfig):
-    return run_layer(carry[0], layer, carry[1], view, config), None
+def _step(carry, layer: Params, *, view: View, config: DecoderConfig, attend: Attend):
+    return run_layer(carry[0], layer, carry[1], view, config, attend), None
 
 
 def layer_data(config: DecoderConfig) -> dict[str, np.ndarray]:
@@ -289,12 +217,16 @@ def unembed(params: Params, hidden: Array, *, config: DecoderConfig) -> Array:
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def make_policy(config: DecoderConfig, *, dtype=jnp.float32, remat: bool = False) -> Policy:
-    """The decoder as pure functions of its parameters."""
+def make_policy(config: DecoderConfig, *, dtype=jnp.float32, remat: bool = False, attend: Attend = attend) -> Policy:
+    """The decoder as pure functions of its parameters.
+
+    `remat` computes each layer again in the backward pass. `attend` scores whole rows, for training; a kernel takes
+    its place here (see `attention.fused`). With a cache, attention is always that of `attend_cache`.
+    """
     check_config(config)
     return Policy(
         init=partial(_init, config=config, dtype=dtype),
-        hidden=partial(hidden, config=config, remat=remat),
+        hidden=partial(hidden, config=config, remat=remat, attend=attend),
         unembed=partial(unembed, config=config),
         make_cache=partial(make_cache, config=config, dtype=dtype),
     )

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from flowgrpo.contracts import Params, Policy
+from flowgrpo.models.attention import Attend, attend
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import hidden, make_policy
 from flowgrpo.models.families import TENSORS
@@ -62,12 +63,14 @@ class Adapted(NamedTuple):
 # The policy -------------------------------------------------------------------------------------------
 
 
-def lora_policy(config: DecoderConfig, lora: LoraConfig, *, dtype=jnp.float32, remat: bool = False) -> Policy:
+def lora_policy(
+    config: DecoderConfig, lora: LoraConfig, *, dtype=jnp.float32, remat: bool = False, attend: Attend = attend
+) -> Policy:
     """The decoder with an adapter, as pure functions of `Adapted`; `dtype` is that of the base and of the cache."""
-    policy = make_policy(config, dtype=dtype, remat=remat)
+    policy = make_policy(config, dtype=dtype)
     return Policy(
         init=partial(_init, init_base=policy.init, config=config, lora=lora),
-        hidden=partial(_hidden, config=config, lora=lora, remat=remat),
+        hidden=partial(_hidden, config=config, lora=lora, remat=remat, attend=attend),
         unembed=partial(_unembed, unembed=policy.unembed),
         make_cache=policy.make_cache,
     )
@@ -137,12 +140,12 @@ def _init(key: Array, *, init_base, config: DecoderConfig, lora: LoraConfig) -> 
     return Adapted(init_base(base_key), init_adapter(adapter_key, config, lora))
 
 
-def _hidden(params: Adapted, tokens, positions=None, segments=None, cache=None, *, config, lora, remat):
+def _hidden(params: Adapted, tokens, positions=None, segments=None, cache=None, *, config, lora, **settings):
     """The decoder over both; the scale goes into B, so that only small arrays are multiplied with it."""
     base, adapter = jax.lax.stop_gradient(params.base), params.adapter
     check_adapter(adapter, config, lora)
     scaled = {name: value * lora.scale if name.endswith("_b") else value for name, value in adapter.items()}
-    return hidden(base, tokens, positions, segments, cache, config=config, remat=remat, adapter=scaled)
+    return hidden(base, tokens, positions, segments, cache, config=config, adapter=scaled, **settings)
 
 
 def _unembed(params: Adapted, hidden: Array, *, unembed: Callable[..., Array]) -> Array:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from flowgrpo.models.config import DecoderConfig, Rope
-from flowgrpo.models.decoder import make_policy, parameters, run_layer, shape_of, visible
+from flowgrpo.models.attention import visible
+from flowgrpo.models.decoder import make_policy, parameters, run_layer, shape_of
 
 pytestmark = pytest.mark.slow
 
@@ -257,9 +258,9 @@ def test_a_7b_shape_lowers(remat):
 def test_layers_are_scanned_in_order(random):
     seen = []
 
-    def spy(x, layer, memory, view, config):
+    def spy(x, layer, held, view, config, attend):
         seen.append(layer["q"].shape)
-        return run_layer(x, layer, memory, view, config)
+        return run_layer(x, layer, held, view, config, attend)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flowgrpo.models.decoder.run_layer", spy)
