@@ -32,7 +32,21 @@ from flowgrpo.algorithms.policy_gradient import (
 )
 from flowgrpo.algorithms.ppo import ppo, token_gae, turn_gae
 from flowgrpo.algorithms.weight import exclude_versions_before, flow_weights, sequence_mean, sequence_sum, token_mean
-from flowgrpo.contracts import Algorithm, Completion, Env, Generate, Policy, Request, Reward, Scored, Scores, Tool
+from flowgrpo.contracts import (
+    Algorithm,
+    Completion,
+    Env,
+    Generate,
+    Observation,
+    Policy,
+    Request,
+    Reward,
+    Scored,
+    Scores,
+    Sizes,
+    Step,
+    Tool,
+)
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.remote import remote
 from flowgrpo.generate.sampler import logprobs

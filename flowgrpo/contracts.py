@@ -16,11 +16,51 @@ from flowgrpo.types import AnyArray, Batch, Task, Trajectories
 Metrics = dict[str, Array]
 
 
-class Env(NamedTuple):
-    """A pure environment: its state is a pytree, and finished states absorb (E1)."""
+class Observation(NamedTuple):
+    """What an environment says: `length` tokens at the start of a fixed number of slots l, padding after them."""
 
-    reset: Callable[..., tuple]  # (key, task) -> (state, tokens, length)
-    step: Callable[..., tuple]  # (state, tokens, length) -> (state, tokens, length, reward, done)
+    tokens: Array  # l
+    length: Array
+
+
+class Step(NamedTuple):
+    """What one turn of an environment gave, beside the next state."""
+
+    observation: Observation
+    reward: Array  # paid for this turn
+    done: Array  # the episode has ended, by this turn or before
+    correct: Array  # it ended, and the task is solved
+    tool: Array  # index of the tool that was called; -1 where none was
+    error: Array  # the action was malformed, or its call was refused
+
+
+class Sizes(NamedTuple):
+    """How large things can get; all static."""
+
+    prompt: int  # tokens of the first observation
+    observation: int  # tokens of any later one
+    action: int  # tokens of an action, its END included
+    turns: int
+
+
+class Env(NamedTuple):
+    """A pure environment: states and tasks are pytrees, all functions are for one example, and finished states absorb.
+
+    Token 0 is padding and can't be chosen; token 1 ends an action (`envs.env` names them). `make_task` makes unlimited tasks of a split
+    ("train", "validation" or "test") that share no combination with those of the others.
+    """
+
+    name: str
+    words: tuple[str, ...]  # what each token means
+    tools: tuple[str, ...]
+    sizes: Sizes
+    make_task: Callable[..., Any]  # (key, split) -> task
+    reset: Callable[..., tuple]  # (key, task) -> (state, Observation)
+    step: Callable[..., tuple]  # (state, tokens, length) -> (state, Step)
+    anchor: Callable[..., Array]  # state -> an int32 that is equal where the state is (GiGPO)
+    oracle: Callable[..., tuple]  # state -> (tokens, length): the best action
+    demonstrate: Callable[..., tuple]  # (key, state) -> (tokens, length): an action of the stated, lesser quality
+    by_turn: bool = False  # rewards are paid turn by turn, and not only for the outcome
 
 
 Params = dict[str, Array]

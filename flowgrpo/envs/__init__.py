@@ -1,0 +1,1 @@
+"""Pure environments: each a module with a constructor that returns an `Env`."""

@@ -1,0 +1,1 @@
+"""The learner: state, update, warm start, checkpoints."""

@@ -1,0 +1,1 @@
+"""Rollouts: compiled for pure environments, hosted for the rest."""
