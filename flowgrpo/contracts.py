@@ -46,8 +46,8 @@ class Sizes(NamedTuple):
 class Env(NamedTuple):
     """A pure environment: states and tasks are pytrees, all functions are for one example, and finished states absorb.
 
-    Token 0 is padding and can't be chosen; token 1 ends an action (`envs.env` names them). `make_task` makes unlimited tasks of a split
-    ("train", "validation" or "test") that share no combination with those of the others.
+    Token 0 is padding and can't be chosen; token 1 ends an action (`envs.env` names them). `make_task` makes unlimited
+    tasks of a split ("train", "validation" or "test") that share no combination with those of the others.
     """
 
     name: str
