@@ -47,6 +47,7 @@ from flowgrpo.contracts import (
     Step,
     Tool,
 )
+from flowgrpo.envs.lookup import lookup
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.remote import remote
 from flowgrpo.generate.sampler import logprobs
