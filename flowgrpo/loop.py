@@ -21,7 +21,7 @@ from jax import Array
 from flowgrpo.contracts import Algorithm, Env, Metrics, Policy
 from flowgrpo.envs.env import PAD
 from flowgrpo.layouts import rows_by_trajectory
-from flowgrpo.learner.state import LearnerState
+from flowgrpo.learner.state import LearnerState, init_learner
 from flowgrpo.learner.update import make_update
 from flowgrpo.packing import account, pack
 from flowgrpo.rollout.compiled import Rollout, make_rollout, repeat
@@ -37,12 +37,12 @@ class Settings:
     oversample: int = 1  # times as many queries are rolled out; an update takes groups with a signal first
     temperature: float = 1.0
     micro_rows: int = 16  # rows that are scored together
-    minibatches: int = 1
+    mini_batches: int = 1
     epochs: int = 1
     block: int | None = None  # trajectories that roll out together
 
     def __post_init__(self):
-        for name in ("queries", "samples", "oversample", "micro_rows", "minibatches", "epochs"):
+        for name in ("queries", "samples", "oversample", "micro_rows", "mini_batches", "epochs"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name} is {getattr(self, name)}, but must be at least 1")
 
@@ -53,6 +53,13 @@ class Run(struct.PyTreeNode):
     learner: LearnerState
     reference: Any  # the frozen parameters of the KL term
     key: Array  # of the whole run; never consumed, only folded
+    update: Array  # how many were made; the cursor of tasks and keys
+
+
+def start_run(params, optimizer, key: Array, *, reference=None) -> Run:
+    """The run before its first update; the reference is a copy of its start, unless another is given."""
+    reference = jax.tree.map(jnp.copy, params) if reference is None else reference
+    return Run(init_learner(params, optimizer), reference, key, jnp.int32(0))
 
 
 class Iteration(NamedTuple):
@@ -76,7 +83,7 @@ def make_iteration(env: Env, policy: Policy, algorithm: Algorithm, optimizer, se
         temperature=settings.temperature,
         banned=(PAD,),
         micro_rows=settings.micro_rows,
-        minibatches=settings.minibatches,
+        mini_batches=settings.mini_batches,
         epochs=settings.epochs,
     )
     return Iteration(
@@ -97,7 +104,7 @@ def longest(env: Env) -> int:
 
 
 def _roll_out(run: Run, *, env: Env, rollout, settings: Settings) -> Rollout:
-    key = jax.random.fold_in(run.key, run.learner.version)
+    key = jax.random.fold_in(run.key, run.update)
     task_key, sample_key = jax.random.split(key)
     queries = settings.queries * settings.oversample
     tasks, group_n = repeat(draw_tasks(env, task_key, queries, "train"), settings.samples)
@@ -127,16 +134,14 @@ def _update(run: Run, batch: Batch, *, learn, every: int | None) -> tuple[Run, M
     learner, metrics = learn(run.learner, batch, run.reference)
     reference = run.reference
     if every is not None:
-        fresh = learner.version % every == 0
+        fresh = (run.update + 1) % every == 0
         reference = jax.tree.map(partial(jnp.where, fresh), learner.params, reference)
-    return run.replace(learner=learner, reference=reference), metrics
+    return run.replace(learner=learner, reference=reference, update=run.update + 1), metrics
 
 
 def _lay_out(trajectories: Trajectories, adv: Array, weights: Array, *, slots: int) -> Batch:
-    """One trajectory a row, those that carry loss first, without slots that no trajectory can fill."""
-    batch = rows_by_trajectory(trajectories, adv, weights)
-    order_r = jnp.argsort(~(batch.live & (batch.advantage != 0)).any(axis=1), stable=True)
-    return jax.tree.map(lambda x: x[order_r, :slots], batch)
+    """One trajectory a row, without slots that no trajectory can fill."""
+    return jax.tree.map(lambda x_rs: x_rs[:, :slots], rows_by_trajectory(trajectories, adv, weights))
 
 
 def summarise(rollout: Rollout, *, samples: int) -> Metrics:
@@ -212,9 +217,9 @@ def _three_programs(run: Run, *, stages: Iteration, describe, algorithm, setting
 
 def train(step: Callable[[Run], tuple[Run, Metrics]], run: Run, updates: int) -> Iterator[tuple[Run, dict[str, Any]]]:
     """Run after run until `updates` are done, with the numbers of each on the host."""
-    while int(run.learner.version) < updates:
+    while int(run.update) < updates:
         run, metrics = step(run)
-        yield run, {"update": int(run.learner.version)} | to_host(metrics)
+        yield run, {"update": int(run.update)} | to_host(metrics)
 
 
 def to_host(metrics: Metrics) -> dict[str, Any]:
