@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 
 import flowgrpo as fg
-from flowgrpo.envs.env import END, SPECIAL, absorbing, fill, split_index
+from flowgrpo.envs.env import END, PAD, SPECIAL, absorbing, fill, split_index
 
 DIGITS, ROUNDS, TURNS = 4, 2, 5
 ONE, AGAIN = 2, 6  # the tokens "one" and "again"
@@ -21,8 +21,8 @@ class State(struct.PyTreeNode):
 
 
 def make_task(key, split):
-    """A digit; the splits differ by parity, so that no task is in two of them."""
-    return jax.random.randint(key, (), 0, DIGITS // 2) * 2 + (split_index(split) % 2)
+    """A digit: the first two are for training, the others for validation and for test."""
+    return jax.random.randint(key, (), *((0, 2), (2, 3), (3, 4))[split_index(split)])
 
 
 def reset(key, digit):
@@ -35,10 +35,10 @@ def step(state, tokens, length):
     right = (length > 0) & (tokens[0] == state.digit + ONE)
     other = jax.random.randint(jax.random.fold_in(state.key, state.turn), (), 0, DIGITS)
     digit = jnp.where(right, state.digit, other)
-    count = state.right + right.astype(jnp.int32)
+    count = jnp.where(right, state.right + 1, state.right)
     done = count == ROUNDS
     following = state.replace(digit=digit, right=count, turn=state.turn + 1, done=done, correct=done)
-    said = fg.Observation(fill([digit + ONE, AGAIN], 2), jnp.where(right, 1, 2))
+    said = fg.Observation(fill([digit + ONE, jnp.where(right, PAD, AGAIN)], 2), jnp.where(right, 1, 2))
     reward = jnp.where(done, 1.0, 0.0)
     return following, fg.Step(said, reward, done, done, jnp.where(right, 0, -1), ~right | (tokens[1] != END))
 

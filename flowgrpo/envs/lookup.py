@@ -16,7 +16,14 @@ The splits share no chain: one belongs to validation where its relations (by num
 test where to 1, and to training otherwise; 42, 42 and 168 of the 252. So training holds every relation in every place,
 and every pair of successive ones.
 
-Demonstrations choose the tool nearly at chance.
+Demonstrations are well-formed and believe what they are told, but choose the tool nearly at chance, and slip now and
+then. Over 20,000 training tasks (`python -m experiments.environments`; the same on the other splits within 0.5):
+
+                      success   2 hops   3 hops   turns   calls to the right tool
+    oracle            100.0 %    100 %    100 %     3.5                     100 %
+    demonstrations       17 %     20 %     14 %     4.0      35 % (25 % is chance)
+    random tokens       0.0 %      0 %      0 %     5.0                         -
+    a guess at once     6.7 %
 """
 
 from collections.abc import Sequence
@@ -141,27 +148,27 @@ def lookup(**settings) -> Env:
 
 def make_task(key: Array, split: str, *, world: World) -> Task:
     """A knowledge base and a question whose chain belongs to `split`."""
-    keys = jax.random.split(key, 5)
-    shape = (world.entities, world.relations)
-    away = jax.random.randint(keys[0], shape, 1, world.entities)
-    hops = jax.random.randint(keys[3], (), world.hops[0], world.hops[1] + 1)
+    keys = jax.random.split(jax.random.fold_in(key, split_index(split)), 3)
+    least, most = world.hops
+    draws = jax.random.uniform(keys[0], (most + 3,))
+    hops = least + _pick(draws[0], most - least + 1)
+    away = 1 + _pick(jax.random.uniform(keys[1], (world.entities, world.relations)), world.entities - 1)
     return Task(
         facts=(jnp.arange(world.entities)[:, None] + away) % world.entities,
-        start=jax.random.randint(keys[1], (), 0, world.entities),
-        chain=_deal(keys[2], hops, split_index(split), world),
+        start=_pick(draws[1], world.entities),
+        chain=_deal(draws[2:], hops, split_index(split), world),
         hops=hops,
-        identity=jax.random.randint(keys[4], (), 0, 2**31 // _progresses(world)),
+        identity=(jax.random.bits(keys[2]) % (2**31 // _progresses(world))).astype(jnp.int32),
     )
 
 
-def _deal(key: Array, hops: Array, split: int, world: World) -> Array:
+def _deal(draws: Array, hops: Array, split: int, world: World) -> Array:
     """A chain whose relations sum to what the split holds, modulo their count."""
-    sums = ((2, world.relations), (0, 1), (1, 2))[split]
+    first, count = ((2, world.relations - 2), (0, 1), (1, 1))[split]
     place = jnp.arange(world.hops[1])
-    chain = jax.random.randint(key, (world.hops[1],), 0, world.relations)
-    total = jax.random.randint(jax.random.fold_in(key, 1), (), *sums)
-    before = jnp.where(place < hops - 1, chain, 0).sum()
-    return jnp.where(place < hops - 1, chain, jnp.where(place == hops - 1, (total - before) % world.relations, 0))
+    chain = jnp.where(place < hops - 1, _pick(draws[1:], world.relations), 0)
+    last = (first + _pick(draws[0], count) - chain.sum()) % world.relations
+    return jnp.where(place == hops - 1, last, chain)
 
 
 def solution(task: Task) -> Array:
@@ -213,7 +220,7 @@ def read(tokens: Array, length: Array, world: World) -> Action:
     return Action(calls & known, answers & known, tool, relation, entity)
 
 
-def is_right(tokens: Array, length: Array, *, world: World) -> Array:
+def is_right(tokens: Array, length: Array, *, world: World = World()) -> Array:
     """Whether an action calls the right tool for the relation that it asks for, whatever else it gets wrong."""
     action = read(tokens, length, world)
     return action.calls & (action.tool == world.tool_of(action.relation))
@@ -245,11 +252,11 @@ def _lie(key: Array, action: Action, fact: Array, world: World) -> tuple[Array, 
     It says the same whenever it is asked the same, so asking twice tells nothing.
     """
     question = (action.tool * world.relations + action.relation) * world.entities + action.entity
-    key_lies, key_wrong = jax.random.split(jax.random.fold_in(key, question))
+    draws = jax.random.uniform(jax.random.fold_in(key, question), (2,))
     others = world.entities - 1
-    shift = jax.random.randint(key_wrong, (), 1, others)
+    shift = 1 + _pick(draws[1], others - 1)
     away = (fact - action.entity - 1 + shift) % others + 1
-    return jax.random.bernoulli(key_lies, world.lies), (action.entity + away) % world.entities
+    return draws[0] < world.lies, (action.entity + away) % world.entities
 
 
 def anchor(state: State, *, world: World) -> Array:
@@ -275,13 +282,10 @@ def oracle(state: State, *, world: World) -> tuple[Array, Array]:
 
 def demonstrate(key: Array, state: State, *, world: World) -> tuple[Array, Array]:
     """A well-formed action of somebody who believes what he is told, and knows the right tool now and then."""
-    keys = jax.random.split(key, 5)
-    slips = jax.random.bernoulli(keys[0], world.slips)
-    other = jax.random.randint(keys[1], (), 0, world.relations)
-    relation = jnp.where(slips, other, state.task.chain[state.heard])
-    knows = jax.random.bernoulli(keys[2], world.skill)
-    tool = jnp.where(knows, world.tool_of(relation), jax.random.randint(keys[3], (), 0, world.tools))
-    early = jax.random.bernoulli(keys[4], world.slips)
+    draws = jax.random.uniform(key, (5,))
+    early, slips, knows = draws[0] < world.slips, draws[1] < world.slips, draws[2] < world.skill
+    relation = jnp.where(slips, _pick(draws[3], world.relations), state.task.chain[state.heard])
+    tool = jnp.where(knows, world.tool_of(relation), _pick(draws[4], world.tools))
     call = _call_tokens(tool, relation, state.told, world)
     return _either(early | (state.heard >= state.task.hops), _answer_tokens(state.told, world), call)
 
@@ -296,6 +300,11 @@ def _answer_tokens(entity: Array, world: World) -> tuple[Array, Array]:
 
 def _either(first: Array, one: tuple, other: tuple) -> tuple:
     return jax.tree.map(partial(jnp.where, first), one, other)
+
+
+def _pick(draw: Array, count: int) -> Array:
+    """One of `count` numbers from a uniform draw: much cheaper to compile and to run than a call of `randint` each."""
+    return (draw * count).astype(jnp.int32)
 
 
 def _within(number: Array, size: int) -> Array:
