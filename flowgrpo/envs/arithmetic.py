@@ -14,6 +14,11 @@ are needed. Splits share no (template, operators, letters); the numbers are draw
 
 Demonstrations are well-formed and flawed (`FLAWS`): for half of the tasks they work in the wrong order, and they swap
 the operands of an operation, follow a pointer to a wrong letter, or look up a letter for nothing.
+
+Measured over 4096 tasks of each split with the defaults: the oracle solves all of them in 7.4 turns on average (at
+most 9); demonstrations solve 36 % in 7.7 turns, all well-formed, and 2 % of them run out of turns. Over 16384 tasks no
+number is the answer of more than 5.7 %, which is what a one-turn policy gains; of arbitrary tokens nearly all are
+malformed, and they solve less than 0.1 %.
 """
 
 from functools import partial
@@ -60,8 +65,8 @@ class Flaws(NamedTuple):
     """How often a demonstration goes wrong."""
 
     order: float = 1 / 2  # an episode whose operations are done in the wrong order
-    swap: float = 1 / 4  # an operation with its operands swapped
-    stray: float = 1 / 4  # a pointer that is followed to a wrong letter
+    swap: float = 1 / 2  # an operation with its operands swapped
+    stray: float = 1 / 3  # a pointer that is followed to a wrong letter
     idle: float = 1 / 16  # a turn that looks up any letter
 
 

@@ -39,8 +39,11 @@ def dealt(combination: Array, split: str) -> Array:
 def draw(key: Array, split: str, propose: Callable[[Array], Any], combination: Callable[[Any], Array]) -> Any:
     """The first thing that `propose` makes of this key's numbered keys and the hash deals to the split."""
 
-    def elsewhere(tries):
-        return ~dealt(combination(propose(jax.random.fold_in(key, tries))), split)
+    def another(tried):
+        tries, _, _ = tried
+        proposal = propose(jax.random.fold_in(key, tries))
+        return tries + 1, proposal, dealt(combination(proposal), split)
 
-    tries = jax.lax.while_loop(elsewhere, lambda tries: tries + 1, jnp.uint32(0))
-    return propose(jax.random.fold_in(key, tries))
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(propose, key))
+    start = (jnp.uint32(0), nothing, jnp.zeros((), bool))
+    return jax.lax.while_loop(lambda tried: ~tried[2], another, start)[1]

@@ -24,7 +24,8 @@ LETTER, NUMBER = WORDS.index(LETTERS[0]), len(WORDS)  # tokens of the first lett
 TEMPLATES = ("( x o y ) o z", "x o ( y o z )", "x o y o z", "( x o y ) o ( z o w )")
 OPERANDS = np.array([3, 3, 3, 4], np.int32)  # by template
 BY_PRECEDENCE, STAR = 2, 2  # the template without brackets, and the operator that goes first in it
-MOST_LOOKUPS, POINTER = 5, 1 / 3
+MOST_LOOKUPS = 5
+POINTER = 3  # one operand in so many is a pointer
 
 # An order of work: (operator, left, right) for each of up to three operations, where 0 .. 3 are operands and
 # 4 .. 6 earlier results. To each order there is a wrong one of the same length.
@@ -99,11 +100,11 @@ def combination(task: Expression) -> Array:
 
 def propose(key: Array) -> Expression:
     """Any expression; nothing is behind its letters yet."""
-    template_key, operator_key, letter_key = jax.random.split(key, 3)
-    template = jax.random.randint(template_key, (), 0, len(TEMPLATES), jnp.int32)
-    operators = jax.random.randint(operator_key, (3,), 0, 3, jnp.int32)
-    operators = jnp.where(jnp.arange(1, 4) < jnp.asarray(OPERANDS)[template], operators, 0)
-    letters = jax.random.permutation(letter_key, jnp.arange(len(LETTERS), dtype=jnp.int32))
+    bits = jax.random.bits(key, (4 + len(LETTERS),))
+    template = (bits[0] % len(TEMPLATES)).astype(jnp.int32)
+    used = jnp.arange(1, 4) < jnp.asarray(OPERANDS)[template]
+    operators = jnp.where(used, (bits[1:4] % 3).astype(jnp.int32), 0)
+    letters = jnp.argsort(bits[4:]).astype(jnp.int32)
     return Expression(
         template, operators, letters, jnp.zeros(4, bool), jnp.zeros(len(LETTERS), jnp.int32), jnp.int32(0)
     )
@@ -111,12 +112,13 @@ def propose(key: Array) -> Expression:
 
 def make_task(key: Array, split: str, *, base: int) -> Expression:
     """An expression of the split, with fresh numbers and pointers behind its letters."""
-    draw_key, point_key, number_key = jax.random.split(key, 3)
+    draw_key, hide_key = jax.random.split(key)
     task = draw(draw_key, split, propose, combination)
     operands = jnp.asarray(OPERANDS)[task.template]
-    points = jax.random.bernoulli(point_key, POINTER, (4,)) & (jnp.arange(4) < operands)
+    bits = jax.random.bits(hide_key, (4 + len(LETTERS),))
+    points = (bits[:4] % POINTER == 0) & (jnp.arange(4) < operands)
     points &= jnp.cumsum(points, dtype=jnp.int32) <= MOST_LOOKUPS - operands
-    holds = NUMBER + jax.random.randint(number_key, (len(LETTERS),), 1, base, jnp.int32)
+    holds = (NUMBER + 1 + bits[4:] % (base - 1)).astype(jnp.int32)
     here, there = task.letters[:4], task.letters[4:]
     holds = holds.at[here].set(jnp.where(points, LETTER + there, holds[here]))
     task = task.replace(points=points, holds=holds)
