@@ -22,7 +22,7 @@ FLOORS = [
     ["loop"],
     ["distributed"],
 ]
-PURE = ["types", "contracts", "masked", "algorithms", "layouts", "ragged", "packing"]
+PURE = ["types", "contracts", "masked", "algorithms", "layouts", "ragged", "packing", "evaluate"]
 PURE_FILES = [f"models.{name}" for name in ("attention", "cache", "config", "decoder")]
 PURE_FILES += [f"generate.{name}" for name in ("pieces", "programs", "sampler")]
 EFFECTS = {"ray", "absl", "transformers", "subprocess", "os", "io", "pathlib", "time", "datetime", "random", "torch"}
