@@ -1,0 +1,233 @@
+"""The update: state and a batch flow in, the state after some optimizer steps and metrics flow out.
+
+    for each epoch, for each mini-batch m of M:   params <- optimizer(params,  grad  M * sum over tokens of m)
+
+The algorithm's loss is a weighted sum over tokens whose weights were computed over the whole batch, so
+micro-batches add up to the mini-batch (F3). A mini-batch's sum is multiplied by M and by nothing else: a token
+weighs the same whatever its company, and the mean of the M gradients is the gradient of the batch. M counts the
+mini-batches that hold a live token; an empty one takes no step. Tokens are scored by the function that scored them
+when they were sampled, at the same temperature (F7).
+
+Mini-batch m is the m-th block of rows. It must hold whole trajectories (whole groups for preference
+pairs), which `check_mini_batches` looks at on the host: the plain layouts keep them together, and `pack` does with
+`ranks` equal to the number of mini-batches wherever contexts append. Everything here is pure and for one device.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.lax import stop_gradient
+
+from flowgrpo import masked
+from flowgrpo.contracts import Algorithm, Metrics, Policy, Scores
+from flowgrpo.generate.sampler import logprobs
+from flowgrpo.learner.micro import Score, accumulate, pad_rows, score_rows, sort_rows, trips
+from flowgrpo.learner.state import LearnerState
+from flowgrpo.types import BadInput, Batch
+
+Update = Callable[..., tuple[LearnerState, Metrics]]  # (state, batch, ref_params=None) -> (state, metrics)
+
+
+class Plan(NamedTuple):
+    """How a batch is worked through; all static."""
+
+    micro_rows: int
+    epochs: int
+    mini_batches: int
+    rescores: bool  # logp_old is scored before the first step
+    skips: bool  # rows without an advantage are not visited
+
+
+def make_update(
+    policy: Policy,
+    algorithm: Algorithm,
+    optimizer: optax.GradientTransformation,
+    *,
+    temperature=1.0,
+    banned: tuple[int, ...] = (),
+    micro_rows: int = 16,
+    epochs: int = 1,
+    mini_batches: int = 1,
+    rescore: bool | None = None,
+    skip_no_signal: bool = False,
+    chunk: int = 1024,
+    score: Score | None = None,
+) -> Update:
+    """`update(state, batch, ref_params=None) -> (state, metrics)`, to be jitted or vmapped by its caller.
+
+    `rescore` says whether `logp_old` is scored anew before the first step; by default where the algorithm needs it.
+    With `skip_no_signal` rows without an advantage are left out of gradient and metrics, where the algorithm says that
+    this is exact (F8). `score` takes the place of the policy's `logprobs`, to add a critic's values.
+    """
+    for name, value in (("micro_rows", micro_rows), ("epochs", epochs), ("mini_batches", mini_batches)):
+        if value < 1:
+            raise BadInput(f"make_update: {name} is {value}, but must be at least 1")
+    if "value" in algorithm.needs and score is None:
+        raise BadInput(f"make_update: {algorithm.name} needs a critic's values: pass a `score` that gives them")
+    if score is None:
+        score = make_score(policy, temperature=temperature, banned=banned, chunk=chunk)
+    rescores = "logp_old" in algorithm.needs if rescore is None else rescore
+    plan = Plan(micro_rows, epochs, mini_batches, rescores, skip_no_signal and algorithm.skips)
+    return partial(_update, score=score, algorithm=algorithm, optimizer=optimizer, plan=plan)
+
+
+def make_score(policy: Policy, *, temperature=1.0, banned: tuple[int, ...] = (), chunk: int = 1024) -> Score:
+    """`logprobs` of a batch under the distribution that was sampled from."""
+    return partial(_score, policy=policy, temperature=temperature, banned=banned, chunk=chunk)
+
+
+def _score(params, batch: Batch, *, policy: Policy, **settings) -> Scores:
+    return logprobs(policy, params, batch.tokens, batch.positions, batch.segments, **settings)
+
+
+def score_batch(score: Score, params, batch: Batch, *, micro_rows: int = 16) -> Array:
+    """Log-probabilities of the rows that hold a chosen token, in micro-batches -> logp_rs."""
+    num_rows, acted_r = len(batch.tokens), _own(batch).any(axis=1)
+    size = min(micro_rows, num_rows)
+    order_r = jnp.argsort(~acted_r, stable=True)
+    ordered = pad_rows(sort_rows(batch, ~acted_r), size)
+    logp_rs = score_rows(score, params, ordered, trips(acted_r, size), size)[:num_rows]
+    return jnp.zeros_like(logp_rs).at[order_r].set(logp_rs)
+
+
+def score_reference(score: Score, ref_params, batch: Batch, *, micro_rows: int = 16) -> Batch:
+    """The batch with `logp_ref`."""
+    return batch.replace(logp_ref=score_batch(score, ref_params, batch, micro_rows=micro_rows))
+
+
+def check_mini_batches(batch: Batch, mini_batches: int, *, by: str = "trajectory") -> None:
+    """Raise `BadInput` where a trajectory (with `by="group"` a group) has tokens in two mini-batches; on the host."""
+    own_rs, id_rs = np.asarray(_own(batch)), np.asarray(getattr(batch, by))
+    size = _block_size(len(id_rs), mini_batches)
+    block_rs = np.broadcast_to((np.arange(len(id_rs)) // size)[:, None], id_rs.shape)
+    pairs = np.unique(np.stack([id_rs[own_rs], block_rs[own_rs]], axis=1), axis=0)
+    ids, counts = np.unique(pairs[:, 0], return_counts=True)
+    if (counts > 1).any():
+        raise BadInput(
+            f"{by} {ids[counts > 1][0]} has tokens in {counts.max()} of {mini_batches} mini-batches: "
+            f"pack with ranks={mini_batches}, use a plain layout, or take one mini-batch"
+        )
+
+
+# The batch, made ready --------------------------------------------------------------------------------
+
+
+def _update(state: LearnerState, batch: Batch, ref_params=None, *, score, algorithm, optimizer, plan):
+    batch = _scored(state.params, batch, ref_params, score, algorithm, plan)
+    size = _block_size(len(batch.tokens), plan.mini_batches)
+    blocks = [jax.tree.map(lambda x, at=m * size: x[at : at + size], batch) for m in range(plan.mini_batches)]
+    micro = min(plan.micro_rows, size)
+    blocks = [pad_rows(sort_rows(block, _rank(block, plan.skips)), micro) for block in blocks]
+    stacked = jax.tree.map(lambda *x_rs: jnp.stack(x_rs), *blocks)
+    scale = masked.count(stacked.live.any(axis=(1, 2)))
+    step = partial(_step, score=score, algorithm=algorithm, optimizer=optimizer, skips=plan.skips, size=micro)
+
+    def numbered(state, index):
+        return step(state, jax.tree.map(lambda x_mrs: x_mrs[index], stacked), scale)
+
+    order = jnp.tile(jnp.arange(plan.mini_batches), plan.epochs)
+    after, (metrics, taken, skipped) = jax.lax.scan(numbered, state, order)
+    after = after.replace(version=state.version + taken.any().astype(jnp.int32))
+    return after, _summary(metrics, taken, skipped) | {"live_tokens": masked.count(batch.live)}
+
+
+def _scored(params, batch: Batch, ref_params, score: Score, algorithm: Algorithm, plan: Plan) -> Batch:
+    """The batch with the log-probabilities that its algorithm needs, from before the first step."""
+    if plan.rescores:
+        batch = batch.replace(logp_old=score_batch(score, params, batch, micro_rows=plan.micro_rows))
+    if "logp_ref" in algorithm.needs and batch.logp_ref is None:
+        if ref_params is None:
+            raise BadInput(f"update: {algorithm.name} needs Batch.logp_ref: score the batch first, or pass ref_params")
+        batch = score_reference(score, ref_params, batch, micro_rows=plan.micro_rows)
+    return batch
+
+
+def _block_size(num_rows: int, mini_batches: int) -> int:
+    if num_rows % mini_batches:
+        raise BadInput(f"{num_rows} rows can't be dealt to {mini_batches} mini-batches: make them a multiple of it")
+    return num_rows // mini_batches
+
+
+def _own(batch: Batch) -> Array:
+    """Chosen tokens, whether they carry loss or not."""
+    return jnp.asarray(batch.chosen) & (jnp.asarray(batch.segments) > 0)
+
+
+def _busy(batch: Batch, skips: bool) -> Array:
+    """Rows that the gradient visits -> bool_r."""
+    live_rs = batch.live
+    return (live_rs & (jnp.asarray(batch.advantage) != 0) if skips else live_rs).any(axis=1)
+
+
+def _rank(batch: Batch, skips: bool) -> Array:
+    """0 for rows that the gradient visits, 1 for the others that a first pass must visit, 2 for the rest -> rank_r."""
+    return jnp.where(_busy(batch, skips), 0, jnp.where(_own(batch).any(axis=1), 1, 2))
+
+
+# One step ---------------------------------------------------------------------------------------------
+
+
+def _step(state: LearnerState, batch: Batch, scale: Array, *, score, algorithm, optimizer, skips, size):
+    """One optimizer step on a mini-batch whose busy rows come first -> (state, (metrics, taken, skipped))."""
+    if algorithm.sums is not None and len(batch.tokens) > size:
+        logp_rs = score_rows(score, state.params, batch, trips(_own(batch).any(axis=1), size), size)
+        batch = algorithm.sums(batch, logp_rs)
+    slopes = partial(_slopes, params=state.params, score=score, algorithm=algorithm, scale=scale)
+    (grads, loss, sums), largest = accumulate(slopes, batch, trips(_busy(batch, skips), size), size)
+    norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    live = batch.live.any()
+    taken = finite & live  # a zero gradient is a step too, for an optimizer with a memory
+    params, memory = jax.lax.cond(taken, partial(_apply, optimizer), _keep, state.params, state.optimizer, grads)
+    skipped = (live & ~finite).astype(jnp.int32)
+    state = state.replace(params=params, optimizer=memory, skipped=state.skipped + skipped)
+    metrics = {"loss": loss, "grad_norm": norm, "sums": sums, "log_ratio_max": jnp.maximum(largest, 0.0)}
+    return state, (metrics, taken, skipped)
+
+
+def _slopes(batch: Batch, *, params, score: Score, algorithm: Algorithm, scale: Array) -> tuple:
+    """((gradient, loss, metrics), largest log-ratio) of a micro-batch; the first three add up."""
+    value_and_grad = jax.value_and_grad(_loss, has_aux=True)
+    (loss, (metrics, largest)), grads = value_and_grad(params, batch, score=score, algorithm=algorithm, scale=scale)
+    return (jax.tree.map(lambda x: x.astype(jnp.float32), grads), loss, metrics), largest
+
+
+def _loss(params, batch: Batch, *, score: Score, algorithm: Algorithm, scale: Array) -> tuple:
+    scores = score(params, batch)
+    if scores.entropy is not None and "entropy" not in algorithm.needs:
+        scores = scores._replace(entropy=stop_gradient(scores.entropy))  # a metric only
+    loss, metrics = algorithm.loss(scores, batch)
+    log_ratio_rs = masked.fill(scores.logp, batch.live) - masked.fill(batch.logp_sampled, batch.live)
+    return scale * loss, (metrics, stop_gradient(jnp.abs(log_ratio_rs).max()))
+
+
+def _apply(optimizer: optax.GradientTransformation, params, memory, grads) -> tuple[Any, Any]:
+    grads = jax.tree.map(lambda x, param: x.astype(param.dtype), grads, params)
+    with jax.numpy_dtype_promotion("standard"):  # which optax is written for
+        updates, memory = optimizer.update(grads, memory, params)
+    return optax.apply_updates(params, updates), memory
+
+
+def _keep(params, memory, _grads) -> tuple[Any, Any]:
+    return params, memory
+
+
+def _summary(metrics: dict, taken: Array, skipped: Array) -> Metrics:
+    """One number each, over the steps that were taken; the log-ratio is that before the first step."""
+    count = jnp.maximum(masked.count(taken), 1.0)
+    sums = {name: masked.sum(x, taken) for name, x in metrics["sums"].items()}
+    weight = sums.pop("weight")
+    means = {name: jnp.where(weight > 0, x / jnp.where(weight > 0, weight, 1.0), 0.0) for name, x in sums.items()}
+    return means | {
+        "loss": masked.sum(metrics["loss"], taken) / count,
+        "grad_norm": masked.sum(metrics["grad_norm"], taken) / count,
+        "log_ratio_max": metrics["log_ratio_max"][0],
+        "steps": masked.count(taken),
+        "skipped": skipped.sum().astype(jnp.float32),
+    }

@@ -1,0 +1,185 @@
+"""Supervised warm start: demonstrations flow in, parameters that imitate them flow out.
+
+    loss = - mean over chosen tokens of  log pi(token)
+
+`demonstrate` plays a pure environment with the actions that it shows itself, at the quality it declares;
+`imitation_rows` lays out what was played in rows; `make_supervised` steps on them as an update does, micro-batch by
+micro-batch, and `make_validation` gives the loss of rows that were kept back. `train_to_minimum` stops where that is
+lowest.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from flowgrpo import masked
+from flowgrpo.algorithms.loss import weighted_sums
+from flowgrpo.algorithms.weight import token_mean
+from flowgrpo.contracts import Algorithm, Env, Metrics, Observation, Policy, Scores
+from flowgrpo.layouts import rows_by_trajectory
+from flowgrpo.learner.state import LearnerState
+from flowgrpo.learner.update import make_score, make_update, score_batch
+from flowgrpo.types import BadInput, Batch, Status, Trajectories
+
+Step = Callable[[LearnerState, Batch], tuple[LearnerState, Array]]
+Act = Callable[[Array, Any], tuple[Array, Array]]  # (key, state) -> (tokens, length)
+
+
+# Demonstrations ---------------------------------------------------------------------------------------
+
+
+def demonstrate(env: Env, tasks, keys: Array, *, act: Act | None = None) -> Trajectories:
+    """One trajectory for each task and key, each a group of its own; jits.
+
+    `act` takes the place of the environment's `demonstrate`; `act_by_oracle(env)` shows the best actions.
+    """
+    play = partial(_play, env=env, act=env.demonstrate if act is None else act)
+    played, outcome_n, correct_n, done_n = jax.vmap(play)(tasks, keys)
+    num = len(outcome_n)
+    return Trajectories(
+        logp_sampled=jnp.zeros(played["tokens"].shape, jnp.float32),
+        version=jnp.zeros(played["tokens"].shape, jnp.int32),
+        outcome=outcome_n,
+        correct=correct_n,
+        status=jnp.where(done_n, int(Status.FINISHED), int(Status.TURN_LIMIT)),
+        group=jnp.arange(num),
+        appends=jnp.ones(num, bool),
+        by_turn=jnp.full(num, env.by_turn),
+        **played,
+    )
+
+
+def act_by_oracle(env: Env) -> Act:
+    """The environment's best action, whatever the key."""
+    return partial(_ask_oracle, env=env)
+
+
+def _ask_oracle(_key: Array, state, *, env: Env) -> tuple[Array, Array]:
+    return env.oracle(state)
+
+
+def _play(task, key: Array, *, env: Env, act: Act) -> tuple[dict, Array, Array, Array]:
+    """One episode of at most `sizes.turns` turns -> (fields by turn, outcome, correct, done)."""
+    start_key, act_key = jax.random.split(key)
+    state, first = env.reset(start_key, task)
+    slots = max(env.sizes.prompt, env.sizes.observation)
+    start = (state, _in_slots(first, slots), jnp.bool_(False), jnp.bool_(False))
+    turn = partial(_take_turn, env=env, act=act, key=act_key, slots=slots)
+    (_, _, done, correct), played = jax.lax.scan(turn, start, jnp.arange(env.sizes.turns))
+    return played, masked.sum(played["reward"], played["turns"]), correct, done
+
+
+def _take_turn(carry, turn: Array, *, env: Env, act: Act, key: Array, slots: int):
+    state, seen, done, _ = carry
+    tokens, length = act(jax.random.fold_in(key, turn), state)
+    following, now = env.step(state, tokens, length)
+    tokens_l, chosen_l, filled = write_turn(seen, tokens, length)
+    fields = {
+        "tokens": jnp.where(done, 0, tokens_l),
+        "chosen": chosen_l & ~done,
+        "turns": ~done,
+        "reward": jnp.where(done, 0.0, now.reward.astype(jnp.float32)),
+        "anchor": env.anchor(state),
+        "length": jnp.where(done, 0, filled),
+    }
+    return (following, _in_slots(now.observation, slots), now.done, now.correct), fields
+
+
+def write_turn(seen: Observation, action: Array, length: Array) -> tuple[Array, Array, Array]:
+    """A turn's slots: what was seen, the action right after it, padding -> (tokens_l, chosen_l, filled slots)."""
+    slot_l = jnp.arange(len(seen.tokens) + len(action))
+    end = seen.length + length
+    chosen_l = (slot_l >= seen.length) & (slot_l < end)
+    action_l = action[jnp.clip(slot_l - seen.length, 0, len(action) - 1)]
+    seen_l = jnp.pad(seen.tokens, (0, len(action)))
+    return jnp.where(chosen_l, action_l, jnp.where(slot_l < seen.length, seen_l, 0)), chosen_l, end
+
+
+def _in_slots(seen: Observation, slots: int) -> Observation:
+    return Observation(jnp.pad(seen.tokens, (0, slots - len(seen.tokens))), jnp.asarray(seen.length, jnp.int32))
+
+
+def imitation_rows(trajectories: Trajectories) -> Batch:
+    """One trajectory per row; every chosen token of a valid trajectory is to be imitated."""
+    return rows_by_trajectory(trajectories, _no_advantage(trajectories), _token_weights(trajectories))
+
+
+def _no_advantage(trajectories: Trajectories) -> Array:
+    return jnp.zeros(trajectories.turns.shape, jnp.float32)
+
+
+def _token_weights(trajectories: Trajectories) -> Array:
+    return token_mean(trajectories.actions, trajectories.turns, trajectories.group, trajectories.valid)
+
+
+# Imitation --------------------------------------------------------------------------------------------
+
+
+def make_supervised(policy: Policy, optimizer: optax.GradientTransformation, **settings) -> Step:
+    """`step(state, batch) -> (state, loss)`: one step on the mean over the batch's live tokens.
+
+    Settings are those of `make_update`: temperature, banned, micro_rows, chunk.
+    """
+    return partial(_supervised_step, update=make_update(policy, IMITATION, optimizer, **settings))
+
+
+def _supervised_step(state: LearnerState, batch: Batch, *, update) -> tuple[LearnerState, Array]:
+    share = 1.0 / jnp.maximum(masked.count(batch.live), 1.0)
+    state, metrics = update(state, batch.replace(weight=masked.fill(share, batch.live)))
+    return state, metrics["loss"]
+
+
+def _imitation_loss(scores: Scores, batch: Batch) -> tuple[Array, Metrics]:
+    live_rs = batch.live
+    loss_rs, weight_rs = -masked.fill(scores.logp, live_rs), masked.fill(batch.weight, live_rs)
+    metrics = weighted_sums({"weight": jnp.ones_like(loss_rs)}, weight_rs, live_rs)
+    return masked.sum(weight_rs * loss_rs, live_rs), metrics
+
+
+IMITATION = Algorithm("imitation", advantages=_no_advantage, weights=_token_weights, loss=_imitation_loss)
+
+
+def make_validation(
+    policy: Policy, *, temperature=1.0, banned: tuple[int, ...] = (), micro_rows: int = 16, chunk: int = 1024
+) -> Callable[[Any, Batch], Array]:
+    """`loss(params, batch)`: the same mean, with no step."""
+    score = make_score(policy, temperature=temperature, banned=banned, chunk=chunk)
+    return partial(_validation_loss, score=score, micro_rows=micro_rows)
+
+
+def _validation_loss(params, batch: Batch, *, score, micro_rows: int) -> Array:
+    return -masked.mean(score_batch(score, params, batch, micro_rows=micro_rows), batch.live)
+
+
+def train_to_minimum(
+    state: LearnerState,
+    batches: Iterable[Batch],
+    step: Step,
+    validate: Callable[[Any], Array],
+    *,
+    every: int = 20,
+    patience: int = 3,
+) -> tuple[LearnerState, list[float]]:
+    """Step until `validate(params)`, asked every few steps, has not fallen for `patience` times; on the host.
+
+    Gives the state where it was lowest, and all losses that were seen. `step` must not donate the state.
+    """
+    best, losses = state, [float(validate(state.params))]
+    for count, batch in enumerate(batches, 1):
+        state, _ = step(state, batch)
+        if count % every:
+            continue
+        losses.append(float(validate(state.params)))
+        if losses[-1] == min(losses):
+            best = state
+        if len(losses) - 1 - int(np.argmin(losses)) >= patience:
+            break
+    if not np.isfinite(losses).all():
+        raise BadInput("the warm start's validation loss is not finite: lower the learning rate")
+    return best, losses
