@@ -23,6 +23,7 @@ from flowgrpo.contracts import Completion, Policy, Request
 from flowgrpo.generate.pieces import Piece, cut, rest, shared
 from flowgrpo.generate.programs import make_programs
 from flowgrpo.generate.sampler import MAX_KEPT, Rows, Sampled, Sampling
+from flowgrpo.generate.stops import TextOf, find_stop, stops_of
 from flowgrpo.types import BadInput, Fate, Ledger
 
 MAX_STOPS = 8
@@ -38,6 +39,7 @@ class Job:
     ends_at: float | None
     tokens: list[int]
     chosen: list[bool]
+    stops: tuple[str, ...] = ()
     logp: list[float] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
     margin: list[float] = field(default_factory=list)
@@ -71,8 +73,9 @@ class Engine:
         kept: int = 0,
         at_swap: AtSwap = "recompute",
         version: int = 0,
+        text_of: TextOf | None = None,
     ):
-        """`banned` ids are never sampled (the padding token).
+        """`banned` ids are never sampled (the padding token); `text_of` reads ids, for requests with stop strings.
 
         `kept` is the size of recorded sets, for requests that cut the support; 0 refuses those. `at_swap`
         says what becomes of the caches of requests in flight when weights are swapped.
@@ -85,6 +88,7 @@ class Engine:
             raise BadInput("the policy has no make_cache, and decoding needs one")
         self.programs = make_programs(policy, steps=steps, banned=banned, width=kept)
         self.slot_length, self.chunk, self.kept, self.at_swap = slot_length, chunk, kept, at_swap
+        self.text_of = text_of
         self.lost = Ledger()  # tokens that reached nobody; add it to the ledger of what was delivered
         self._params, self._version, self._swap = params, version, None
         self._slots = [Slot() for _ in range(slots)]
@@ -102,10 +106,10 @@ class Engine:
 
     def submit(self, request: Request) -> Future:
         """A future of the request's `Completion`; cancelling it frees its slot at the next stretch."""
-        self._check(request)
+        stops = self._check(request)
         chosen = [False] * len(request.tokens) if request.chosen is None else [bool(x) for x in request.chosen]
         ends_at = None if request.deadline is None else time.monotonic() + request.deadline
-        job = Job(request, Future(), ends_at, [int(token) for token in request.tokens], chosen)
+        job = Job(request, Future(), ends_at, [int(token) for token in request.tokens], chosen, stops)
         with self._wake:
             if self._closed:
                 raise BadInput("the engine is closed: submit before closing it")
@@ -136,7 +140,8 @@ class Engine:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Request) -> tuple[str, ...]:
+        """The stop strings of a request that can be run; or `BadInput`."""
         size = len(request.tokens)
         if size == 0:
             raise BadInput("a request needs at least one token to continue")
@@ -151,12 +156,16 @@ class Engine:
             raise BadInput(f"temperature is {request.temperature}, but must be greater than 0; top_k=1 is greedy")
         if len(request.stop_ids) > MAX_STOPS:
             raise BadInput(f"{len(request.stop_ids)} stop ids, but at most {MAX_STOPS} are supported")
+        stops = stops_of(request.stop)
+        if stops and self.text_of is None:
+            raise BadInput(f"stop={request.stop!r} needs an engine that can read ids: make it with text_of")
         cuts = request.top_p < 1 or request.min_p > 0 or request.top_k < MAX_KEPT
         if cuts and not (self.kept and 1 <= request.top_k <= self.kept):
             raise BadInput(
                 f"top_k={request.top_k}, top_p={request.top_p}, min_p={request.min_p} cut the support: make the engine "
                 f"with kept >= top_k (at most {MAX_KEPT}), so that the kept sets are recorded"
             )
+        return stops
 
     # The engine's own thread --------------------------------------------------------------------------
 
@@ -277,12 +286,12 @@ class Engine:
         sampled, active_r = jax.device_get((sampled, self._rows.active))
         for index, slot in enumerate(self._slots):
             if slot.job is not None:
-                self._take_in(slot, slot.job, sampled, index)
-                if not active_r[index]:
-                    stopped = slot.job.tokens[-1] in slot.job.request.stop_ids
-                    self._leave(index, "stop" if stopped else "length")
+                reason = self._take_in(slot, slot.job, sampled, index)
+                if reason or not active_r[index]:
+                    self._leave(index, reason or "length")
 
-    def _take_in(self, slot: Slot, job: Job, sampled: Sampled, index: int) -> None:
+    def _take_in(self, slot: Slot, job: Job, sampled: Sampled, index: int) -> str | Exception:
+        """Add what a slot sampled to its job, up to where that stops; returns why it ends, empty where it need not."""
         live_u = np.asarray(sampled.live[:, index])
         tokens = np.asarray(sampled.token)[live_u, index].tolist()
         job.tokens += tokens
@@ -292,9 +301,27 @@ class Engine:
         job.version += [self._version] * len(tokens)
         if sampled.kept is not None:
             job.kept += list(np.asarray(sampled.kept)[live_u, index])
+        try:
+            stopped = self._cut_at_stop(job, len(tokens))
+        except Exception as error:  # of text_of, which is foreign: it fails the request that it was called for
+            return error
         slot.tokens, slot.pieces = job.tokens[:-1], cut(job.chosen, chunk=self.chunk)
+        return "stop" if stopped or job.tokens[-1] in job.request.stop_ids else ""
 
-    def _leave(self, index: int, reason: str) -> None:
+    def _cut_at_stop(self, job: Job, new: int) -> bool:
+        """Take back what was decoded after a stop string was complete among the `new` tokens; whether one was."""
+        size = len(job.logp)
+        sampled = job.tokens[len(job.tokens) - size :]
+        end = find_stop(sampled, size - new, job.stops, self.text_of) if job.stops and self.text_of else None
+        if end is None:
+            return False
+        past = size - end
+        for column in (job.tokens, job.chosen, job.logp, job.version, job.margin, job.kept):
+            del column[len(column) - past :]
+        self.lost += Ledger(past, {Fate.DROPPED_AFTER_STOP: past})
+        return True
+
+    def _leave(self, index: int, reason: str | Exception) -> None:
         """Answer the slot's job and free the slot; its cache stays, for the next turn of the conversation."""
         slot = self._slots[index]
         job, slot.job = slot.job, None
@@ -304,11 +331,15 @@ class Engine:
         if job is not None:
             self._answer(job, reason)
 
-    def _answer(self, job: Job, reason: str) -> None:
+    def _answer(self, job: Job, reason: str | Exception) -> None:
         size = len(job.logp)
         cancelled = job.future.cancelled() or not (job.future.running() or job.future.set_running_or_notify_cancel())
         if cancelled:
             self._lose(job)
+            return
+        if isinstance(reason, Exception):
+            self._lose(job)
+            job.future.set_exception(reason)
             return
         kept = np.stack(job.kept) if job.kept else None
         tokens = job.tokens[len(job.tokens) - size :]
