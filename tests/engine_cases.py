@@ -46,3 +46,15 @@ def text_of(ids: Sequence[int]) -> str:
 
 def bits(completions) -> list:
     return [(list(c.tokens), list(c.logp)) for c in completions]
+
+
+def count_live(engine, counts: list[int]) -> None:
+    """Note every token that the engine's program samples, whatever the engine makes of it."""
+    decode = engine.programs.decode
+
+    def counting(*arguments, **settings):
+        rows, sampled = decode(*arguments, **settings)
+        counts.append(int(sampled.live.sum()))
+        return rows, sampled
+
+    engine.programs = engine.programs._replace(decode=counting)

@@ -24,7 +24,7 @@ FLOORS = [
 ]
 PURE = ["types", "contracts", "masked", "algorithms", "layouts", "ragged", "packing"]
 PURE_FILES = ["models.config", "models.decoder", "generate.sampler", "generate.pieces", "generate.programs"]
-PURE_FILES += ["generate.stops"]
+PURE_FILES += ["generate.stops", "generate.jobs", "generate.slots"]
 EFFECTS = {"ray", "absl", "transformers", "subprocess", "os", "io", "pathlib", "time", "datetime", "random", "torch"}
 
 

@@ -5,7 +5,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from engine_cases import SETTINGS, bits, make_requests, next_turn, text_of
+from engine_cases import SETTINGS, bits, count_live, make_requests, next_turn, text_of
 from tiny_models import BANNED, CONFIG, POLICY, tiny_params
 
 import flowgrpo as fg
@@ -152,18 +152,6 @@ def cut_text(completion: fg.Completion) -> tuple[str, int]:
     stop = max(text[len(text) // 3 :][:9].split("\ufffd"), key=len) or "nowhere"
     ends = range(1, len(completion.tokens) + 1)
     return stop, next((end for end in ends if stop in text_of(completion.tokens[:end])), len(completion.tokens))
-
-
-def count_live(engine, counts: list[int]) -> None:
-    """Note every token that the engine's program samples, whatever the engine makes of it."""
-    decode = engine.programs.decode
-
-    def counting(*arguments, **settings):
-        rows, sampled = decode(*arguments, **settings)
-        counts.append(int(sampled.live.sum()))
-        return rows, sampled
-
-    engine.programs = engine.programs._replace(decode=counting)
 
 
 def test_a_stop_string_ends_where_its_last_token_is():
