@@ -30,7 +30,8 @@ from absl import flags
 from experiments import common
 from experiments.benchmarks import ceilings
 from flowgrpo.contracts import Request
-from flowgrpo.generate.engine import MAX_STOPS, Engine
+from flowgrpo.generate.engine import Engine
+from flowgrpo.generate.jobs import MAX_STOPS
 from flowgrpo.generate.sampler import MAX_KEPT, decode, prefill, sampling, start_rows
 from flowgrpo.models.hf import Model
 from flowgrpo.types import BadInput
