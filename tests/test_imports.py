@@ -23,7 +23,8 @@ FLOORS = [
     ["distributed"],
 ]
 PURE = ["types", "contracts", "masked", "algorithms", "layouts", "ragged", "packing"]
-PURE_FILES = ["models.config", "models.decoder", "generate.sampler", "generate.pieces", "generate.programs"]
+PURE_FILES = ["models.config", "models.decoder", "models.critic"]
+PURE_FILES += ["generate.sampler", "generate.pieces", "generate.programs"]
 EFFECTS = {"ray", "absl", "transformers", "subprocess", "os", "io", "pathlib", "time", "datetime", "random", "torch"}
 
 
