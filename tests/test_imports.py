@@ -23,7 +23,7 @@ FLOORS = [
     ["distributed"],
 ]
 PURE = ["types", "contracts", "masked", "algorithms", "layouts", "ragged", "packing", "envs", "evaluate"]
-PURE_FILES = [f"models.{name}" for name in ("attention", "cache", "config", "decoder")]
+PURE_FILES = [f"models.{name}" for name in ("attention", "cache", "config", "critic", "decoder")]
 PURE_FILES += [f"generate.{name}" for name in ("jobs", "pieces", "programs", "sampler", "slots", "stops")]
 EFFECTS = {"ray", "absl", "transformers", "subprocess", "os", "io", "pathlib", "time", "datetime", "random", "torch"}
 
