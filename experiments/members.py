@@ -20,4 +20,6 @@ ALGORITHMS = {
 
 ENVIRONMENTS = {
     "lookup": fg.lookup,
+    "arithmetic": fg.arithmetic,
+    "maze": fg.maze,
 }

@@ -65,14 +65,19 @@ def start_run(params, optimizer, key: Array, *, reference=None) -> Run:
 class Iteration(NamedTuple):
     """The stages of one update, bound to environment, policy and algorithm; pure, to be jitted by the caller."""
 
-    rollout: Callable[[Run], Rollout]
+    rollout: Callable[[Run], Rollout]  # judged
     credit: Callable[[Trajectories], tuple[Array, Array]]  # -> advantages, weights
     update: Callable[[Run, Batch], tuple[Run, Metrics]]
     lay_out: Callable[[Trajectories, Array, Array], Batch]  # rows, in a way that compiles
 
 
-def make_iteration(env: Env, policy: Policy, algorithm: Algorithm, optimizer, settings: Settings) -> Iteration:
-    """The stages of an iteration."""
+Judge = Callable[[Trajectories, Array], Trajectories]  # (trajectories, key) -> the same with another outcome
+
+
+def make_iteration(
+    env: Env, policy: Policy, algorithm: Algorithm, optimizer, settings: Settings, *, judge: Judge | None = None
+) -> Iteration:
+    """The stages of an iteration; without a `judge` the outcome is what the environment paid."""
     if algorithm.targets is not None:
         raise BadInput(f"{algorithm.name} needs a critic, which this loop does not train: choose another algorithm")
     rollout = make_rollout(env, policy, temperature=settings.temperature, block=settings.block)
@@ -87,7 +92,7 @@ def make_iteration(env: Env, policy: Policy, algorithm: Algorithm, optimizer, se
         epochs=settings.epochs,
     )
     return Iteration(
-        rollout=partial(_roll_out, env=env, rollout=rollout, settings=settings),
+        rollout=partial(_roll_out, env=env, rollout=rollout, judge=judge, settings=settings),
         credit=partial(_credit, algorithm=algorithm, settings=settings),
         update=partial(_update, learn=learn, every=algorithm.reference_every),
         lay_out=partial(_lay_out, slots=longest(env)),
@@ -103,13 +108,34 @@ def longest(env: Env) -> int:
 # The stages -------------------------------------------------------------------------------------------
 
 
-def _roll_out(run: Run, *, env: Env, rollout, settings: Settings) -> Rollout:
-    key = jax.random.fold_in(run.key, run.update)
-    task_key, sample_key = jax.random.split(key)
+def _roll_out(run: Run, *, env: Env, rollout, judge: Judge | None, settings: Settings) -> Rollout:
+    task_key, sample_key, judge_key = jax.random.split(jax.random.fold_in(run.key, run.update), 3)
     queries = settings.queries * settings.oversample
     tasks, group_n = repeat(draw_tasks(env, task_key, queries, "train"), settings.samples)
     keys = jax.random.split(sample_key, len(group_n))
-    return rollout(run.learner.params, tasks, keys, group_n, run.learner.version)
+    played = rollout(run.learner.params, tasks, keys, group_n, run.learner.version)
+    return played if judge is None else played.replace(trajectories=judge(played.trajectories, judge_key))
+
+
+def shuffled_rewards(trajectories: Trajectories, key: Array, *, samples: int) -> Trajectories:
+    """A control: outcomes permuted within each group, so that they say nothing of who earned them."""
+    order_gs = jax.vmap(lambda key: jax.random.permutation(key, samples))(
+        jax.random.split(key, len(trajectories.group) // samples)
+    )
+    order_n = (order_gs + jnp.arange(len(order_gs))[:, None] * samples).ravel()
+    return trajectories.replace(outcome=trajectories.outcome[order_n], correct=trajectories.correct[order_n])
+
+
+def make_exam(env: Env, policy: Policy, split: str, *, tasks: int, samples: int = 1, temperature: float = 1.0):
+    """`exam(params, key) -> Rollout` on fresh tasks of a split, to be jitted by the caller."""
+    rollout = make_rollout(env, policy, temperature=temperature)
+    return partial(_examine, env=env, rollout=rollout, split=split, tasks=tasks, samples=samples)
+
+
+def _examine(params, key: Array, *, env: Env, rollout, split: str, tasks: int, samples: int) -> Rollout:
+    task_key, sample_key = jax.random.split(key)
+    questions, group_n = repeat(draw_tasks(env, task_key, tasks, split), samples)
+    return rollout(params, questions, jax.random.split(sample_key, len(group_n)), group_n)
 
 
 def draw_tasks(env: Env, key: Array, count: int, split: str) -> Any:
@@ -145,7 +171,7 @@ def _lay_out(trajectories: Trajectories, adv: Array, weights: Array, *, slots: i
 
 
 def summarise(rollout: Rollout, *, samples: int) -> Metrics:
-    """What a batch of trajectories was like; `tool_calls` counts by tool where the caller gives their number."""
+    """What a batch of trajectories was like."""
     trajectories = rollout.trajectories
     turns_nt = jnp.asarray(trajectories.turns)
     count = jnp.maximum(turns_nt.sum(), 1)
@@ -154,7 +180,7 @@ def summarise(rollout: Rollout, *, samples: int) -> Metrics:
         "success": right_gs.mean(),
         "outcome": jnp.asarray(trajectories.outcome).mean(),
         "turns": turns_nt.sum(axis=1).mean(),
-        "tool_error": (rollout.error & turns_nt).sum() / count,
+        "tool_errors": (rollout.error & turns_nt).sum() / count,
         "mixed_groups": (right_gs.any(axis=1) & ~right_gs.all(axis=1)).mean(),
         "tokens": jnp.where(turns_nt, trajectories.length, 0).sum(),
         "chosen_tokens": trajectories.actions.sum(),

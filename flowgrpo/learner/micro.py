@@ -1,11 +1,11 @@
 """Micro-batches: a batch's rows, a few at a time; what is computed of them adds up to what the whole gives (F3).
 
-Rows that matter are moved to the front, and only as many micro-batches are visited as hold one of them.
-The number is data and not shape, so that batches of any fill share one program.
+Only rows that are wanted are visited, in as many micro-batches as they fill. Their number is data and not shape, so
+that batches of any fill share one program.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,60 +14,59 @@ from jax import Array
 from flowgrpo.contracts import Scores
 from flowgrpo.types import Batch
 
-INDEX_FIELDS = ("trajectory", "turn", "slot", "group")
-
 Score = Callable[[Any, Batch], Scores]  # (params, batch) -> what they say of it
 
 
-def pad_rows(batch: Batch, multiple: int) -> Batch:
-    """The batch with empty rows at its end, so that their number is a multiple."""
-    short = -batch.tokens.shape[0] % multiple
-    if short == 0:
-        return batch
+class Visit(NamedTuple):
+    """Which rows are visited, `size` at a time (i counts the slots of all micro-batches)."""
 
-    def pad(x_rs, value=0) -> Array:
-        return jnp.pad(x_rs, ((0, short), (0, 0)), constant_values=value)
+    row_i: Array  # the wanted ones first
+    wanted: Array  # how many they are
+    size: int
 
-    index = {name: pad(getattr(batch, name), -1) for name in INDEX_FIELDS}
-    return jax.tree.map(pad, batch).replace(**index)
-
-
-def sort_rows(batch: Batch, rank_r: Array) -> Batch:
-    """The rows by rank, equal ones in their order."""
-    order_r = jnp.argsort(rank_r, stable=True)
-    return jax.tree.map(lambda x_rs: jnp.asarray(x_rs)[order_r], batch)
+    @property
+    def trips(self) -> Array:
+        """How many micro-batches hold a wanted row."""
+        return (self.wanted + self.size - 1) // self.size
 
 
-def trips(wanted_r: Array, size: int) -> Array:
-    """How many micro-batches of `size` rows it takes to visit the wanted rows, which come first."""
-    return (wanted_r.sum(dtype=jnp.int32) + size - 1) // size
+def visit(wanted_r: Array, size: int) -> Visit:
+    """The wanted rows, in their order, in micro-batches of at most `size`."""
+    size = min(size, len(wanted_r))
+    row_r = jnp.argsort(~wanted_r, stable=True)
+    return Visit(jnp.pad(row_r, (0, -len(row_r) % size)), wanted_r.sum(dtype=jnp.int32), size)
 
 
-def accumulate(function: Callable[[Batch], tuple], batch: Batch, count: Array, size: int) -> tuple:
-    """`function` over the first `count` micro-batches: it gives (what is summed, what the largest is kept of)."""
-    sums, largest = jax.eval_shape(function, _rows(batch, 0, size))
+def accumulate(function: Callable[[Batch], tuple], batch: Batch, rows: Visit) -> tuple:
+    """`function` over the micro-batches: it gives (what is summed, what the largest is kept of)."""
+    sums, largest = jax.eval_shape(function, _take(batch, rows, 0)[0])
     start = (
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
         jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), largest),
     )
 
     def add(index, carry):
-        more, other = function(_rows(batch, index, size))
+        more, other = function(_take(batch, rows, index)[0])
         return jax.tree.map(jnp.add, carry[0], more), jax.tree.map(jnp.maximum, carry[1], other)
 
-    return jax.lax.fori_loop(0, count, add, start)
+    return jax.lax.fori_loop(0, rows.trips, add, start)
 
 
-def score_rows(score: Score, params, batch: Batch, count: Array, size: int) -> Array:
-    """Log-probabilities of the first `count` micro-batches, 0 in the rows after them; no gradient -> logp_rs."""
+def score_rows(score: Score, params, batch: Batch, rows: Visit) -> Array:
+    """Log-probabilities of the wanted rows, 0 in the others; no gradient -> logp_rs."""
 
     def fill(index, logp_rs):
-        logp = jax.lax.stop_gradient(score(params, _rows(batch, index, size)).logp)
-        return jax.lax.dynamic_update_slice_in_dim(logp_rs, logp.astype(jnp.float32), index * size, axis=0)
+        part, row_i = _take(batch, rows, index)
+        logp_is = jax.lax.stop_gradient(score(params, part).logp).astype(jnp.float32)
+        return logp_rs.at[row_i].set(logp_is, mode="drop")
 
-    return jax.lax.fori_loop(0, count, fill, jnp.zeros(batch.tokens.shape, jnp.float32))
+    return jax.lax.fori_loop(0, rows.trips, fill, jnp.zeros(batch.tokens.shape, jnp.float32))
 
 
-def _rows(batch: Batch, index, size: int) -> Batch:
-    """Micro-batch number `index`."""
-    return jax.tree.map(lambda x_rs: jax.lax.dynamic_slice_in_dim(jnp.asarray(x_rs), index * size, size), batch)
+def _take(batch: Batch, rows: Visit, index) -> tuple[Batch, Array]:
+    """Micro-batch number `index`, and where its rows stand; what only fills it up is padding, and stands outside."""
+    row_i = jax.lax.dynamic_slice_in_dim(rows.row_i, index * rows.size, rows.size)
+    real_i = index * rows.size + jnp.arange(rows.size) < rows.wanted
+    part = jax.tree.map(lambda x_rs: jnp.asarray(x_rs)[row_i], batch)
+    part = part.replace(segments=jnp.where(real_i[:, None], part.segments, 0))
+    return part, jnp.where(real_i, row_i, len(batch.tokens))

@@ -27,7 +27,7 @@ from jax.lax import stop_gradient
 from flowgrpo import masked
 from flowgrpo.contracts import Algorithm, Metrics, Policy, Scores
 from flowgrpo.generate.sampler import logprobs
-from flowgrpo.learner.micro import Score, accumulate, pad_rows, score_rows, sort_rows, trips
+from flowgrpo.learner.micro import Score, accumulate, score_rows, visit
 from flowgrpo.learner.state import LearnerState
 from flowgrpo.types import BadInput, Batch
 
@@ -88,12 +88,7 @@ def _score(params, batch: Batch, *, policy: Policy, **settings) -> Scores:
 
 def score_batch(score: Score, params, batch: Batch, *, micro_rows: int = 16) -> Array:
     """Log-probabilities of the rows that hold a chosen token, in micro-batches -> logp_rs."""
-    num_rows, acted_r = len(batch.tokens), _own(batch).any(axis=1)
-    size = min(micro_rows, num_rows)
-    order_r = jnp.argsort(~acted_r, stable=True)
-    ordered = pad_rows(sort_rows(batch, ~acted_r), size)
-    logp_rs = score_rows(score, params, ordered, trips(acted_r, size), size)[:num_rows]
-    return jnp.zeros_like(logp_rs).at[order_r].set(logp_rs)
+    return score_rows(score, params, batch, visit(_own(batch).any(axis=1), micro_rows))
 
 
 def score_reference(score: Score, ref_params, batch: Batch, *, micro_rows: int = 16) -> Batch:
@@ -104,8 +99,7 @@ def score_reference(score: Score, ref_params, batch: Batch, *, micro_rows: int =
 def check_mini_batches(batch: Batch, mini_batches: int, *, by: str = "trajectory") -> None:
     """Raise `BadInput` where a trajectory (with `by="group"` a group) has tokens in two mini-batches; on the host."""
     own_rs, id_rs = np.asarray(_own(batch)), np.asarray(getattr(batch, by))
-    size = _block_size(len(id_rs), mini_batches)
-    block_rs = np.broadcast_to((np.arange(len(id_rs)) // size)[:, None], id_rs.shape)
+    block_rs = np.broadcast_to(np.asarray(_block(len(id_rs), mini_batches))[:, None], id_rs.shape)
     pairs = np.unique(np.stack([id_rs[own_rs], block_rs[own_rs]], axis=1), axis=0)
     ids, counts = np.unique(pairs[:, 0], return_counts=True)
     if (counts > 1).any():
@@ -115,24 +109,20 @@ def check_mini_batches(batch: Batch, mini_batches: int, *, by: str = "trajectory
         )
 
 
-# The batch, made ready --------------------------------------------------------------------------------
+# The whole --------------------------------------------------------------------------------------------
 
 
 def _update(state: LearnerState, batch: Batch, ref_params=None, *, score, algorithm, optimizer, plan):
     batch = _scored(state.params, batch, ref_params, score, algorithm, plan)
-    size = _block_size(len(batch.tokens), plan.mini_batches)
-    blocks = [jax.tree.map(lambda x, at=m * size: x[at : at + size], batch) for m in range(plan.mini_batches)]
-    micro = min(plan.micro_rows, size)
-    blocks = [pad_rows(sort_rows(block, _rank(block, plan.skips)), micro) for block in blocks]
-    stacked = jax.tree.map(lambda *x_rs: jnp.stack(x_rs), *blocks)
-    scale = masked.count(stacked.live.any(axis=(1, 2)))
-    step = partial(_step, score=score, algorithm=algorithm, optimizer=optimizer, skips=plan.skips, size=micro)
+    block_r = _block(len(batch.tokens), plan.mini_batches)
+    live_m = jax.ops.segment_max(batch.live.any(axis=1).astype(jnp.float32), block_r, plan.mini_batches)
+    step = partial(_step, score=score, algorithm=algorithm, optimizer=optimizer, plan=plan)
 
-    def numbered(state, index):
-        return step(state, jax.tree.map(lambda x_mrs: x_mrs[index], stacked), scale)
+    def take(state, m):
+        return step(state, _only(batch, block_r == m), live_m.sum())
 
     order = jnp.tile(jnp.arange(plan.mini_batches), plan.epochs)
-    after, (metrics, taken, skipped) = jax.lax.scan(numbered, state, order)
+    after, (metrics, taken, skipped) = jax.lax.scan(take, state, order)
     after = after.replace(version=state.version + taken.any().astype(jnp.int32))
     return after, _summary(metrics, taken, skipped) | {"live_tokens": masked.count(batch.live)}
 
@@ -148,10 +138,14 @@ def _scored(params, batch: Batch, ref_params, score: Score, algorithm: Algorithm
     return batch
 
 
-def _block_size(num_rows: int, mini_batches: int) -> int:
-    if num_rows % mini_batches:
-        raise BadInput(f"{num_rows} rows can't be dealt to {mini_batches} mini-batches: make them a multiple of it")
-    return num_rows // mini_batches
+def _block(num_rows: int, mini_batches: int) -> Array:
+    """The mini-batch of each row -> block_r."""
+    return jnp.arange(num_rows) * mini_batches // num_rows
+
+
+def _only(batch: Batch, mine_r: Array) -> Batch:
+    """The batch with padding in the place of all other rows."""
+    return batch.replace(segments=jnp.where(mine_r[:, None], batch.segments, 0))
 
 
 def _own(batch: Batch) -> Array:
@@ -159,31 +153,19 @@ def _own(batch: Batch) -> Array:
     return jnp.asarray(batch.chosen) & (jnp.asarray(batch.segments) > 0)
 
 
-def _busy(batch: Batch, skips: bool) -> Array:
-    """Rows that the gradient visits -> bool_r."""
-    live_rs = batch.live
-    return (live_rs & (jnp.asarray(batch.advantage) != 0) if skips else live_rs).any(axis=1)
-
-
-def _rank(batch: Batch, skips: bool) -> Array:
-    """0 for rows that the gradient visits, 1 for the others that a first pass must visit, 2 for the rest -> rank_r."""
-    return jnp.where(_busy(batch, skips), 0, jnp.where(_own(batch).any(axis=1), 1, 2))
-
-
 # One step ---------------------------------------------------------------------------------------------
 
 
-def _step(state: LearnerState, batch: Batch, scale: Array, *, score, algorithm, optimizer, skips, size):
-    """One optimizer step on a mini-batch whose busy rows come first -> (state, (metrics, taken, skipped))."""
-    if algorithm.sums is not None and len(batch.tokens) > size:
-        logp_rs = score_rows(score, state.params, batch, trips(_own(batch).any(axis=1), size), size)
-        batch = algorithm.sums(batch, logp_rs)
+def _step(state: LearnerState, batch: Batch, scale: Array, *, score, algorithm, optimizer, plan: Plan):
+    """One optimizer step on a mini-batch -> (state, (metrics, taken, skipped))."""
+    if algorithm.sums is not None and len(batch.tokens) > plan.micro_rows:
+        batch = algorithm.sums(batch, score_batch(score, state.params, batch, micro_rows=plan.micro_rows))
     slopes = partial(_slopes, params=state.params, score=score, algorithm=algorithm, scale=scale)
-    (grads, loss, sums), largest = accumulate(slopes, batch, trips(_busy(batch, skips), size), size)
+    signal_rs = batch.live & (jnp.asarray(batch.advantage) != 0) if plan.skips else batch.live
+    (grads, loss, sums), largest = accumulate(slopes, batch, visit(signal_rs.any(axis=1), plan.micro_rows))
     norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    live = batch.live.any()
-    taken = finite & live  # a zero gradient is a step too, for an optimizer with a memory
+    live, finite = batch.live.any(), jnp.isfinite(loss) & jnp.isfinite(norm)
+    taken = live & finite  # a zero gradient is a step too, for an optimizer with a memory
     params, memory = jax.lax.cond(taken, partial(_apply, optimizer), _keep, state.params, state.optimizer, grads)
     skipped = (live & ~finite).astype(jnp.int32)
     state = state.replace(params=params, optimizer=memory, skipped=state.skipped + skipped)
