@@ -24,7 +24,7 @@ then. Over 20,000 training tasks (`python -m experiments.environments`; the same
     demonstrations       17 %     20 %     14 %     4.0      35 % (25 % is chance)
     random tokens       0.0 %      0 %      0 %     5.0                         -
 
-An answer without a tool is right in at most 1 case of 15. What a model makes of the demonstrations is not in this table.
+An answer without a tool is right in at most 1 case of 15. What a model makes of the demonstrations is not in here.
 """
 
 from collections.abc import Sequence
