@@ -36,8 +36,10 @@ def play(key: Array, task, env: fg.Env, act: Act) -> Play:
     key_reset, key_act = jax.random.split(key)
     state, prompt = env.reset(key_reset, task)
     keys_t = jax.random.split(key_act, env.sizes.turns)
-    last, turns = jax.lax.scan(partial(play_turn, env=env, act=act), state, keys_t)
-    return Play(task, prompt, *turns, last)
+    last, (anchor_t, tokens_tl, length_t, live_t, step_t) = jax.lax.scan(
+        partial(play_turn, env=env, act=act), state, keys_t
+    )
+    return Play(task, prompt, anchor_t, tokens_tl, length_t, live_t, step_t, last)
 
 
 def play_turn(state, key: Array, env: fg.Env, act: Act) -> tuple:

@@ -2,8 +2,8 @@
 
     ada friend boss ?                  who is the boss of ada's friend?
     registry friend ada <end>          ivo
-    archive boss ivo <end>             none          (the wrong tool for this kind of fact)
-    gazette boss ivo <end>             mei
+    gazette boss ivo <end>             none          (the wrong tool for this kind of fact)
+    archive boss ivo <end>             mei
     answer mei <end>                   right
 
 A task is a knowledge base (every relation of every entity, drawn anew for each task, so that only a tool can tell),
@@ -23,7 +23,8 @@ then. Over 20,000 training tasks (`python -m experiments.environments`; the same
     oracle            100.0 %    100 %    100 %     3.5                     100 %
     demonstrations       17 %     20 %     14 %     4.0      35 % (25 % is chance)
     random tokens       0.0 %      0 %      0 %     5.0                         -
-    a guess at once     6.7 %
+
+An answer without a tool is right in at most 1 case of 15. What a model makes of the demonstrations is not in here.
 """
 
 from collections.abc import Sequence
@@ -44,9 +45,10 @@ from flowgrpo.types import BadInput
 PEOPLE = ("ada", "bo", "cy", "dee", "eli", "fay", "gus", "hal", "ivo", "jo", "kim", "lou", "mei", "ned", "ola", "pat")
 RELATIONS = ("friend", "boss", "mentor", "rival", "doctor", "tenant")
 TOOLS = ("registry", "archive", "gazette", "directory")
-QUESTION, NONE, ERROR, ANSWER, FIRST_TOOL = range(
-    len(SPECIAL), len(SPECIAL) + 5
-)  # tools, relations and entities follow
+# After the special tokens; relations follow the tools, entities the relations.
+QUESTION, NONE, ERROR, ANSWER, FIRST_TOOL = range(len(SPECIAL), len(SPECIAL) + 5)
+
+SPREAD = 0x61C88647  # odd, so that within a task different progress always differs, overflow and all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,7 @@ def make_task(key: Array, split: str, *, world: World) -> Task:
         start=_pick(draws[1], world.entities),
         chain=_deal(draws[2:], hops, split_index(split), world),
         hops=hops,
-        identity=(jax.random.bits(keys[2]) % (2**31 // _progresses(world))).astype(jnp.int32),
+        identity=(jax.random.bits(keys[2]) >> 1).astype(jnp.int32),
     )
 
 
@@ -263,11 +265,7 @@ def anchor(state: State, *, world: World) -> Array:
     """Equal where the task and the progress in it are; turns used up don't count."""
     links = world.hops[1] + 1
     progress = ((state.hop * links + state.heard) * world.entities + state.entity) * world.entities + state.told
-    return state.task.identity * _progresses(world) + progress
-
-
-def _progresses(world: World) -> int:
-    return ((world.hops[1] + 1) * world.entities) ** 2
+    return state.task.identity + progress * SPREAD
 
 
 # Actions ------------------------------------------------------------------------------------------------
