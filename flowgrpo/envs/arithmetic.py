@@ -129,7 +129,7 @@ def step(state: State, tokens: Array, length: Array, *, base: int) -> tuple[Stat
     right = answers & (first - NUMBER == state.task.answer)
     following = remember(state, jnp.stack([head, first, jnp.where(computes, second, PAD)]), called)
     following = following.replace(done=answers, correct=right)
-    observation = Observation(jnp.where(answers, PAD, said)[None], jnp.where(answers, 0, 1))
+    observation = Observation(jnp.where(answers, PAD, said)[None], jnp.where(answers, jnp.int32(0), jnp.int32(1)))
     tool = jnp.where(called, head - LOOKUP, -1)
     return following, Step(observation, right.astype(jnp.float32), answers, right, tool, ~called & ~answers)
 
