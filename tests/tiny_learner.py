@@ -1,16 +1,19 @@
-"""For tests of the learner: a policy that compiles in no time, and batches that it might have sampled."""
+"""For tests of the learner: a policy that compiles in no time, batches that it might have sampled, shared programs."""
+
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cases import make_case
+from cases import batch_of, everything_on, make_case
 
 import flowgrpo as fg
-from flowgrpo.learner.micro import pad_rows
-from flowgrpo.learner.update import make_score
+from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
+from flowgrpo.learner.update import make_score, make_update
 
-WORDS, WIDTH, BANNED, TEMPERATURE = 50, 8, (0,), 0.8
+WORDS, WIDTH, BANNED, TEMPERATURE, ROWS = 50, 8, (0,), 0.8, 16
+SETTINGS = {"temperature": TEMPERATURE, "banned": BANNED}
 
 
 def init(key):
@@ -25,38 +28,48 @@ def init(key):
 def hidden(params, tokens, positions=None, _segments=None, cache=None):
     """What follows a token depends on that token, and on where it stands."""
     place = jnp.zeros_like(tokens) if positions is None else jnp.asarray(positions)
-    x = params["embed"][tokens] + 0.1 * jnp.sin(place)[:, :, None]
+    x = params["embed"][tokens] + 0.1 * jnp.sin(place.astype(jnp.float32))[:, :, None]
     return jnp.tanh(x @ params["mix"]), cache
 
 
 BIGRAMS = fg.Policy(init, hidden, lambda params, x: x @ params["unembed"])
+SCORE = jax.jit(make_score(BIGRAMS, **SETTINGS))
+OPTIMIZERS = {"sgd": optax.sgd(1.0), "adam": make_optimizer(learning_rate=0.01, clip_norm=0.5)}
+PLAIN = fg.flow_grpo(beta=0.0)
 
 
-def near(trajectories: fg.Trajectories, policy, params, drift: float, seed: int = 0) -> fg.Trajectories:
+@cache
+def compiled(name: str = "plain", optimizer: str = "sgd", **settings):
+    """The update of a member with every option on, or of plain Flow-GRPO; shared between tests."""
+    algorithm = PLAIN if name == "plain" else everything_on(name)
+    return jax.jit(make_update(BIGRAMS, algorithm, OPTIMIZERS[optimizer], **{**SETTINGS, "micro_rows": 2, **settings}))
+
+
+def fresh(params, optimizer: str = "sgd") -> LearnerState:
+    """The state before the first update."""
+    return init_learner(params, OPTIMIZERS[optimizer])
+
+
+def near(trajectories: fg.Trajectories, score, params, drift: float, seed: int = 0) -> fg.Trajectories:
     """The trajectories with log-probabilities as if the policy had sampled them some `drift` ago."""
-    ones = jnp.ones(trajectories.tokens.shape, jnp.float32)
+    ones = np.ones(trajectories.tokens.shape, np.float32)
     batch = fg.rows_by_trajectory(trajectories, ones, ones)
-    score = make_score(policy, temperature=TEMPERATURE, banned=BANNED)
     logp_ntl = np.asarray(fg.unpack(score(params, batch).logp, batch, ones.shape))
     rng = np.random.default_rng(seed)
     moved = [logp_ntl + drift * rng.normal(size=ones.shape).astype(np.float32) for _ in range(2)]
     return trajectories.replace(logp_sampled=moved[0], logp_old=moved[0], logp_ref=moved[1])
 
 
-def sampled_case(seed: int, policy=BIGRAMS, *, drift=0.1, **settings):
+def sampled_case(seed: int, *, drift=0.1, **settings):
     """(params, trajectories) with ratios near 1."""
-    params = policy.init(jax.random.key(seed))
-    return params, near(make_case(seed, **settings).trajectories, policy, params, drift, seed)
+    params = init(jax.random.key(seed))
+    return params, near(make_case(seed, **settings).trajectories, SCORE, params, drift, seed)
 
 
-def grow(batch: fg.Batch, rows: int) -> fg.Batch:
-    """The batch with empty rows, up to `rows`."""
-    return pad_rows(jax.tree.map(jnp.asarray, batch), rows)
-
-
-def sgd(rate: float = 1.0) -> optax.GradientTransformation:
-    """Steps that show the gradient as it is."""
-    return optax.sgd(rate)
+def rows_of(algorithm, trajectories, layout="packed", rows=ROWS) -> fg.Batch:
+    """The trajectories as a batch on a device, with empty rows at its end up to `rows`."""
+    batch = batch_of(algorithm, trajectories, layout)
+    return jax.tree.map(lambda x_rs: jnp.asarray(np.pad(x_rs, ((0, rows - len(x_rs)), (0, 0)))), batch)
 
 
 def assert_close(found, expected, start, tolerance=1e-4):

@@ -1,0 +1,75 @@
+"""Learner state and optimizer: the schedule by numbers, AdamW against optax's own, settings that can't be."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flowgrpo as fg
+from flowgrpo.learner.state import init_learner, make_optimizer
+
+PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.float32(3.0)}
+GRADS = {"w": jnp.array([0.5, 4.0]), "b": jnp.float32(-1.0)}
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Optax is written for standard promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def walk(optimizer, steps):
+    """The parameters after each of `steps` steps with one gradient."""
+    state, path = init_learner(PARAMS, optimizer), []
+    for _ in range(steps):
+        updates, memory = optimizer.update(GRADS, state.optimizer, state.params)
+        state = state.replace(params=optax.apply_updates(state.params, updates), optimizer=memory)
+        path.append(state.params)
+    return path
+
+
+def test_it_is_adamw_behind_a_clip():
+    own = make_optimizer(learning_rate=0.1, weight_decay=0.05, clip_norm=2.0)
+    theirs = optax.chain(optax.clip_by_global_norm(2.0), optax.adamw(0.1, weight_decay=0.05))
+    for found, expected in zip(walk(own, 3), walk(theirs, 3), strict=True):
+        chex.assert_trees_all_close(found, expected, rtol=1e-6)
+    plain = walk(make_optimizer(learning_rate=0.1, clip_norm=None), 2)
+    chex.assert_trees_all_close(plain, walk(optax.adam(0.1), 2), rtol=1e-6)
+
+
+def test_the_rate_rises_then_falls():
+    """Adam's first steps with one gradient are the rate long: .1 x (1/3, 2/3, 1), then a cosine over 4 to a tenth."""
+    path = walk(make_optimizer(learning_rate=0.1, warmup_steps=2, decay_steps=4, final_share=0.1), 7)
+    places = np.array([3.0, *(float(params["b"]) for params in path)])
+    fall = 0.1 + 0.9 * (1 + np.cos(np.pi * np.array([0, 1, 2, 3, 4]) / 4)) / 2
+    np.testing.assert_allclose(np.diff(places), 0.1 * np.array([1 / 3, 2 / 3, *fall]), rtol=1e-3)
+
+
+def test_the_rate_can_be_vmapped():
+    def step(rate):
+        return walk(make_optimizer(learning_rate=rate, warmup_steps=1), 2)[-1]["b"]
+
+    rates = jnp.array([0.1, 0.01])
+    np.testing.assert_allclose(jax.vmap(step)(rates), 3.0 + 1.5 * rates, rtol=1e-3)
+
+
+def test_the_state_before_the_first_update():
+    state = init_learner(PARAMS, make_optimizer(learning_rate=0.1))
+    assert (int(state.version), int(state.skipped)) == (0, 0)
+    chex.assert_trees_all_equal(state.params, PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warmup_steps": -1}, "warmup_steps is -1, but must be at least 0"),
+        ({"decay_steps": 0}, "decay_steps is 0, but must be at least 1"),
+        ({"clip_norm": 0.0}, "clip_norm is 0.0; give a number above 0, or None"),
+    ],
+)
+def test_bad_settings_are_named(settings, message):
+    with pytest.raises(fg.BadInput, match=message):
+        make_optimizer(learning_rate=0.1, **settings)
