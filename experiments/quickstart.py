@@ -144,7 +144,7 @@ class Session:
             if validation is not None:
                 self.save(validation)
 
-    def finish(self, minutes: float, speed: float) -> dict[str, Any]:
+    def finish(self, minutes: float, speed: float | None) -> dict[str, Any]:
         """Test the warm start and the best checkpoint once, on the same tasks; write everything down."""
         best = self.checkpoints.best()
         tree = {"run": self.run, "start": self.start, "resumed_at": ..., "position": ...}
@@ -186,7 +186,7 @@ def make_step(setup: setups.Setup, keys: Mapping[str, jax.Array]):
     """`step(run) -> (run, metrics)`: an iteration, or as much imitation again where that is the control."""
     if setup.settings["control"] == "supervised":
         return setups.imitation_step(setup, keys["demonstrations"])
-    return loop.three_programs(setup.iteration, setup.env, setup.algorithm, setup.loop)
+    return loop.three_programs(setup.iteration, setup.env, setup.algorithm, setup.sizes)
 
 
 def judge(rollout: Rollout, env: fg.Env) -> Evaluation:

@@ -58,7 +58,7 @@ class Setup(NamedTuple):
     policy: fg.Policy
     algorithm: fg.Algorithm
     optimizer: optax.GradientTransformation
-    loop: loop.Settings
+    sizes: loop.Settings
     iteration: loop.Iteration
 
 
@@ -159,8 +159,8 @@ def warm_start(setup: Setup, params, key: jax.Array, tell: Callable[[int, float]
 
 def imitation_step(setup: Setup, key: jax.Array) -> Callable[[loop.Run], tuple[loop.Run, dict]]:
     """A control: as many trajectories an update, imitated."""
-    rows = setup.loop.queries * setup.loop.samples
-    step = make_supervised(setup.policy, setup.optimizer, banned=(PAD,), micro_rows=setup.loop.micro_rows)
+    rows = setup.sizes.queries * setup.sizes.samples
+    step = make_supervised(setup.policy, setup.optimizer, banned=(PAD,), micro_rows=setup.sizes.micro_rows)
 
     def imitate(run: loop.Run) -> tuple[loop.Run, dict]:
         own = jax.random.fold_in(jax.random.fold_in(key, 1), run.update)

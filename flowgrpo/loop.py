@@ -20,7 +20,7 @@ from jax import Array
 
 from flowgrpo.contracts import Algorithm, Env, Metrics, Policy
 from flowgrpo.envs.env import PAD
-from flowgrpo.layouts import rows_by_trajectory
+from flowgrpo.layouts import filled, rows_by_trajectory
 from flowgrpo.learner.state import LearnerState, init_learner
 from flowgrpo.learner.update import make_update
 from flowgrpo.packing import account, pack
@@ -182,7 +182,7 @@ def summarise(rollout: Rollout, *, samples: int) -> Metrics:
         "turns": turns_nt.sum(axis=1).mean(),
         "tool_errors": (rollout.error & turns_nt).sum() / count,
         "mixed_groups": (right_gs.any(axis=1) & ~right_gs.all(axis=1)).mean(),
-        "tokens": jnp.where(turns_nt, trajectories.length, 0).sum(),
+        "tokens": jnp.where(turns_nt, filled(trajectories)[0], 0).sum(),
         "chosen_tokens": trajectories.actions.sum(),
     }
 
