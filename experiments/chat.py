@@ -12,7 +12,6 @@ Runs anywhere: a model of a billion parameters needs 4 GB in float32. To expect:
 compilation before the first answer, later ones begin at once, since the cache of the conversation is kept.
 """
 
-import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -23,8 +22,9 @@ from types import FrameType
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
+from experiments import common
 from flowgrpo.generate.sampler import MAX_KEPT, Sampling, decode, prefill, sampling, start_rows
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.text import Conversation, Text, add_action, add_messages, start
@@ -195,19 +195,13 @@ def open_speaker(opening: list[dict[str, str]]) -> Speaker:
     return Speaker(model, settings, width=width, context=_CONTEXT.value)
 
 
-def main(_) -> None:
+def main() -> None:
     """Open the checkpoint and talk."""
-    logging.getLogger("jax").setLevel(logging.WARNING)
     opening: list[dict[str, str]] = [{"role": "system", "content": _SYSTEM.value}] if _SYSTEM.value else []
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
-    try:
-        check_flags()
-        chat(open_speaker(opening), opening, talks=sys.stdin.isatty())
-    except BadInput as error:
-        sys.exit(f"experiments.chat: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    check_flags()
+    chat(open_speaker(opening), opening, talks=sys.stdin.isatty())
 
 
 if __name__ == "__main__":
-    app.run(main)
+    common.run(main)

@@ -12,14 +12,13 @@ with statistics over trajectories; `flow_grpo_released`, over turn rows, +1.677 
 """
 
 import json
-import logging
-import sys
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 import flowgrpo as fg
+from experiments import common
 from experiments.members import ALGORITHMS
 
 _REWARDS = flags.DEFINE_list("rewards", ["1", "1", "0", "0"], "Outcome of each trajectory of the group.")
@@ -100,18 +99,14 @@ def show(table: dict[str, list[dict]]) -> None:
             )
 
 
-def main(_) -> None:
+def main() -> None:
     """Build the group, run every algorithm on it, print."""
-    logging.getLogger("jax").setLevel(logging.WARNING)
-    try:
-        turns = read_numbers("turns", _TURNS.value, int)
-        trajectories = make_group(read_numbers("rewards", _REWARDS.value, float), turns, _TOKENS.value)
-        algorithms = {name: build(name, _TOKENS.value, turns) for name in _ALGORITHMS.value}
-    except fg.BadInput as error:
-        sys.exit(f"experiments.family: {error}")
+    turns = read_numbers("turns", _TURNS.value, int)
+    trajectories = make_group(read_numbers("rewards", _REWARDS.value, float), turns, _TOKENS.value)
+    algorithms = {name: build(name, _TOKENS.value, turns) for name in _ALGORITHMS.value}
     table = {name: credit(algorithm, trajectories) for name, algorithm in algorithms.items()}
     print(json.dumps(table)) if _JSON.value else show(table)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    common.run(main)

@@ -1,4 +1,4 @@
-"""The one dict that maps a flag's value to a constructor of the family."""
+"""The dicts that map a flag's value to a constructor: one for each family."""
 
 import flowgrpo as fg
 
@@ -16,4 +16,10 @@ ALGORITHMS = {
     "kimi": fg.kimi,
     "ppo": fg.ppo,
     "dpo": fg.dpo,
+}
+
+ENVIRONMENTS = {
+    "lookup": fg.lookup,
+    "arithmetic": fg.arithmetic,
+    "maze": fg.maze,
 }

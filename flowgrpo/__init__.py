@@ -47,6 +47,9 @@ from flowgrpo.contracts import (
     Step,
     Tool,
 )
+from flowgrpo.envs.arithmetic import arithmetic
+from flowgrpo.envs.lookup import lookup
+from flowgrpo.envs.maze import maze
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.remote import remote
 from flowgrpo.generate.sampler import logprobs

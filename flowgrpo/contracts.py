@@ -46,8 +46,8 @@ class Sizes(NamedTuple):
 class Env(NamedTuple):
     """A pure environment: states and tasks are pytrees, all functions are for one example, and finished states absorb.
 
-    Token 0 is padding and can't be chosen; token 1 ends an action (`envs.env` names them). `make_task` makes unlimited tasks of a split
-    ("train", "validation" or "test") that share no combination with those of the others.
+    Token 0 is padding and can't be chosen; token 1 ends an action (`envs.env` names them). `make_task` makes unlimited
+    tasks of a split ("train", "validation" or "test") that share no combination with those of the others.
     """
 
     name: str
@@ -146,7 +146,8 @@ class Request(NamedTuple):
     """What a generator is asked for: continue these tokens under this key.
 
     `chosen` says which of them a generator sampled in earlier turns, so that a cache that was lost is
-    computed again in the same way, to the same bits (E3).
+    computed again in the same way, to the same bits (E3). The completion ends with the first token among `stop_ids`,
+    or with that which completes one of the strings of `stop` in the text of the sampled tokens.
     """
 
     tokens: Sequence[int]
@@ -157,6 +158,7 @@ class Request(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     chosen: Sequence[bool] | None = None  # None: all tokens are given
     deadline: float | None = None  # seconds from submission
 

@@ -22,9 +22,9 @@ FLOORS = [
     ["loop"],
     ["distributed"],
 ]
-PURE = ["types", "contracts", "masked", "algorithms", "layouts", "ragged", "packing"]
-PURE_FILES = [f"models.{name}" for name in ("attention", "cache", "config", "decoder")]
-PURE_FILES += [f"generate.{name}" for name in ("pieces", "programs", "sampler")]
+PURE = ["types", "contracts", "masked", "algorithms", "layouts", "ragged", "packing", "envs", "evaluate"]
+PURE_FILES = [f"models.{name}" for name in ("attention", "cache", "config", "critic", "decoder")]
+PURE_FILES += [f"generate.{name}" for name in ("jobs", "pieces", "programs", "sampler", "slots", "stops")]
 EFFECTS = {"ray", "absl", "transformers", "subprocess", "os", "io", "pathlib", "time", "datetime", "random", "torch"}
 
 
@@ -80,7 +80,7 @@ for name in {MODULES!r}:
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized(), "a backend was started"
 assert threading.active_count() == before, "a thread was started"
-assert not {{"torch", "ray", "transformers"}} & set(sys.modules), "a heavy module was imported"
+assert not {{"torch", "ray", "transformers", "matplotlib"}} & set(sys.modules), "a heavy module was imported"
 from absl import flags
 assert not [f for f in flags.FLAGS.flags_by_module_dict() if "flowgrpo" in f], "a flag was defined"
 """

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from absl import app
 
+from experiments import common
 from flowgrpo.contracts import Params
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.hf import Model, init_model, load_model
@@ -116,7 +116,7 @@ def step_bytes(params: Params, config: DecoderConfig, rows: int, seen: float) ->
     return dtype.itemsize * (weights + 2.0 * config.num_layers * config.k * config.e * seen * rows)
 
 
-def main(_) -> None:
+def main() -> None:
     """Measure, print the table and one JSON line."""
     device = jax.devices()[0]
     rates = {size: matmul_rate(size) for size in SIZES}
@@ -130,4 +130,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    common.run(main)

@@ -16,10 +16,8 @@ slots; nothing compiled after warm-up. Three to six minutes.
 """
 
 import json
-import logging
 import os
 import statistics
-import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -27,11 +25,13 @@ from importlib.util import find_spec
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
+from experiments import common
 from experiments.benchmarks import ceilings
 from flowgrpo.contracts import Request
-from flowgrpo.generate.engine import MAX_STOPS, Engine
+from flowgrpo.generate.engine import Engine
+from flowgrpo.generate.jobs import MAX_STOPS
 from flowgrpo.generate.sampler import MAX_KEPT, decode, prefill, sampling, start_rows
 from flowgrpo.models.hf import Model
 from flowgrpo.types import BadInput
@@ -224,18 +224,14 @@ def show(rows: list[dict]) -> None:
     print()
 
 
-def main(_) -> None:
+def main() -> None:
     """Measure, print the tables and one JSON line."""
-    logging.getLogger("jax").setLevel(logging.WARNING)
     # PyTorch's threads spin while they wait, which on shared cores makes it ten times slower. It must be said before
     # anything imports it, as opening a model may.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    try:
-        pairs = blocks()
-        model = ceilings.open_model(_MODEL.value)
-        peer = open_peer(model) if _TORCH.value else None
-    except BadInput as error:
-        sys.exit(f"experiments.benchmarks.decode: {error}")
+    pairs = blocks()
+    model = ceilings.open_model(_MODEL.value)
+    peer = open_peer(model) if _TORCH.value else None
     most = ceilings.measure()
     measured = [measure_block(model, rows, tokens, most, peer) for rows, tokens in pairs]
     show(measured)
@@ -247,4 +243,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    common.run(main)

@@ -13,18 +13,17 @@ Measured on two shared cores: forward at 0.35 to 0.68 of the matrix-product rate
 """
 
 import json
-import logging
 import statistics
-import sys
 from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 from jax import Array
 
+from experiments import common
 from experiments.benchmarks import ceilings
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.generate.sampler import logprobs
@@ -122,14 +121,10 @@ def show(rows: list[dict]) -> None:
     print()
 
 
-def main(_) -> None:
+def main() -> None:
     """Measure, print the tables and one JSON line."""
-    logging.getLogger("jax").setLevel(logging.WARNING)
-    try:
-        models = {name: ceilings.open_model(name) for name in _MODELS.value}
-        memory = measure_memory()
-    except BadInput as error:
-        sys.exit(f"experiments.benchmarks.logprobs: {error}")
+    models = {name: ceilings.open_model(name) for name in _MODELS.value}
+    memory = measure_memory()
     rate = ceilings.measure().flops
     rows = [row for name, model in models.items() for row in measure_speed(name, model, rate)]
     if rows:
@@ -139,4 +134,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    common.run(main)

@@ -11,9 +11,10 @@ import statistics
 import time
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 import flowgrpo as fg
+from experiments import common
 
 _SIZES = flags.DEFINE_list("sizes", ["1000", "10000", "100000"], "Numbers of trajectories.")
 _MEAN = flags.DEFINE_integer("mean", 48, "Mean tokens of a trajectory.", lower_bound=6)
@@ -51,7 +52,7 @@ def measure(count: int) -> dict:
     return {"trajectories": count, "tokens": tokens, "seconds": round(median, 4), "fill": round(fill, 4)}
 
 
-def main(_) -> None:
+def main() -> None:
     """Measure every size, print the table and one JSON line."""
     rows = []
     print(f"{'trajectories':>14}{'tokens':>12}{'seconds':>10}{'fill':>8}")
@@ -64,4 +65,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    common.run(main)

@@ -1,9 +1,9 @@
 """How a conversation enters the cache: tokens and who chose them flow in, pieces of fixed shape flow out.
 
 Equal bits need equal shapes (E3). A token that was given is computed in a prefill of at most `chunk`
-tokens; one that was sampled, and the given one before the first of them, in a decode step. So where the
-pieces of a conversation begin and end follows from its tokens alone, and a cache that was evicted is
-computed again just as it was.
+tokens, padded to one of a few widths; one that was sampled, and the given one before the first of them, in a
+decode step. So where the pieces of a conversation begin and end, and their widths, follow from its tokens
+alone, and a cache that was evicted is computed again just as it was.
 """
 
 from collections.abc import Sequence
@@ -48,6 +48,15 @@ def shared(own: list[Piece], other: list[Piece], common: int) -> int:
     return held
 
 
-def rest(pieces: list[Piece], held: int) -> list[Piece]:
-    """What is still to be computed after the first `held` tokens."""
-    return [piece._replace(start=max(piece.start, held)) for piece in pieces if piece.end > held]
+def rest(pieces: list[Piece], held: int, *, chunk: int) -> list[Piece]:
+    """What is still to be computed after the first `held` tokens, at most `chunk` tokens at a time."""
+    left = []
+    for piece in pieces:
+        for start in range(max(piece.start, held), piece.end, chunk):
+            left.append(Piece(start, min(start + chunk, piece.end), piece.stepwise))
+    return left
+
+
+def widths(chunk: int) -> list[int]:
+    """The sizes that pieces are padded to, each to the first that holds it: none, a quarter, a half, the whole."""
+    return [0, -(-chunk // 4), -(-chunk // 2), chunk]

@@ -1,7 +1,7 @@
-"""The engine's compiled programs: a cache and fixed shapes flow in, the cache flows out.
+"""The engine's compiled programs: the state of decoding and fixed shapes flow in, the state flows out.
 
-Six programs, each compiled once whatever requests come, because a request's tokens are cut into pieces
-of one size and a slot is an index, not a shape.
+Four programs. `extend` compiles once for each width of a piece, the others once, whatever requests come, because a
+slot is an index and not a shape. Engines of one policy and one shape share what was compiled.
 """
 
 from functools import partial
@@ -11,73 +11,83 @@ import jax
 import jax.numpy as jnp
 
 from flowgrpo.contracts import Cache, Policy
-from flowgrpo.generate.sampler import Rows, decode, prefill
+from flowgrpo.generate.sampler import Rows, decode, prefill, start_rows
+
+
+class Turn(NamedTuple):
+    """Where a request's row goes on."""
+
+    token: int  # its last token, which is not in the cache
+    key: Any
+    count: int  # tokens sampled so far
+    budget: int  # tokens that may still be sampled
 
 
 class Programs(NamedTuple):
-    """Pure functions of fixed shape; each compiles once."""
+    """Pure functions of fixed shape; the state of decoding is donated from call to call."""
 
-    prefill: Any  # (params, cache, slot, tokens [chunk], real [chunk]) -> cache
-    force: Any  # (params, cache, slot, tokens [chunk], real [chunk]) -> cache, one decode step a token
-    copy: Any  # (cache, source, target, length) -> cache
-    enter: Any  # (rows, slot, token, key, budget) -> rows
-    leave: Any  # (rows, slot) -> rows
-    decode: Any  # (params, rows, settings, stop_ids, leave) -> (rows, sampled)
+    start: Any  # (slots, slot_length) -> rows
+    extend: Any  # (params, rows, source, target, held, tokens [c], size, turn) -> rows
+    force: Any  # (params, rows, slot, tokens [c], size) -> rows
+    decode: Any  # (params, rows, going_r, settings, stop_ids, leave) -> (rows, sampled)
 
 
 def make_programs(policy: Policy, *, steps: int, banned: tuple[int, ...], width: int) -> Programs:
-    """The programs for a policy; the cache is donated from call to call."""
+    """The programs for a policy."""
     return Programs(
-        prefill=jax.jit(partial(_prefill, policy), donate_argnums=1),
-        force=jax.jit(partial(_force, policy), donate_argnums=1),
-        copy=jax.jit(_copy, donate_argnums=0),
-        enter=jax.jit(_enter, donate_argnums=0),
-        leave=jax.jit(_leave, donate_argnums=0),
-        decode=jax.jit(partial(decode, policy, steps=steps, banned=banned, width=width), donate_argnums=1),
+        start=partial(_start, policy),
+        extend=partial(_extend, policy),
+        force=partial(_force, policy),
+        decode=partial(_decode, policy, steps=steps, banned=banned, width=width),
     )
 
 
-def _prefill(policy, params, cache: Cache, slot, tokens, real) -> Cache:
-    """Given tokens of one slot, computed as a batch of one whichever slot it is."""
-    one = Cache(*(_row(x, slot, axis) for x, axis in zip(_parts(cache), _AXES, strict=True)))
-    one = prefill(policy, params, one, tokens[None], real[None])
-    return Cache(*(_put(x, new, slot, axis) for x, new, axis in zip(_parts(cache), _parts(one), _AXES, strict=True)))
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _start(policy, slots: int, slot_length: int) -> Rows:
+    """Empty slots, none of which decodes."""
+    nothing_r, keys = jnp.zeros(slots, jnp.int32), jax.random.split(jax.random.key(0), slots)
+    return start_rows(policy.make_cache(slots, slot_length), nothing_r, keys, nothing_r)
 
 
-def _force(policy, params, cache: Cache, slot, tokens, real) -> Cache:
-    """Tokens that were sampled before, fed again in decode steps of full width."""
-    own_r = jnp.arange(len(cache.next)) == slot
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _extend(policy, params, rows: Rows, source, target, held, tokens, size, turn: Turn) -> Rows:
+    """The first `held` tokens of one slot, and `size` of these after them, in another, whose row decodes from there.
 
-    def step(cache, now):
-        token, is_real = now
-        token_r = jnp.where(own_r, token, 0)
-        return prefill(policy, params, cache, token_r[:, None], (own_r & is_real)[:, None]), None
-
-    return jax.lax.scan(step, cache, (tokens, real))[0]
-
-
-def _copy(cache: Cache, source, target, length) -> Cache:
-    """The first `length` tokens of one slot in another; with source = target the rest is forgotten."""
-    moved = Cache(*(_put(x, _row(x, source, axis), target, axis) for x, axis in zip(_parts(cache), _AXES, strict=True)))
-    kept_c = jnp.arange(cache.segments.shape[1]) < length
-    segments = moved.segments.at[target].set(jnp.where(kept_c, moved.segments[target], 0))
-    return moved.replace(segments=segments, next=moved.next.at[target].set(length))
-
-
-def _enter(rows: Rows, slot, token, key, budget) -> Rows:
-    """A request begins to decode in a slot."""
-    return rows.replace(
-        token=rows.token.at[slot].set(token),
-        key=rows.key.at[slot].set(key),
-        count=rows.count.at[slot].set(0),
-        budget=rows.budget.at[slot].set(budget),
-        active=rows.active.at[slot].set(True),
+    The tokens are given ones, computed as a batch of one whichever slot it is; without any, this is a copy. Source and
+    target may be the same.
+    """
+    one = Cache(*(_row(x, source, axis) for x, axis in zip(_parts(rows.cache), _AXES, strict=True)))
+    kept_c = jnp.arange(one.segments.shape[1]) < held
+    one = one.replace(segments=jnp.where(kept_c[None], one.segments, 0), next=jnp.full_like(one.next, held))
+    if len(tokens):
+        one = prefill(policy, params, one, tokens[None], (jnp.arange(len(tokens)) < size)[None])
+    parts = zip(_parts(rows.cache), _parts(one), _AXES, strict=True)
+    return Rows(
+        cache=Cache(*(_put(x, new, target, axis) for x, new, axis in parts)),
+        token=rows.token.at[target].set(turn.token),
+        key=rows.key.at[target].set(turn.key),
+        count=rows.count.at[target].set(turn.count),
+        budget=rows.budget.at[target].set(turn.budget),
+        active=rows.active.at[target].set(turn.budget > 0),
     )
 
 
-def _leave(rows: Rows, slot) -> Rows:
-    """A slot decodes no more."""
-    return rows.replace(active=rows.active.at[slot].set(False))
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _force(policy, params, rows: Rows, slot, tokens, size) -> Rows:
+    """The first `size` tokens, which were sampled before, fed to a slot again in decode steps of full width."""
+    own_r = jnp.arange(len(rows.token)) == slot
+
+    def step(i, cache):
+        return prefill(policy, params, cache, jnp.where(own_r, tokens[i], 0)[:, None], own_r[:, None])
+
+    return rows.replace(cache=jax.lax.fori_loop(0, size, step, rows.cache))
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("steps", "banned", "width"), donate_argnums=2)
+def _decode(policy, params, rows: Rows, going_r, settings, stop_ids, leave, *, steps, banned, width):
+    """A stretch of decoding in the rows that are still wanted."""
+    rows = rows.replace(active=rows.active & going_r)
+    return decode(policy, params, rows, settings, stop_ids, steps=steps, leave=leave, banned=banned, width=width)
 
 
 _AXES = (1, 1, 0, 0, 0)  # where the slots are in each part of a cache

@@ -208,25 +208,53 @@ def _no_tokens(steps: int, rows: int, width: int) -> Sampled:
     return Sampled(nothing, zero, zero, zero, nothing > 0, kept)
 
 
+def feed(
+    policy: Policy,
+    params: Params,
+    rows: Rows,
+    tokens_rs: Array,
+    real_rs: Array,
+    settings: Sampling,
+    stop_ids: Array,
+    *,
+    banned: tuple[int, ...] = (),
+    width: int = 0,
+) -> tuple[Rows, Sampled]:
+    """Append given tokens (padding only after them) and sample the first token that follows, in one forward pass.
+
+    Rows that are not active stay as they are. What comes back has no axis u.
+    """
+    real_rs = real_rs & rows.active[:, None]
+    states, cache = policy.hidden(params, tokens_rs, None, real_rs.astype(jnp.int32), rows.cache)
+    last_r = jnp.maximum(real_rs.sum(axis=1, dtype=jnp.int32) - 1, 0)
+    last_rd = jnp.take_along_axis(states, last_r[:, None, None], axis=1)[:, 0]
+    return _choose(policy, params, rows.replace(cache=cache), last_rd, settings, stop_ids, banned, width)
+
+
 def _step(policy, params, settings, stop_ids, carry, *, banned, width):
     """Feed each active row its last token, draw the next."""
     i, rows, sampled = carry
     live_r = rows.active
     states, cache = policy.hidden(params, rows.token[:, None], None, live_r[:, None].astype(jnp.int32), rows.cache)
+    rows = rows.replace(cache=cache)
+    rows, now = _choose(policy, params, rows, states[:, 0], settings, stop_ids, banned, width)
+    return i + 1, rows, jax.tree.map(lambda all_x, x: all_x.at[i].set(x), sampled, now)
+
+
+def _choose(policy, params, rows: Rows, states_rd: Array, settings, stop_ids, banned, width) -> tuple[Rows, Sampled]:
+    """Draw a token from each active row's hidden state."""
+    live_r = rows.active
     uniform_r = jax.vmap(_uniform)(rows.key, rows.count)
-    drawn = draw(policy.unembed(params, states[:, 0]), uniform_r, settings, banned=banned, width=width)
+    drawn = draw(policy.unembed(params, states_rd), uniform_r, settings, banned=banned, width=width)
     token_r = jnp.where(live_r, drawn.token, rows.token)
     spent_r = live_r.astype(jnp.int32)
-    rows = Rows(
-        cache=cache,
+    rows = rows.replace(
         token=token_r,
-        key=rows.key,
         count=rows.count + spent_r,
         budget=rows.budget - spent_r,
         active=live_r & (rows.budget > 1) & ~(token_r[:, None] == stop_ids).any(axis=1),
     )
-    now = Sampled(token_r, drawn.logp, drawn.entropy, drawn.margin, live_r, drawn.kept)
-    return i + 1, rows, jax.tree.map(lambda all_x, x: all_x.at[i].set(x), sampled, now)
+    return rows, Sampled(token_r, drawn.logp, drawn.entropy, drawn.margin, live_r, drawn.kept)
 
 
 def _uniform(key: Array, count: Array) -> Array:
@@ -239,11 +267,11 @@ def _uniform(key: Array, count: Array) -> Array:
 def logprobs(
     policy: Policy,
     params: Params,
-    tokens: Array,
-    positions: Array | None = None,
-    segments: Array | None = None,
+    tokens: AnyArray,
+    positions: AnyArray | None = None,
+    segments: AnyArray | None = None,
     *,
-    temperature: Array | float = 1.0,
+    temperature: AnyArray | float = 1.0,
     banned: tuple[int, ...] = (),
     kept: Array | None = None,
     chunk: int = 256,

@@ -28,6 +28,13 @@ def make_cache(rows: int, slots: int, *, config: DecoderConfig, dtype=jnp.float3
     return Cache(keys, values, positions, segments, jnp.zeros(rows, jnp.int32))
 
 
+class Place(NamedTuple):
+    """Where tokens go in a cache, and how much of it is filled."""
+
+    slots: Array  # r s
+    blocks: Array  # how many are filled in any row of these tokens
+
+
 class View(NamedTuple):
     """What a layer needs to know beside its parameters."""
 
@@ -35,8 +42,7 @@ class View(NamedTuple):
     segments: Array  # r s
     k_positions: Array  # r c: of the keys, which are the same tokens where there is no cache
     k_segments: Array  # r c
-    slots: Array | None = None  # r s: where the tokens go in the cache
-    blocks: Array | None = None  # how many blocks are filled in any row of these tokens
+    place: Place | None = None  # where there is a cache
 
 
 Held = tuple[Array, Array]  # keys and values of all layers, [n r k c e]
@@ -58,7 +64,8 @@ def look(tokens, positions, segments, cache: Cache | None) -> tuple[Cache | None
     held = cache.next + real.sum(axis=1, dtype=jnp.int32)
     filled = jnp.minimum(jnp.where(real.any(axis=1), held, 0).max(), cache.positions.shape[1])
     cache = cache.replace(positions=k_positions, segments=k_segments, next=held)
-    return cache, View(positions, segments, k_positions, k_segments, slots, -(-filled // _block_size(cache.positions)))
+    place = Place(slots, -(-filled // _block_size(cache.positions)))
+    return cache, View(positions, segments, k_positions, k_segments, place)
 
 
 def _block_size(x_rc: Array) -> int:

@@ -131,14 +131,14 @@ def attention(x: Array, layer: Params, held: Held | None, view: View, config: De
     angle = view.positions.astype(jnp.float32)[:, :, None, None] * layer["frequency"][None, None, None, :]
     cosine, sine = (turn(angle) * layer["magnitude"] for turn in (jnp.cos, jnp.sin))
     q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
-    if held is None:
+    if held is None or view.place is None:
         q, k, v = (jnp.swapaxes(y, 1, 2) for y in (q, k, v))
         seen = visible(view.positions, view.k_positions, view.segments, view.k_segments, layer["window"])
         mixed = attend(q, k, v, seen, config)
     else:
-        held = write(held, (k, v), layer["index"], view.slots)
+        held = write(held, (k, v), layer["index"], view.place.slots)
         block_of = partial(block, held=held, layer=layer, view=view)
-        mixed = attend_cache(jnp.swapaxes(q, 1, 2), block_of, view.blocks, config)
+        mixed = attend_cache(jnp.swapaxes(q, 1, 2), block_of, view.place.blocks, config)
     return multiply(jnp.swapaxes(mixed, 1, 2), layer, "o", inputs=2), held
 
 

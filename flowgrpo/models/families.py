@@ -240,9 +240,9 @@ def file_shape(tensor: Tensor, config: DecoderConfig) -> tuple[int, ...]:
 
 
 def from_file(array: np.ndarray, tensor: Tensor, axes: str, config: DecoderConfig) -> np.ndarray:
-    """A tensor as it stands in a file, as a view with our axes (without the layer)."""
+    """A tensor as it stands in a file, or some of its rows, as a view with our axes (without the layer)."""
     letters = tensor.axes.replace(" ", "")
-    wide = array.reshape([getattr(config, axis) for axis in letters])
+    wide = array.reshape([-1, *(getattr(config, axis) for axis in letters[1:])])
     return wide.transpose([letters.index(axis) for axis in axes])
 
 

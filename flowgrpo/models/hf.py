@@ -2,8 +2,9 @@
 
     folder or hub id -> load_model -> Model(policy, params, text, config, source) -> save_model -> folder
 
-Reading goes parameter by parameter, and a layer at a time within one: the host holds one stacked parameter and one
-tensor beside the memory-mapped files. Writing holds one shard. What `families` says of names and axes serves both.
+Reading goes parameter by parameter, and a layer or some rows at a time within one: beside what is placed already, the
+host holds never more than the largest shard and one layer, mapped pages of files included. Writing holds one
+shard. What `families` says of names and axes serves both.
 """
 
 import json
@@ -22,7 +23,8 @@ from flowgrpo.contracts import Policy
 from flowgrpo.models import families
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import Params, make_policy, parameters, shape_of
-from flowgrpo.models.stored import INDEX, SINGLE, Stored, open_tensors, read_json
+from flowgrpo.models.placed import fill
+from flowgrpo.models.stored import INDEX, SINGLE, Stored, find_tensors, read_json
 from flowgrpo.types import BadInput
 
 Placing = jax.sharding.Sharding | Callable[[str, str], jax.sharding.Sharding]
@@ -52,9 +54,9 @@ def load_model(path: str | Path, *, dtype="float32", sharding: Placing | None = 
     source = families.text_source(read_json(folder / "config.json"), where)
     config = families.decoder_config(source, where)
     dtype, words = _dtype(dtype), _text(folder) if text else None
-    with open_tensors(folder) as tensors:
-        _check_tensors(folder, tensors, config)
-        params = {name: _read(name, tensors, config, dtype, sharding) for name in parameters(config)}
+    tensors = find_tensors(folder)
+    _check_tensors(folder, tensors, config)
+    params = {name: _read(name, tensors, config, dtype, sharding) for name in parameters(config)}
     return Model(make_policy(config, dtype=dtype), params, words, config, source)
 
 
@@ -150,7 +152,7 @@ def _check_tensors(folder: Path, tensors: Mapping[str, Stored], config: DecoderC
     wrong = [f"{name} is missing" for name in expected if name not in tensors]
     wrong += [f"{name} is unexpected" for name in sorted(set(tensors) - set(expected) - tied)]
     for name in (name for name in expected if name in tensors):
-        shape, dtype = tensors[name].shape(), tensors[name].dtype()
+        shape, dtype = tensors[name].shape, tensors[name].dtype
         if shape != expected[name]:
             wrong.append(f"{name} has shape {list(shape)} and not {list(expected[name])}")
         elif dtype not in DTYPES.values():
@@ -164,15 +166,23 @@ def _raise_all(what: str, wrong: list[str], most: int = 10) -> None:
         raise BadInput(f"{what}, {len(wrong)} wrong: {'; '.join(wrong[:most])}{rest}")
 
 
-def _read(name: str, tensors: Mapping[str, Stored], config: DecoderConfig, dtype, sharding) -> jax.Array:
-    """One parameter, filled a layer at a time on the host and then put where it belongs."""
+def _read(name: str, tensors: Mapping[str, Stored], config: DecoderConfig, dtype, sharding: Placing | None):
+    """One parameter, brought to where it belongs a layer at a time, or some rows at a time where it has no layers."""
     axes, tensor = parameters(config)[name].axes, families.tensors_of(config)[name]
-    host = np.empty(shape_of(parameters(config)[name], config), dtype)
-    for n, layer in enumerate(host if axes.startswith("n") else host[None]):
-        stored = tensors[tensor.name.format(n=n)].read()
-        layer[...] = families.from_file(stored, tensor, axes.removeprefix("n"), config)
-    place = sharding(name, axes) if callable(sharding) else sharding
-    return jax.block_until_ready(jax.device_put(host, place))
+    shape, stacked = shape_of(parameters(config)[name], config), axes.startswith("n")
+    axis = 0 if stacked else axes.index(tensor.axes[0])
+
+    def read(start: int, stop: int) -> np.ndarray:
+        host = np.empty([*shape[:axis], stop - start, *shape[axis + 1 :]], dtype)
+        if not stacked:
+            host[...] = families.from_file(tensors[tensor.name].read(start, stop), tensor, axes, config)
+        for n, layer in enumerate(host if stacked else ()):
+            stored = tensors[tensor.name.format(n=start + n)].read()
+            layer[...] = families.from_file(stored, tensor, axes.removeprefix("n"), config)
+        return host
+
+    place = sharding if sharding is None or isinstance(sharding, jax.sharding.Sharding) else sharding(name, axes)
+    return fill(shape, dtype, place, axis=axis, read=read)
 
 
 # Writing ----------------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ folder -> open_tensors -> {name: Stored};   a name is the same whether the folde
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,36 +32,38 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Stored(NamedTuple):
-    """A tensor in a memory-mapped file."""
+    """A tensor in a file."""
 
-    file: Any
+    path: Path
     name: str
+    shape: tuple[int, ...]
+    dtype: str  # as the file calls it
 
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.file.get_slice(self.name).get_shape())
-
-    def dtype(self) -> str:
-        return self.file.get_slice(self.name).get_dtype()
-
-    def read(self) -> np.ndarray:
-        return self.file.get_tensor(self.name)
+    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """A copy of the tensor, or of these entries of its first axis."""
+        with _opened(self.path) as file:
+            return file.get_slice(self.name)[start:stop]
 
 
-@contextmanager
-def open_tensors(folder: Path) -> Iterator[dict[str, Stored]]:
+def find_tensors(folder: Path) -> dict[str, Stored]:
     """Every tensor of the text model in the folder, by the name that it has in a text-only folder."""
+    found: dict[str, Stored] = {}
+    for path in _weight_files(folder):
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                found[name] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
+    prefix = next((each for each in PREFIXES if f"{each}embed_tokens.weight" in found), "model.")
+    return {_plain(name, prefix): stored for name, stored in found.items() if not IGNORED.match(name)}
+
+
+def _opened(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
-    with ExitStack() as opened:
-        found: dict[str, Stored] = {}
-        for path in _weight_files(folder):
-            try:
-                file: Any = opened.enter_context(safe_open(path, framework="np"))
-            except (SafetensorError, OSError) as error:
-                raise BadInput(f"{path} can't be read as safetensors: {error}") from error
-            found |= {name: Stored(file, name) for name in file.keys()}  # noqa: SIM118
-        prefix = next((each for each in PREFIXES if f"{each}embed_tokens.weight" in found), "model.")
-        yield {_plain(name, prefix): stored for name, stored in found.items() if not IGNORED.match(name)}
+    try:
+        return safe_open(path, framework="np")
+    except (SafetensorError, OSError) as error:
+        raise BadInput(f"{path} can't be read as safetensors: {error}") from error
 
 
 def _plain(name: str, prefix: str) -> str:

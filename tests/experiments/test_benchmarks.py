@@ -53,6 +53,19 @@ def test_logprobs_benchmark_runs():
     assert 0 < memory["temporary_mib"] < memory["plain_mib"]
 
 
+def test_loading_benchmark_runs():
+    flags = ["--layers=2", "--width=256", "--vocabulary=512", "--shard_mib=1"]
+    result = run("experiments.benchmarks.loading", *flags, "--stored=bfloat16", "--dtypes=float32", "--devices=8")
+    assert result["benchmark"] == "loading"
+    (row,) = result["rows"]
+    assert (row["stored"], row["dtype"], row["devices"], row["shards"]) == ("bfloat16", "float32", 8, 4)
+    assert row["params_mib"] == 5.9
+    assert min(row["layer_mib"], row["largest_shard_mib"], row["seconds"]) > 0
+    assert row["over_allowed"] == pytest.approx(
+        row["beyond_mib"] / (row["largest_shard_mib"] + row["layer_mib"]), rel=0.1
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -60,6 +73,7 @@ def test_logprobs_benchmark_runs():
         (["decode", "--rows=x,1"], "--rows=x,1 must be a comma-separated list of positive integers"),
         (["decode", "--model=/nowhere"], "/nowhere"),
         (["logprobs", "--models=/nowhere"], "/nowhere"),
+        (["loading", "--width=300"], "--width=300 must be a multiple of 256"),
     ],
 )
 def test_bad_flags_get_one_sentence_and_a_status(arguments, words):

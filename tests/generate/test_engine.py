@@ -1,13 +1,11 @@
 """The engine: what a request gets depends on its key alone, and nothing is lost whatever happens around it."""
 
 import threading
-import time
 
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from engine_cases import SETTINGS, bits, count_live, make_requests, next_turn, text_of
 from tiny_models import BANNED, CONFIG, POLICY, tiny_params
 
 import flowgrpo as fg
@@ -16,48 +14,11 @@ from flowgrpo.generate.sampler import logprobs
 
 pytestmark = pytest.mark.slow
 
-STOP = (7,)
-SETTINGS = {"slots": 8, "slot_length": 128, "chunk": 16, "steps": 8, "banned": BANNED}
-
-
-def make_requests(count: int, seed: int = 0, **fields) -> list[fg.Request]:
-    rng = np.random.default_rng(seed)
-    return [
-        fg.Request(
-            rng.integers(1, CONFIG.v, rng.integers(1, 50)).tolist(),
-            jax.random.key(seed * 1000 + i),
-            int(rng.integers(1, 40)),
-            **{"stop_ids": STOP, **fields},
-        )
-        for i in range(count)
-    ]
-
-
-def next_turn(request: fg.Request, completion: fg.Completion, seed: int) -> fg.Request:
-    """The conversation after an observation of 9 tokens."""
-    seen = np.random.default_rng(seed).integers(1, CONFIG.v, 9).tolist()
-    before = [False] * len(request.tokens) if request.chosen is None else list(request.chosen)
-    return fg.Request(
-        [*request.tokens, *completion.tokens, *seen],
-        jax.random.key(10_000 + seed),
-        12,
-        chosen=before + [True] * len(completion.tokens) + [False] * 9,
-        stop_ids=STOP,
-    )
-
-
-def bits(completions) -> list:
-    return [(list(c.tokens), list(c.logp)) for c in completions]
-
 
 @pytest.fixture(scope="module")
 def engine():
     with Engine(POLICY, tiny_params(), **SETTINGS) as engine:
         yield engine
-
-
-def compilations(engine) -> list[int]:
-    return [program._cache_size() for program in engine.programs]
 
 
 # E3 ---------------------------------------------------------------------------------------------------
@@ -182,106 +143,72 @@ def test_a_failure_reaches_every_caller():
         threading.excepthook = hook
 
 
-# Weights ----------------------------------------------------------------------------------------------
+# Stop strings -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at_swap", ["recompute", "keep"])
-def test_weights_swap_in_flight(at_swap):
-    """Every token says which weights chose it, versions only grow, and no request is dropped."""
-    with Engine(POLICY, tiny_params(), **{**SETTINGS, "steps": 2, "slot_length": 640}, at_swap=at_swap) as engine:
-        # Long enough to be in flight at every swap, however late this thread gets its turn.
-        futures = [engine.submit(fg.Request([1, 2, i + 1], jax.random.key(i), 600)) for i in range(8)]
-        for version in range(1, 4):
-            time.sleep(0.05)
-            engine.swap(tiny_params(version), version)
-        completions = [future.result(timeout=120) for future in futures]
-    assert all(list(c.version) == sorted(c.version) and len(c.tokens) == 600 for c in completions)
-    assert {version for c in completions for version in c.version} >= {0, 3}
+def cut_text(completion: fg.Completion) -> tuple[str, int]:
+    """A stop string out of the middle of what was sampled, and how many tokens stay where it ends them."""
+    text = text_of(completion.tokens)
+    stop = max(text[len(text) // 3 :][:9].split("\ufffd"), key=len) or "nowhere"
+    ends = range(1, len(completion.tokens) + 1)
+    return stop, next((end for end in ends if stop in text_of(completion.tokens[:end])), len(completion.tokens))
 
 
-def test_a_recomputed_cache_holds_nothing_of_the_old_weights():
-    """Four requests of one prompt in flight: after the swap each token is scored as the new weights score it."""
-    prompt = np.random.default_rng(2).integers(1, CONFIG.v, 40).tolist()
-    with Engine(POLICY, tiny_params(), **{**SETTINGS, "steps": 1, "slot_length": 512}) as engine:
-        engine.generate(make_requests(8, seed=15))
-        futures = [engine.submit(fg.Request(prompt, jax.random.key(i), 400)) for i in range(4)]
-        time.sleep(0.05)
-        engine.swap(tiny_params(9), 1)
-        completions = [future.result(timeout=120) for future in futures]
-    tokens = np.zeros((4, 440), np.int32)
-    for i, completion in enumerate(completions):
-        tokens[i] = [*prompt, *completion.tokens]
-    scores = logprobs(POLICY, tiny_params(9), tokens, banned=BANNED)
-    new = np.array([c.version for c in completions]) == 1
-    assert 0 < new.sum() < new.size
-    np.testing.assert_allclose(
-        np.asarray(scores.logp)[:, 40:][new], np.array([c.logp for c in completions])[new], atol=2e-5
-    )
+def test_a_stop_string_ends_where_its_last_token_is():
+    """The same bits as without it, up to that token; what was decoded past it is accounted for (A5, A6)."""
+    requests = make_requests(40, seed=21, max_tokens=39)
+    with Engine(POLICY, tiny_params(), **SETTINGS, text_of=text_of) as engine:
+        whole = engine.generate(requests)
+        stops, ends = zip(*map(cut_text, whole), strict=True)
+        counts = []
+        count_live(engine, counts)
+        asked = [request._replace(stop=(stop, "@@")) for request, stop in zip(requests, stops, strict=True)]
+        stopped = engine.generate(asked)
+        engine.lost.check()
+    assert bits(stopped) == [(tokens[:end], logp[:end]) for (tokens, logp), end in zip(bits(whole), ends, strict=True)]
+    past = sum(counts) - sum(ends)
+    assert engine.lost.fates == {fg.Fate.DROPPED_AFTER_STOP: past}
+    assert past > 0
+    ends_of = [text_of(completion.tokens[-1:]) for completion in stopped]
+    several = [
+        stop in text_of(c.tokens) and stop not in end for stop, c, end in zip(stops, stopped, ends_of, strict=True)
+    ]
+    assert sum(several) > 10
+    assert any("é" in stop for stop in stops)
+    for completion, stop in zip(stopped, stops, strict=True):
+        assert (completion.finish_reason == "stop") == (
+            stop in text_of(completion.tokens) or completion.tokens[-1] == 7
+        )
+        assert len(completion.tokens) == len(completion.logp) == len(completion.version) == len(completion.margin)
 
 
-def test_after_a_swap_nothing_old_is_used():
-    requests = make_requests(6, seed=11)
-    with Engine(POLICY, tiny_params(5), **SETTINGS) as fresh:
-        expected = bits(fresh.generate(requests))
-    with Engine(POLICY, tiny_params(0), **SETTINGS) as engine:
-        engine.generate(requests)
-        engine.swap(tiny_params(5), 1)
-        completions = engine.generate(requests)
-    assert bits(completions) == expected
-    assert {version for c in completions for version in c.version} == {1}
+def test_E3_the_turn_after_a_stop_string_reuses_what_stayed():
+    """Nothing of what was decoded past it is in the next turn's cache: the same bits as from an evicted one."""
+    found, evicted, dropped = [], [], []
+    with Engine(POLICY, tiny_params(), **SETTINGS, text_of=text_of) as engine:
+        requests = make_requests(8, seed=22, max_tokens=39, stop=("é", "ab", "€"), stop_ids=())
+        for results, noise in ((found, False), (evicted, True)):
+            for i, request in enumerate(requests):
+                first = engine.generate([request])[0]
+                dropped.append(engine.lost.generated)
+                if noise:
+                    engine.generate(make_requests(10, seed=60 + i))
+                results += engine.generate([next_turn(request, first, 30 + i)])
+    assert bits(found) == bits(evicted)
+    assert min(c.reused for c in found) > 0 == sum(c.reused for c in evicted)
+    assert dropped[7] > 0
 
 
-# Load -------------------------------------------------------------------------------------------------
+def test_a_reader_that_fails_ends_its_own_request_only():
+    def read(ids):
+        raise KeyError(ids[0])
 
-
-def test_nothing_is_compiled_after_the_first_requests(engine):
-    """One compilation of each program, whatever lengths, turns and settings come.
-
-    Programs without a policy are shared between engines, and compiled once for each of their shapes.
-    """
-    first = make_requests(1, seed=16)[0]
-    completion = engine.generate([first])[0]
-    engine.generate(make_requests(16, seed=17))
-    engine.generate([next_turn(first, completion, 99)])  # evicted by now, so every program has run
-    before = compilations(engine)
-    engine.generate(make_requests(30, seed=12, temperature=0.3))
-    assert compilations(engine) == before
-    assert len(before) == 6
-    assert [getattr(engine.programs, name)._cache_size() for name in ("prefill", "force", "decode")] == [1, 1, 1]
-
-
-@settings(max_examples=10)
-@given(st.lists(st.tuples(st.sampled_from(["submit", "submit", "cancel", "wait"]), st.integers(0, 99)), max_size=100))
-def test_random_submits_and_cancels_lose_nothing(engine, steps):
-    """Up to 1,000 random steps: every future is answered or cancelled, and uncancelled ones are whole."""
-    pool, futures = make_requests(100, seed=13), []
-    for action, number in steps:
-        if action == "submit":
-            futures.append((number, engine.submit(pool[number])))
-        elif action == "cancel" and futures:
-            futures[number % len(futures)][1].cancel()
-        else:
-            time.sleep(0.0005)
-    for number, future in futures:
-        if not future.cancelled():
-            completion = future.result(timeout=60)
-            assert completion.finish_reason in ("stop", "length")
-            assert len(completion.tokens) <= pool[number].max_tokens
-
-
-def test_many_threads_submit_at_once(engine):
-    requests, results = make_requests(48, seed=14), {}
-
-    def work(part):
-        for i in range(part, 48, 6):
-            results[i] = engine.submit(requests[i]).result(timeout=60)
-
-    threads = [threading.Thread(target=work, args=(part,)) for part in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert bits([results[i] for i in range(48)]) == bits(engine.generate(requests))
+    with Engine(POLICY, tiny_params(), **SETTINGS, text_of=read) as engine:
+        plain, reading = (engine.submit(fg.Request([1, 2], jax.random.key(0), 20, stop=stop)) for stop in ((), ("a",)))
+        with pytest.raises(KeyError):
+            reading.result(timeout=60)
+        assert len(plain.result(timeout=60).tokens) == 20
+        assert engine.lost.check().generated > 0
 
 
 # What is refused --------------------------------------------------------------------------------------
@@ -296,6 +223,8 @@ def test_many_threads_submit_at_once(engine):
         ({"chosen": [True]}, "the request has 3 tokens, but `chosen` has 1"),
         ({"temperature": 0.0}, "temperature is 0.0, but must be greater than 0"),
         ({"stop_ids": tuple(range(20))}, "20 stop ids, but at most 8"),
+        ({"stop": ("a", "")}, "must hold strings of at least one character"),
+        ({"stop": ("a",)}, "needs an engine that can read ids: make it with text_of"),
         ({"top_k": 5}, "cut the support: make the engine with kept"),
     ],
 )

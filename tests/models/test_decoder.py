@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.attention import visible
+from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy, parameters, run_layer, shape_of
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,64 @@
+"""What every experiment does alike: the flags that all have, and how a run begins and ends.
+
+    if __name__ == "__main__":
+        common.run(main)
+
+`run` parses the flags, sets up JAX before its backend starts, and calls `main()`. Bad input becomes one sentence on
+stderr and status 1, Ctrl-C one line and status 130. Only what is a bug shows its traceback.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from absl import app, flags, logging
+
+from flowgrpo import launch
+from flowgrpo.types import BadInput
+
+_CACHE = flags.DEFINE_string("compilation_cache", None, "Folder that keeps compiled programs from run to run.")
+_PROFILE = flags.DEFINE_string("profile_dir", None, "Folder for a trace of the run, for XProf or Perfetto.")
+_DETERMINISTIC = flags.DEFINE_bool("deterministic", False, "Let XLA use deterministic operations only.")
+
+INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run an experiment as a command; doesn't return."""
+
+    def guarded(argv: Sequence[str]) -> None:
+        try:
+            _check_rest(argv)
+            launch.configure(compilation_cache=_CACHE.value, deterministic=_DETERMINISTIC.value)
+            with launch.profile(_PROFILE.value):
+                main()
+        except BadInput as error:
+            sys.exit(f"{_name()}: {error}")
+        except KeyboardInterrupt:
+            print(f"\n{_name()}: interrupted", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+
+    app.run(guarded, flags_parser=_parse)
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    """absl's parsing, with one sentence for a bad flag; libraries log warnings only, unless `--verbosity` says more."""
+    try:
+        rest = flags.FLAGS(argv)
+    except flags.Error as error:
+        sys.exit(f"{_name()}: {error}")
+    if not flags.FLAGS["verbosity"].present:
+        flags.FLAGS.verbosity = logging.WARNING
+    return rest
+
+
+def _check_rest(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise BadInput(f"{argv[1]!r} is not a flag: settings are given as --name=value (--help lists them)")
+
+
+def _name() -> str:
+    """The module that runs, as it was called: `experiments.family`."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    return spec.name if spec else Path(str(getattr(main, "__file__", "experiments"))).stem

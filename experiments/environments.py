@@ -1,0 +1,43 @@
+"""How hard the environments are before anything is learned: the oracle, the demonstrations and random tokens play.
+
+    python -m experiments.environments
+    python -m experiments.environments --environments=lookup --split=test --episodes=10000 --show=3
+
+Prints a line for each: success in %, turns and calls an episode, malformed or refused actions in %, and of the calls
+those to the right tool in %, where that is a matter of the call alone. Runs anywhere, in seconds.
+
+Expected of `lookup` with the default 20,000 episodes of training tasks: the oracle solves 100.0 % in 3.5 turns, the
+demonstrations 17 % in 4.0 turns with 35 % of their calls to the right one of 4 tools, and random tokens nothing.
+"""
+
+from absl import app, flags
+
+from experiments.members import ENVIRONMENTS
+from experiments.plays import PLAYERS, draw_tasks, play_many, tabulate, transcript
+from flowgrpo.envs.env import SPLITS
+
+_ENVIRONMENTS = flags.DEFINE_list("environments", list(ENVIRONMENTS), f"Any of {', '.join(ENVIRONMENTS)}.")
+_SPLIT = flags.DEFINE_enum("split", "train", SPLITS, "Whose tasks.")
+_EPISODES = flags.DEFINE_integer("episodes", 20_000, "Episodes of each player.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of tasks and players.")
+_SHOW = flags.DEFINE_integer("show", 0, "Episodes of each player to print in words.", lower_bound=0)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    for name in _ENVIRONMENTS.value:
+        if name not in ENVIRONMENTS:
+            raise app.UsageError(f"environment {name!r} is unknown; choose from {', '.join(ENVIRONMENTS)}")
+        env = ENVIRONMENTS[name]()
+        tasks = draw_tasks(env, _SPLIT.value, count=_EPISODES.value, seed=_SEED.value)
+        for player, act in PLAYERS.items():
+            plays = play_many(env, act, tasks, seed=_SEED.value + 1)
+            cells = "   ".join(f"{key} {value:5.1f}" for key, value in tabulate(env, plays).items())
+            print(f"{name:12} {player:15} {cells}")
+            for episode in range(min(_SHOW.value, _EPISODES.value)):
+                print(transcript(env, plays, episode))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,172 @@
+"""What a run on a pure environment is made of: settings that fit each environment, and the parts that they build.
+
+Settings are one flat dict, which `run.json` keeps beside a run's results, so that another command can build the same
+parts again.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+import flowgrpo as fg
+from experiments.members import ALGORITHMS, ENVIRONMENTS
+from flowgrpo import loop
+from flowgrpo.envs.env import PAD
+from flowgrpo.learner.state import init_learner, make_optimizer
+from flowgrpo.learner.warmstart import demonstrate, imitation_rows, make_supervised, make_validation, train_to_minimum
+from flowgrpo.models.config import DecoderConfig, Rope
+from flowgrpo.models.decoder import make_policy
+
+COMMON: dict[str, Any] = {
+    "algorithm": "flow_grpo",
+    "control": "none",
+    "temperature": 1.0,
+    "queries": 32,
+    "samples": 8,
+    "oversample": 1,
+    "mini_batches": 1,
+    "epochs": 1,
+    "beta": 0.0,
+    "clip_high": 0.28,
+    "entropy_bonus": 0.0,
+    "learning_rate": 1e-3,
+    "decay": 1.0,  # the share of the learning rate that is left at the last update
+    "warm_rate": 3e-3,
+    "warm_steps": 600,
+    "warm_rows": 64,
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "lookup": {"d": 64, "layers": 2, "updates": 120},
+    "arithmetic": {"d": 96, "layers": 3, "updates": 200, "learning_rate": 5e-4, "warm_steps": 1200, "oversample": 2},
+    "maze": {"d": 64, "layers": 2, "updates": 120},
+}
+CONTROLS = ("none", "shuffled_rewards", "supervised")
+VALIDATION_ROWS = 256
+ASKED_EVERY, PATIENCE = 50, 3  # steps of the warm start between two validations; how many may bring nothing
+HEAD, ROPE = 16, 1000.0  # dimensions of a head; base of the rotary angles, for contexts of a few hundred tokens
+
+
+class Setup(NamedTuple):
+    """The parts of a run."""
+
+    settings: dict[str, Any]
+    env: fg.Env
+    policy: fg.Policy
+    algorithm: fg.Algorithm
+    optimizer: optax.GradientTransformation
+    sizes: loop.Settings
+    iteration: loop.Iteration
+
+
+def settings_of(env: str, **chosen: Any) -> dict[str, Any]:
+    """The preset of an environment with what was chosen in its place; `None` is no choice."""
+    if env not in PRESETS:
+        raise fg.BadInput(f"environment {env!r} is unknown; choose from {', '.join(PRESETS)}")
+    preset = COMMON | PRESETS[env]
+    unknown = sorted(set(chosen) - set(preset) - {"seed"})
+    if unknown:
+        raise fg.BadInput(f"{unknown[0]!r} is no setting; they are {', '.join(preset)}")
+    return {"env": env, "seed": 0} | preset | {name: value for name, value in chosen.items() if value is not None}
+
+
+def build(settings: dict[str, Any]) -> Setup:
+    """The parts that these settings describe."""
+    env = ENVIRONMENTS[settings["env"]]()
+    policy = make_policy(shape_of(env, settings["d"], settings["layers"]))
+    algorithm = _algorithm(settings, env)
+    fall = {"decay_steps": settings["updates"], "final_share": settings["decay"]} if settings["decay"] < 1 else {}
+    optimizer = make_optimizer(learning_rate=settings["learning_rate"], **fall)
+    names = ("queries", "samples", "oversample", "temperature", "mini_batches", "epochs")
+    sizes = loop.Settings(**{name: settings[name] for name in names})
+    judge = partial(loop.shuffled_rewards, samples=sizes.samples) if settings["control"] == "shuffled_rewards" else None
+    iteration = loop.make_iteration(env, policy, algorithm, optimizer, sizes, judge=judge)
+    return Setup(settings, env, policy, algorithm, optimizer, sizes, iteration)
+
+
+def shape_of(env: fg.Env, d: int, layers: int) -> DecoderConfig:
+    """A small decoder over the words of an environment."""
+    return DecoderConfig(
+        v=len(env.words),
+        d=d,
+        h=d // HEAD,
+        k=d // HEAD,
+        e=HEAD,
+        f=2 * d,
+        windows=(None,) * layers,
+        ropes=(Rope(theta=ROPE),) * layers,
+        tied=True,
+        init_scale=0.05,
+    )
+
+
+def _algorithm(settings: dict[str, Any], env: fg.Env) -> fg.Algorithm:
+    name = settings["algorithm"]
+    if name not in ALGORITHMS:
+        raise fg.BadInput(f"algorithm {name!r} is unknown; choose from {', '.join(ALGORITHMS)}")
+    if settings["control"] not in CONTROLS:
+        raise fg.BadInput(f"control {settings['control']!r} is unknown; choose from {', '.join(CONTROLS)}")
+    options = {"beta": settings["beta"], "clip_high": settings["clip_high"], "entropy_bonus": settings["entropy_bonus"]}
+    if name == "dr_grpo":
+        options["max_tokens"] = env.sizes.turns * env.sizes.action
+    if name in ("rloo", "kimi", "dpo"):  # nothing is clipped there
+        del options["clip_high"]
+    if name in ("kimi", "dpo"):
+        del options["beta"]
+    return ALGORITHMS[name](**{key: value for key, value in options.items() if value != 0 or key == "beta"})
+
+
+def seed_keys(seed: int) -> dict[str, jax.Array]:
+    """A key for each purpose of a run."""
+    names = ("start", "demonstrations", "run", "validation", "test")
+    return dict(zip(names, jax.random.split(jax.random.key(seed), len(names)), strict=True))
+
+
+# Imitation --------------------------------------------------------------------------------------------
+
+
+def demonstration_rows(setup: Setup, key: jax.Array, *, rows: int, split: str) -> fg.Batch:
+    """Fresh demonstrations, one a row; pure."""
+    task_key, play_key = jax.random.split(key)
+    tasks = loop.draw_tasks(setup.env, task_key, rows, split)
+    batch = imitation_rows(demonstrate(setup.env, tasks, jax.random.split(play_key, rows)))
+    return jax.tree.map(lambda x_rs: x_rs[:, : loop.longest(setup.env)], batch)
+
+
+def warm_start(setup: Setup, params, key: jax.Array, tell: Callable[[int, float], None]):
+    """Parameters at the lowest validation loss of imitation, which `tell` hears of every few steps."""
+    settings = setup.settings
+    steps, rows = settings["warm_steps"], settings["warm_rows"]
+    optimizer = make_optimizer(learning_rate=settings["warm_rate"], warmup_steps=20, decay_steps=steps)
+    step = jax.jit(make_supervised(setup.policy, optimizer, banned=(PAD,), micro_rows=rows))
+    draw = jax.jit(partial(demonstration_rows, setup, rows=rows, split="train"))
+    held = jax.jit(partial(demonstration_rows, setup, rows=VALIDATION_ROWS, split="validation"))(key)
+    loss = jax.jit(make_validation(setup.policy, banned=(PAD,), micro_rows=rows))
+    asked = count(0, ASKED_EVERY)
+
+    def validate(params) -> jax.Array:
+        value = loss(params, held)
+        tell(next(asked), float(value))
+        return value
+
+    batches = (draw(jax.random.fold_in(key, index)) for index in range(1, steps + 1))
+    state = init_learner(params, optimizer)
+    return train_to_minimum(state, batches, step, validate, every=ASKED_EVERY, patience=PATIENCE)[0].params
+
+
+def imitation_step(setup: Setup, key: jax.Array) -> Callable[[loop.Run], tuple[loop.Run, dict]]:
+    """A control: as many trajectories an update, imitated."""
+    rows = setup.sizes.queries * setup.sizes.samples
+    step = make_supervised(setup.policy, setup.optimizer, banned=(PAD,), micro_rows=setup.sizes.micro_rows)
+
+    def imitate(run: loop.Run) -> tuple[loop.Run, dict]:
+        own = jax.random.fold_in(jax.random.fold_in(key, 1), run.update)
+        batch = demonstration_rows(setup, own, rows=rows, split="train")
+        learner, loss = step(run.learner, batch)
+        tokens = (batch.segments > 0).sum()
+        return run.replace(learner=learner, update=run.update + 1), {"loss": loss, "tokens": tokens}
+
+    return jax.jit(imitate)

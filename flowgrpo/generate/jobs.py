@@ -1,0 +1,112 @@
+"""A request on its way: checked when it comes, filled as tokens are sampled, answered once."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flowgrpo.contracts import Completion, Request
+from flowgrpo.generate.sampler import MAX_KEPT, Sampled
+from flowgrpo.generate.stops import TextOf, find_stop, stops_of
+from flowgrpo.types import BadInput
+
+MAX_STOPS = 8
+
+
+@dataclass(eq=False)
+class Job:
+    """A request with its future and what was sampled for it so far; only the engine's thread changes it."""
+
+    request: Request
+    ends_at: float | None
+    stops: tuple[str, ...]
+    tokens: list[int]  # the request's, then those that were sampled
+    chosen: list[bool]
+    future: Future = field(default_factory=Future)
+    logp: list[float] = field(default_factory=list)
+    version: list[int] = field(default_factory=list)
+    margin: list[float] = field(default_factory=list)
+    kept: list[np.ndarray] = field(default_factory=list)
+    reused: int = 0
+
+    @property
+    def sampled(self) -> list[int]:
+        """The tokens that were sampled."""
+        return self.tokens[len(self.request.tokens) :]
+
+    def ending(self, now: float) -> str:
+        """Why the job must end whatever it has; empty where it need not."""
+        if self.future.cancelled():
+            return "cancelled"
+        return "timeout" if self.ends_at is not None and now > self.ends_at else ""
+
+    def take_in(self, sampled: Sampled, index: int, version: int) -> int:
+        """Add what row `index` sampled in a stretch; returns how many tokens."""
+        # A row that ends stays so, so what it sampled stands at the beginning.
+        size = int(sampled.live[:, index].sum())
+        self.tokens += sampled.token[:size, index].tolist()
+        self.chosen += [True] * size
+        self.logp += sampled.logp[:size, index].tolist()
+        self.margin += sampled.margin[:size, index].tolist()
+        self.version += [version] * size
+        if sampled.kept is not None:
+            self.kept += list(np.asarray(sampled.kept)[:size, index])
+        return size
+
+    def stop(self, new: int, text_of: TextOf | None) -> tuple[bool, int]:
+        """Whether the job stops within its `new` tokens, and how many it takes back that were decoded past that."""
+        size = len(self.logp)
+        found = find_stop(self.sampled, size - new, self.stops, text_of) if self.stops and text_of else None
+        if found is None:
+            return self.tokens[-1] in self.request.stop_ids, 0
+        past = size - found
+        for column in (self.tokens, self.chosen, self.logp, self.version, self.margin, self.kept):
+            del column[len(column) - past :]
+        return True, past
+
+    def answer(self, outcome: str | BaseException) -> bool:
+        """Settle the future with a reason to have finished, or with an error; returns whether the tokens reach it."""
+        # Until here the future can be cancelled, from here on it can't.
+        if not self.future.set_running_or_notify_cancel():
+            return False
+        if isinstance(outcome, BaseException):
+            self.future.set_exception(outcome)
+            return False
+        kept = np.stack(self.kept) if self.kept else None
+        done = Completion(self.sampled, self.logp, self.version, outcome, self.margin, kept, self.reused)
+        self.future.set_result(done)
+        return True
+
+
+def make_job(request: Request, now: float, *, slot_length: int, kept: int, reads: bool) -> Job:
+    """The job of a request that can be run in slots of that length; or `BadInput`."""
+    stops = stops_of(request.stop)
+    if stops and not reads:
+        raise BadInput(f"stop={request.stop!r} needs an engine that can read ids: make it with text_of")
+    _check(request, slot_length, kept)
+    tokens = [int(token) for token in request.tokens]
+    chosen = [False] * len(tokens) if request.chosen is None else [bool(x) for x in request.chosen]
+    return Job(request, None if request.deadline is None else now + request.deadline, stops, tokens, chosen)
+
+
+def _check(request: Request, slot_length: int, kept: int) -> None:
+    size = len(request.tokens)
+    if size == 0:
+        raise BadInput("a request needs at least one token to continue")
+    if request.max_tokens < 1 or size + request.max_tokens > slot_length:
+        raise BadInput(
+            f"{size} tokens and max_tokens={request.max_tokens} must fit a slot of {slot_length}: "
+            "shorten the request, or raise slot_length"
+        )
+    if request.chosen is not None and len(request.chosen) != size:
+        raise BadInput(f"the request has {size} tokens, but `chosen` has {len(request.chosen)}")
+    if not request.temperature > 0:
+        raise BadInput(f"temperature is {request.temperature}, but must be greater than 0; top_k=1 is greedy")
+    if len(request.stop_ids) > MAX_STOPS:
+        raise BadInput(f"{len(request.stop_ids)} stop ids, but at most {MAX_STOPS} are supported")
+    cuts = request.top_p < 1 or request.min_p > 0 or request.top_k < MAX_KEPT
+    if cuts and not (kept and 1 <= request.top_k <= kept):
+        raise BadInput(
+            f"top_k={request.top_k}, top_p={request.top_p}, min_p={request.min_p} cut the support: make the engine "
+            f"with kept >= top_k (at most {MAX_KEPT}), so that the kept sets are recorded"
+        )

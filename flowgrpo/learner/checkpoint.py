@@ -1,0 +1,236 @@
+"""The whole run as one tree in a folder, by Orbax, so that a run that was killed goes on bit for bit (S1).
+
+    checkpoints = Checkpoints("runs/lookup", keep=2, best="success")
+    checkpoints.save(12, tree, {"success": 0.54})
+    step = checkpoints.latest()
+    tree = checkpoints.restore(step, template)
+
+    runs/lookup/checkpoints/00000012/
+        arrays/             by Orbax; the names are those of the leaves
+        checkpoint.json     the note; every leaf's place and kind; dtype, shape and checksum, or value
+
+A checkpoint is written beside its place and moved there when it is whole, so that a process may be killed at any
+moment. What such a one left behind is never read, and is removed by the next that writes. The checksums find damage
+that Orbax would not.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from flowgrpo.launch import make_folder
+from flowgrpo.learner.leaves import Leaf, give, take
+from flowgrpo.types import BadInput
+
+ARRAYS, CONTENT = "arrays", "checkpoint.json"
+UNFINISHED = ".unfinished-"  # begins the name of what is being written or removed
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    The newest `keep` are kept, and the one whose note has the highest number under the name `best`. With `background`,
+    `save` returns when all is copied; the next `save`, `wait`, or the end of a `with` block waits until it is written
+    and raises what went wrong.
+    """
+
+    def __init__(self, folder: str | os.PathLike, *, keep: int = 2, best: str | None = None, background: bool = False):
+        if keep < 1:
+            raise BadInput(f"keep={keep} must be at least 1")
+        self.folder = Path(folder) / "checkpoints"
+        self._keep, self._best, self._clean = keep, best, False
+        self._writer = ThreadPoolExecutor(1, "checkpoint") if background else None
+        self._pending: Future | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
+    def steps(self) -> list[int]:
+        """The steps of all whole checkpoints, oldest first."""
+        return sorted(int(path.parent.name) for path in self.folder.glob(f"[0-9]*/{CONTENT}"))
+
+    def latest(self) -> int | None:
+        """The newest step; None where there is none."""
+        return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """The step with the highest number under the name `best`, the newest of equals; None where there is none."""
+        ranked = []
+        for step in self.steps() if self._best else []:
+            with suppress(BadInput):  # a damaged one is none of the best
+                score = self.note(step).get(str(self._best))
+                ranked += [(score, step)] if isinstance(score, int | float) and score == score else []
+        return max(ranked)[1] if ranked else None
+
+    def save(self, step: int, tree: Any, note: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint, replacing one of the same step; the note is what JSON can hold."""
+        self.wait()
+        leaves = take(tree, copy=self._writer is not None)
+        content = {"step": step, "note": dict(note or {}), "leaves": [_record(leaf) for leaf in leaves]}
+        text = json.dumps(content | {"crc32": _checksum(content)})
+        if self._writer is None:
+            self._write(step, leaves, text)
+        else:
+            self._pending = self._writer.submit(self._write, step, leaves, text)
+
+    def wait(self) -> None:
+        """Return when everything is written; raises what went wrong."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def note(self, step: int) -> dict[str, Any]:
+        """What was noted with a checkpoint."""
+        return self._content(step)["note"]
+
+    def restore(self, step: int, template: Any) -> Any:
+        """The tree of a checkpoint; `template` gives structure, types, shapes and shardings.
+
+        Where the template has `...`, whatever is there comes back, as dicts, lists and leaves.
+        """
+        records = self._content(step)["leaves"]
+        try:
+            arrays = _restore_arrays(self._path(step) / ARRAYS) if any(map(_is_stored, records)) else {}
+            leaves = [_leaf(record, arrays.get(_key(i, record))) for i, record in enumerate(records)]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._damaged(step, str(error)) from error
+        try:
+            return give(leaves, template)
+        except BadInput as error:
+            raise BadInput(f"{self._path(step)} does not fit: {error}") from None
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"{step:08d}"
+
+    def _content(self, step: int) -> dict[str, Any]:
+        """What `checkpoint.json` says."""
+        try:
+            content = json.loads((self._path(step) / CONTENT).read_text())
+            if content.pop("crc32") != _checksum(content):
+                raise ValueError("it is not what was saved")
+        except FileNotFoundError:
+            there = f"there are {', '.join(map(str, self.steps()))}" if self.steps() else "there is none"
+            raise BadInput(f"{self.folder} has no checkpoint of step {step}: {there}") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._damaged(step, f"{CONTENT}: {error}") from error
+        return content
+
+    def _damaged(self, step: int, why: str) -> BadInput:
+        """The sentence, with what to do."""
+        earlier = [other for other in self.steps() if other < step]
+        mend = f"remove that folder to go on from step {earlier[-1]}" if earlier else "there is no earlier one"
+        return BadInput(f"{self._path(step)} is damaged ({' '.join(why.split())[:200]}): {mend}")
+
+    def _write(self, step: int, leaves: list[Leaf], text: str) -> None:
+        """Write all beside its place, move it there, and remove what is no longer kept."""
+        make_folder(self.folder)
+        if not self._clean:
+            for rest in self.folder.glob(f"{UNFINISHED}*"):
+                shutil.rmtree(rest, ignore_errors=True)
+            self._clean = True
+        beside = self.folder / f"{UNFINISHED}{step:08d}"
+        try:
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir()
+            arrays = {_key(i, _record(leaf)): leaf.value for i, leaf in enumerate(leaves) if _is_stored(_record(leaf))}
+            if arrays:
+                _orbax().save(beside.absolute() / ARRAYS, arrays)
+            (beside / CONTENT).write_text(text)
+            self._remove(step)
+            beside.rename(self._path(step))
+        except (OSError, ValueError) as error:
+            last = self.latest()
+            kept = f"the one of step {last} is whole" if last is not None else "there is no earlier one"
+            raise BadInput(f"{self._path(step)} could not be written ({str(error)[:200]}): {kept}") from error
+        self._prune()
+
+    def _prune(self) -> None:
+        """Remove what is neither among the newest nor the best."""
+        for step in set(self.steps()[: -self._keep]) - {self.best()}:
+            self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        """Remove a checkpoint at once: a name that isn't read first, then the files."""
+        if self._path(step).exists():
+            gone = self.folder / f"{UNFINISHED}{step:08d}-removed"
+            shutil.rmtree(gone, ignore_errors=True)
+            self._path(step).rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def params_sha256(params: Any) -> str:
+    """A hash of a tree of arrays: of the places, dtypes, shapes and bytes of its leaves, sorted by place."""
+    digest = hashlib.sha256()
+    for leaf in sorted(take(params), key=lambda leaf: leaf.name):
+        value = np.asarray(leaf.value)
+        digest.update(f"{leaf.name}:{value.dtype}{value.shape}".encode())
+        digest.update(np.ascontiguousarray(value).tobytes())
+    return digest.hexdigest()
+
+
+# Between leaves and files -----------------------------------------------------------------------------
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    """Of all that `checkpoint.json` says, as JSON writes it."""
+    return zlib.crc32(json.dumps(content).encode())
+
+
+def _record(leaf: Leaf) -> dict[str, Any]:
+    """A leaf for `checkpoint.json`; an array without its numbers."""
+    record: dict[str, Any] = {"name": leaf.name, "path": leaf.path, "kind": leaf.kind}
+    if not isinstance(leaf.value, np.ndarray):
+        return record | {"value": leaf.value}
+    checksum = zlib.crc32(np.ascontiguousarray(leaf.value).reshape(-1).view(np.uint8).data)
+    return record | {"dtype": str(leaf.value.dtype), "shape": leaf.value.shape, "crc32": checksum}
+
+
+def _is_stored(record: Mapping[str, Any]) -> bool:
+    """Whether it is an array that Orbax keeps; it keeps none without elements."""
+    return "dtype" in record and 0 not in record["shape"]
+
+
+def _key(index: int, record: Mapping[str, Any]) -> str:
+    """Under which name Orbax keeps an array: unique, and to be read by people."""
+    return f"{index:05d}.{record['name'].replace('/', '.')}"
+
+
+def _leaf(record: Mapping[str, Any], array: np.ndarray | None) -> Leaf:
+    """The leaf of a record; ValueError where its array is not the one that was saved."""
+    path = tuple((kind, key) for kind, key in record["path"])
+    if "dtype" not in record:
+        return Leaf(path, record["kind"], record["value"])
+    if array is None and not _is_stored(record):
+        array = np.zeros(record["shape"], jax.numpy.dtype(record["dtype"]))
+    leaf = Leaf(path, record["kind"], array)
+    if array is None or json.loads(json.dumps(_record(leaf))) != record:
+        raise ValueError(f"{record['name']} is not what was saved")
+    return leaf
+
+
+def _restore_arrays(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of a checkpoint, by their names there, on the host."""
+    import orbax.checkpoint as ocp
+
+    kinds = ocp.args.PyTreeRestore(restore_args=None)
+    return _orbax().restore(path.absolute(), args=kinds)
+
+
+def _orbax() -> Any:
+    """Orbax for one flat dict of NumPy arrays."""
+    import orbax.checkpoint as ocp
+
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())

@@ -1,0 +1,114 @@
+"""The folder of a run: what it was started with, checked before it goes on, and one process at a time.
+
+    with run_folder("runs/lookup", {"seed": 0, "learning_rate": 3e-4}) as folder:
+        ...
+
+A run goes on to the same bits only under the same settings, software and hardware (S1), so `run.json` holds them all
+and another run is refused, with what differs. The lock is the operating system's: it ends with its process.
+"""
+
+import fcntl
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from flowgrpo.launch import make_folder
+from flowgrpo.types import BadInput
+
+RUN, LOCK = "run.json", ".lock"
+SHOWN = 8  # differences at most in a message
+
+
+@contextmanager
+def run_folder(
+    folder: str | os.PathLike, settings: Mapping[str, Any], *, may_differ: Sequence[str] = ()
+) -> Iterator[Path]:
+    """The folder, made for this run, or found to be its own; nobody else's while the block runs.
+
+    `may_differ` names settings that may change when a run goes on, such as its number of updates.
+    """
+    path = make_folder(folder)
+    try:
+        lock = (path / LOCK).open("w")
+    except OSError as error:
+        raise BadInput(f"{path} can't be written ({error.strerror}): choose another folder") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(f"another process works in {path}: wait for its end, or choose another folder") from None
+        check_run(path, settings, may_differ=may_differ)
+        yield path
+
+
+def check_run(folder: Path, settings: Mapping[str, Any], *, may_differ: Sequence[str] = ()) -> None:
+    """Write `run.json` where there is none; otherwise raise `BadInput` where it tells of another run."""
+    here = json.loads(json.dumps({"settings": dict(settings), "machine": machine()}, default=str))
+    path = folder / RUN
+    if path.exists():
+        there = _read(path)
+        differences = differing(there["settings"] | there["machine"], here["settings"] | here["machine"], may_differ)
+        if differences:
+            more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+            raise BadInput(
+                f"{folder} holds another run: {'; '.join(differences[:SHOWN])}{more}. Choose another folder, or the "
+                "settings that it was started with"
+            )
+    beside = path.with_name(f".{RUN}")
+    beside.write_text(json.dumps(here, indent=1) + "\n")
+    beside.replace(path)
+
+
+def differing(there: Mapping[str, Any], here: Mapping[str, Any], may_differ: Sequence[str] = ()) -> list[str]:
+    """What differs between two mappings, in words: `seed: there 0, here 1`."""
+    nothing = object()
+    return [
+        f"{name}: there {_shown(there, name)}, here {_shown(here, name)}"
+        for name in {**there, **here}
+        if name not in may_differ and there.get(name, nothing) != here.get(name, nothing)
+    ]
+
+
+def machine() -> dict[str, Any]:
+    """The software and hardware that the bits of a run depend on; starts JAX's backend."""
+    import flowgrpo
+
+    device = jax.devices()[0]
+    kind = device.device_kind if device.platform != "cpu" else f"{platform.machine()} {_processor()}"
+    return {
+        "flowgrpo": flowgrpo.__version__,
+        **{package: version(package) for package in ("jax", "jaxlib", "flax", "optax", "numpy")},
+        "device_kind": kind.strip(),
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+        "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "xla_flags": " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
+    }
+
+
+def _processor() -> str:
+    """The CPU's own name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        there = json.loads(path.read_text())
+        return {"settings": dict(there["settings"]), "machine": dict(there["machine"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{path} can't be read ({error}): restore it, or choose another folder") from None
+
+
+def _shown(settings: Mapping[str, Any], name: str) -> str:
+    return json.dumps(settings[name]) if name in settings else "nothing"

@@ -1,0 +1,262 @@
+"""The single-process loop: the oracle that every other schedule is tested against.
+
+    rollout -> advantages, weights -> pack -> update,  again and again
+
+An iteration is three programs with packing on the host between them, or one program that can be scanned over updates
+and vmapped over seeds; both give the same numbers (F3). Everything an iteration draws comes from
+`fold_in(seed, update)`, so a run that goes on from a saved state goes on exactly as it would have (S1).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array
+
+from flowgrpo.contracts import Algorithm, Env, Metrics, Policy
+from flowgrpo.envs.env import PAD
+from flowgrpo.layouts import filled, rows_by_trajectory
+from flowgrpo.learner.state import LearnerState, init_learner
+from flowgrpo.learner.update import make_update
+from flowgrpo.packing import account, pack
+from flowgrpo.rollout.compiled import Rollout, make_rollout, repeat
+from flowgrpo.types import BadInput, Batch, Trajectories
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is rolled out in an iteration, and how it is learned from."""
+
+    queries: int = 32
+    samples: int = 8  # trajectories of each query: the group
+    oversample: int = 1  # times as many queries are rolled out; an update takes groups with a signal first
+    temperature: float = 1.0
+    micro_rows: int = 16  # rows that are scored together
+    mini_batches: int = 1
+    epochs: int = 1
+    block: int | None = None  # trajectories that roll out together
+
+    def __post_init__(self):
+        for name in ("queries", "samples", "oversample", "micro_rows", "mini_batches", "epochs"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name} is {getattr(self, name)}, but must be at least 1")
+
+
+class Run(struct.PyTreeNode):
+    """All that changes from update to update: what a checkpoint holds."""
+
+    learner: LearnerState
+    reference: Any  # the frozen parameters of the KL term
+    key: Array  # of the whole run; never consumed, only folded
+    update: Array  # how many were made; the cursor of tasks and keys
+
+
+def start_run(params, optimizer, key: Array, *, reference=None) -> Run:
+    """The run before its first update; the reference is a copy of its start, unless another is given."""
+    reference = jax.tree.map(jnp.copy, params) if reference is None else reference
+    return Run(init_learner(params, optimizer), reference, key, jnp.int32(0))
+
+
+class Iteration(NamedTuple):
+    """The stages of one update, bound to environment, policy and algorithm; pure, to be jitted by the caller."""
+
+    rollout: Callable[[Run], Rollout]  # judged
+    credit: Callable[[Trajectories], tuple[Array, Array]]  # -> advantages, weights
+    update: Callable[[Run, Batch], tuple[Run, Metrics]]
+    lay_out: Callable[[Trajectories, Array, Array], Batch]  # rows, in a way that compiles
+
+
+Judge = Callable[[Trajectories, Array], Trajectories]  # (trajectories, key) -> the same with another outcome
+
+
+def make_iteration(
+    env: Env, policy: Policy, algorithm: Algorithm, optimizer, settings: Settings, *, judge: Judge | None = None
+) -> Iteration:
+    """The stages of an iteration; without a `judge` the outcome is what the environment paid."""
+    if algorithm.targets is not None:
+        raise BadInput(f"{algorithm.name} needs a critic, which this loop does not train: choose another algorithm")
+    rollout = make_rollout(env, policy, temperature=settings.temperature, block=settings.block)
+    learn = make_update(
+        policy,
+        algorithm,
+        optimizer,
+        temperature=settings.temperature,
+        banned=(PAD,),
+        micro_rows=settings.micro_rows,
+        mini_batches=settings.mini_batches,
+        epochs=settings.epochs,
+    )
+    return Iteration(
+        rollout=partial(_roll_out, env=env, rollout=rollout, judge=judge, settings=settings),
+        credit=partial(_credit, algorithm=algorithm, settings=settings),
+        update=partial(_update, learn=learn, every=algorithm.reference_every),
+        lay_out=partial(_lay_out, slots=longest(env)),
+    )
+
+
+def longest(env: Env) -> int:
+    """Tokens of the longest possible trajectory."""
+    sizes = env.sizes
+    return sizes.prompt + (sizes.turns - 1) * sizes.observation + sizes.turns * sizes.action
+
+
+# The stages -------------------------------------------------------------------------------------------
+
+
+def _roll_out(run: Run, *, env: Env, rollout, judge: Judge | None, settings: Settings) -> Rollout:
+    task_key, sample_key, judge_key = jax.random.split(jax.random.fold_in(run.key, run.update), 3)
+    queries = settings.queries * settings.oversample
+    tasks, group_n = repeat(draw_tasks(env, task_key, queries, "train"), settings.samples)
+    keys = jax.random.split(sample_key, len(group_n))
+    played = rollout(run.learner.params, tasks, keys, group_n, run.learner.version)
+    return played if judge is None else played.replace(trajectories=judge(played.trajectories, judge_key))
+
+
+def shuffled_rewards(trajectories: Trajectories, key: Array, *, samples: int) -> Trajectories:
+    """A control: outcomes permuted within each group, so that they say nothing of who earned them."""
+    order_gs = jax.vmap(lambda key: jax.random.permutation(key, samples))(
+        jax.random.split(key, len(trajectories.group) // samples)
+    )
+    order_n = (order_gs + jnp.arange(len(order_gs))[:, None] * samples).ravel()
+    return trajectories.replace(outcome=trajectories.outcome[order_n], correct=trajectories.correct[order_n])
+
+
+def make_exam(env: Env, policy: Policy, split: str, *, tasks: int, samples: int = 1, temperature: float = 1.0):
+    """`exam(params, key) -> Rollout` on fresh tasks of a split, to be jitted by the caller."""
+    rollout = make_rollout(env, policy, temperature=temperature)
+    return partial(_examine, env=env, rollout=rollout, split=split, tasks=tasks, samples=samples)
+
+
+def _examine(params, key: Array, *, env: Env, rollout, split: str, tasks: int, samples: int) -> Rollout:
+    task_key, sample_key = jax.random.split(key)
+    questions, group_n = repeat(draw_tasks(env, task_key, tasks, split), samples)
+    return rollout(params, questions, jax.random.split(sample_key, len(group_n)), group_n)
+
+
+def draw_tasks(env: Env, key: Array, count: int, split: str) -> Any:
+    """So many fresh tasks of a split."""
+    return jax.vmap(partial(env.make_task, split=split))(jax.random.split(key, count))
+
+
+def _credit(trajectories: Trajectories, *, algorithm: Algorithm, settings: Settings) -> tuple[Array, Array]:
+    """Advantages and weights, of at most `queries` groups: those with a signal first."""
+    adv = algorithm.advantages(trajectories)
+    if settings.oversample > 1:
+        signal_n = (adv != 0).reshape(len(adv), -1).any(axis=1).reshape(-1, settings.samples).any(axis=1)
+        rank_g = jnp.argsort(jnp.argsort(~signal_n, stable=True))
+        taken_n = jnp.repeat(rank_g < settings.queries, settings.samples)
+        # A trajectory of no turns takes no part in statistics or loss.
+        trajectories = trajectories.replace(turns=trajectories.turns & taken_n[:, None])
+        adv = algorithm.advantages(trajectories)
+    return adv, algorithm.weights(trajectories)
+
+
+def _update(run: Run, batch: Batch, *, learn, every: int | None) -> tuple[Run, Metrics]:
+    learner, metrics = learn(run.learner, batch, run.reference)
+    reference = run.reference
+    if every is not None:
+        fresh = (run.update + 1) % every == 0
+        reference = jax.tree.map(partial(jnp.where, fresh), learner.params, reference)
+    return run.replace(learner=learner, reference=reference, update=run.update + 1), metrics
+
+
+def _lay_out(trajectories: Trajectories, adv: Array, weights: Array, *, slots: int) -> Batch:
+    """One trajectory a row, without slots that no trajectory can fill."""
+    return jax.tree.map(lambda x_rs: x_rs[:, :slots], rows_by_trajectory(trajectories, adv, weights))
+
+
+def summarise(rollout: Rollout, *, samples: int) -> Metrics:
+    """What a batch of trajectories was like."""
+    trajectories = rollout.trajectories
+    turns_nt = jnp.asarray(trajectories.turns)
+    count = jnp.maximum(turns_nt.sum(), 1)
+    right_gs = jnp.asarray(trajectories.correct).reshape(-1, samples)
+    return {
+        "success": right_gs.mean(),
+        "outcome": jnp.asarray(trajectories.outcome).mean(),
+        "turns": turns_nt.sum(axis=1).mean(),
+        "tool_errors": (rollout.error & turns_nt).sum() / count,
+        "mixed_groups": (right_gs.any(axis=1) & ~right_gs.all(axis=1)).mean(),
+        "tokens": jnp.where(turns_nt, filled(trajectories)[0], 0).sum(),
+        "chosen_tokens": trajectories.actions.sum(),
+    }
+
+
+def tool_mix(rollout: Rollout, tools: int) -> Array:
+    """How often each tool was called."""
+    return (rollout.tool[:, :, None] == jnp.arange(tools)[None, None, :]).sum(axis=(0, 1))
+
+
+# Put together -----------------------------------------------------------------------------------------
+
+
+def one_program(iteration: Iteration, env: Env, settings: Settings) -> Callable[[Run], tuple[Run, Metrics]]:
+    """A whole iteration as one pure function: jit it, scan it over updates, vmap it over seeds."""
+    return partial(_one_program, iteration=iteration, env=env, settings=settings)
+
+
+def _one_program(run: Run, *, iteration: Iteration, env: Env, settings: Settings) -> tuple[Run, Metrics]:
+    rollout = iteration.rollout(run)
+    batch = iteration.lay_out(rollout.trajectories, *iteration.credit(rollout.trajectories))
+    run, metrics = iteration.update(run, batch)
+    summary = summarise(rollout, samples=settings.samples)
+    return run, metrics | summary | {"tool_calls": tool_mix(rollout, len(env.tools))}
+
+
+def three_programs(
+    iteration: Iteration, env: Env, algorithm: Algorithm, settings: Settings, *, row_length: int | None = None
+) -> Callable[[Run], tuple[Run, Metrics]]:
+    """The same with packing on the host: `step(run)`; each program is compiled once."""
+    stages = Iteration(
+        rollout=jax.jit(iteration.rollout),
+        credit=jax.jit(iteration.credit),
+        update=jax.jit(iteration.update),
+        lay_out=iteration.lay_out,
+    )
+    describe = jax.jit(partial(_describe, tools=len(env.tools), samples=settings.samples))
+    length = row_length or longest(env)
+    return partial(
+        _three_programs, stages=stages, describe=describe, algorithm=algorithm, settings=settings, length=length
+    )
+
+
+def _describe(rollout: Rollout, *, tools: int, samples: int) -> Metrics:
+    return summarise(rollout, samples=samples) | {"tool_calls": tool_mix(rollout, tools)}
+
+
+def _three_programs(run: Run, *, stages: Iteration, describe, algorithm, settings, length) -> tuple[Run, Metrics]:
+    rollout = stages.rollout(run)
+    adv, weights = (np.asarray(x) for x in stages.credit(rollout.trajectories))
+    trajectories = jax.device_get(rollout.trajectories)
+    rows = settings.queries * settings.samples
+    batch = pack(trajectories, adv, weights, row_length=length, rows=rows, skip_no_signal=algorithm.skips)
+    run, metrics = stages.update(run, batch)
+    ledger = account(trajectories, weights, batch, adv=adv if algorithm.skips else None)
+    fates = {f"tokens_{fate.name.lower()}": count for fate, count in ledger.fates.items()}
+    return run, metrics | describe(rollout) | fates
+
+
+def train(step: Callable[[Run], tuple[Run, Metrics]], run: Run, updates: int) -> Iterator[tuple[Run, dict[str, Any]]]:
+    """Run after run until `updates` are done, with the numbers of each on the host."""
+    while int(run.update) < updates:
+        run, metrics = step(run)
+        yield run, {"update": int(run.update)} | to_host(metrics)
+
+
+def to_host(metrics: Metrics) -> dict[str, Any]:
+    """Numbers and lists of numbers."""
+    return {name: np.asarray(value).tolist() for name, value in jax.device_get(metrics).items()}
+
+
+def many(step: Callable[[Run], tuple[Run, Metrics]], updates: int) -> Callable[[Run], tuple[Run, Metrics]]:
+    """So many updates of a pure `step` as one scan; vmap it over runs of several seeds."""
+    return partial(_many, step=step, updates=updates)
+
+
+def _many(run: Run, *, step, updates: int) -> tuple[Run, Metrics]:
+    return jax.lax.scan(lambda run, _: step(run), run, length=updates)

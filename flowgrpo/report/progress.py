@@ -1,0 +1,79 @@
+"""How far a run is, in one line: rewritten in a terminal, printed line by line elsewhere.
+
+train   12/150  success 0.54  turns 3.2  tool errors 0.08  KL 0.0123  entropy 1.31  3,380 tok/s  1:23 left
+"""
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+FORMS = {  # what is shown where it is there, and how
+    "success": "success {:.2f}",
+    "turns": "turns {:.1f}",
+    "tool_errors": "tool errors {:.2f}",
+    "kl": "KL {:.4f}",
+    "entropy": "entropy {:.2f}",
+    "tokens_per_second": "{:,.0f} tok/s",
+}
+
+
+class Progress:
+    """The line of a run of `total` updates, on stderr by default, so that results alone are on stdout."""
+
+    def __init__(self, total: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
+        self._total, self._stream, self._clock = total, stream or sys.stderr, clock
+        self._phase, self._begun = "", {}
+        self._live = self._stream.isatty()
+        self._open = False  # the line on the terminal can still be rewritten
+
+    def show(self, phase: str, update: int, figures: Mapping[str, Any], *, total: int | None = None) -> None:
+        """Say that this update of a phase is done; `figures` may hold the names of `FORMS` and others."""
+        total = self._total if total is None else total
+        words = [f"{phase} {update:>{len(str(total))}}/{total}", *shown(figures)]
+        left = self._left(phase, update, total)
+        if left is not None:
+            words.append(f"{clock_time(left)} left")
+        self._print("  ".join(words), new=phase != self._phase)
+        self._phase = phase
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self.end()
+        print(text, file=self._stream, flush=True)
+
+    def end(self) -> None:
+        """Leave the line as it is."""
+        if self._open:
+            print(file=self._stream, flush=True)
+        self._open = False
+
+    def _left(self, phase: str, update: int, total: int) -> float | None:
+        """Seconds that the rest of a phase takes, by what it took since its first line here; None before that."""
+        begun, first = self._begun.setdefault(phase, (self._clock(), update))
+        return (self._clock() - begun) / (update - first) * (total - update) if update > first else None
+
+    def _print(self, line: str, new: bool) -> None:
+        if not self._live:
+            print(line, file=self._stream, flush=True)
+            return
+        if new:
+            self.end()
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\x1b[2K{line[:width]}", end="", file=self._stream, flush=True)
+        self._open = True
+
+
+def shown(figures: Mapping[str, Any]) -> list[str]:
+    """The figures that are there and are numbers, in words."""
+    found = {name: float(figures[name]) for name in FORMS if figures.get(name) is not None}
+    return [FORMS[name].format(value) for name, value in found.items() if math.isfinite(value)]
+
+
+def clock_time(seconds: float) -> str:
+    """`1:23`, or `2:03:04` from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,88 @@
+"""How every experiment begins and ends: its flags, bad input, Ctrl-C."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+EXPERIMENT = '''"""An experiment of a few lines."""
+
+import time
+from absl import flags, logging
+from experiments import common
+from flowgrpo.types import BadInput
+
+_WORD = flags.DEFINE_string("word", "hello", "What is said.")
+_TIMES = flags.DEFINE_integer("times", 1, "How often.", lower_bound=1)
+
+def main():
+    import jax.numpy as jnp
+
+    logging.info("said by a library")
+    print(_WORD.value, int(jnp.ones(3).sum()), flush=True)
+    if _WORD.value == "bad":
+        raise BadInput("--word=bad is no word: say another one")
+    if _WORD.value == "wait":
+        time.sleep(60)
+
+if __name__ == "__main__":
+    common.run(main)
+'''
+
+
+@pytest.fixture
+def command(tmp_path):
+    (tmp_path / "tiny.py").write_text(EXPERIMENT)
+    program = f"import sys, runpy; sys.path[:0] = [{str(tmp_path)!r}]; runpy.run_module('tiny', run_name='__main__')"
+    return [sys.executable, "-c", program]
+
+
+def run(command: list[str], *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, check=False, timeout=300)
+
+
+def test_a_run_says_what_it_prints_and_nothing_else(command, tmp_path):
+    done = run(command, f"--compilation_cache={tmp_path}/cache", f"--profile_dir={tmp_path}/trace", "--deterministic")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hello 3\n", "")
+    assert list((tmp_path / "cache").iterdir())
+    assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+    assert "said by a library" in run(command, "--verbosity=0").stderr
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--word=bad", "--word=bad is no word: say another one"),
+        ("--times=0", "flag --times=0: 0 is not a positive integer"),
+        ("--tims=2", "Unknown command line flag 'tims'. Did you mean: times ?"),
+        ("word", "'word' is not a flag: settings are given as --name=value"),
+        ("--compilation_cache=/dev/null/cache", "/dev/null/cache can't be made"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_1(command, argument, words):
+    done = run(command, argument)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_ctrl_c_is_one_line_and_status_130(command):
+    with subprocess.Popen([*command, "--word=wait"], stdout=-1, stderr=-1, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert errors.strip().endswith(": interrupted")
+    assert len(errors.strip().splitlines()) == 1
+
+
+def test_the_sentence_names_the_experiment():
+    done = run([sys.executable, "-m", "experiments.family"], "--turns=x")
+    assert done.stderr == "experiments.family: --turns=x must be a comma-separated list of ints\n"

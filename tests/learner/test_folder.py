@@ -1,0 +1,95 @@
+"""The folder of a run: the same run goes on, another one is refused with what differs, one process at a time."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowgrpo.learner import folder as run_folders
+from flowgrpo.learner.folder import differing, machine, run_folder
+from flowgrpo.types import BadInput
+
+ROOT = Path(__file__).parent.parent.parent
+SETTINGS = {"seed": 0, "learning_rate": 3e-4, "tools": ("add", "sub"), "updates": 30}
+
+
+def test_the_same_run_goes_on(tmp_path):
+    for _ in range(2):
+        with run_folder(tmp_path / "deep" / "run", SETTINGS) as folder:
+            written = json.loads((folder / "run.json").read_text())
+    assert written["settings"] == {**SETTINGS, "tools": ["add", "sub"]}
+    assert written["machine"]["devices"] == 8
+    assert {"flowgrpo", "jax", "jaxlib", "device_kind", "threads"} <= set(written["machine"])
+
+
+def test_another_run_is_refused_with_what_differs(tmp_path):
+    with run_folder(tmp_path, SETTINGS):
+        pass
+    before = (tmp_path / "run.json").read_text()
+    with pytest.raises(BadInput) as caught, run_folder(tmp_path, {**SETTINGS, "seed": 1, "updates": 60, "beta": 0.1}):
+        pass
+    assert str(caught.value) == (
+        f"{tmp_path} holds another run: seed: there 0, here 1; updates: there 30, here 60; "
+        "beta: there nothing, here 0.1. Choose another folder, or the settings that it was started with"
+    )
+    assert (tmp_path / "run.json").read_text() == before
+
+
+def test_s1_another_machine_is_refused(tmp_path, monkeypatch):
+    with run_folder(tmp_path, SETTINGS):
+        pass
+    monkeypatch.setattr(run_folders, "machine", lambda: machine() | {"threads": 99, "jaxlib": "0.99"})
+    sentence = r"jaxlib: there .*, here \"0.99\"; threads: there \d+, here 99"
+    with pytest.raises(BadInput, match=sentence), run_folder(tmp_path, SETTINGS):
+        pass
+    with run_folder(tmp_path, SETTINGS, may_differ=("jaxlib", "threads")):
+        pass
+
+
+def test_what_may_differ_may_and_is_noted(tmp_path):
+    with run_folder(tmp_path, SETTINGS):
+        pass
+    with run_folder(tmp_path, SETTINGS | {"updates": 60}, may_differ=("updates",)):
+        pass
+    with run_folder(tmp_path, SETTINGS | {"updates": 60}):
+        pass
+
+
+def test_many_differences_are_counted():
+    assert differing({"a": 1, "b": [1]}, {"a": 1, "b": [1]}) == []
+    assert differing({"a": 1}, {"b": 2}) == ["a: there 1, here nothing", "b: there nothing, here 2"]
+
+
+def test_a_folder_has_one_process(tmp_path):
+    program = f"""
+from flowgrpo.learner.folder import run_folder
+with run_folder({str(tmp_path)!r}, {{}}):
+    pass"""
+    with run_folder(tmp_path, {}, may_differ=list(machine())):
+        environment = os.environ | {"PYTHONPATH": "."}
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+        )
+        assert f"another process works in {tmp_path}: wait for its end" in done.stderr
+    with run_folder(tmp_path, {}):
+        pass
+
+
+def test_a_folder_that_can_not_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="choose another folder"), run_folder(tmp_path / "file", {}):
+        pass
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    with pytest.raises(BadInput, match=r"can't be written \(Is a directory\)"), run_folder(tmp_path / "run", {}):
+        pass
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"settings": 3, "machine": {}}', '{"settings": {}}'])
+def test_a_spoiled_run_json_is_said(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    sentence = r"run.json can't be read .*: restore it, or choose another folder"
+    with pytest.raises(BadInput, match=sentence), run_folder(tmp_path, {}):
+        pass

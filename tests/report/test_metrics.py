@@ -1,0 +1,116 @@
+"""Metrics in files: plain JSON, and byte for byte the same after any interruption (S1)."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowgrpo.report.metrics import METRICS, TIMINGS, Metrics, plain, read_metrics
+from flowgrpo.types import BadInput
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def line(update: int) -> dict:
+    return {"phase": "train", "update": update, "success": np.float32(update) / 7, "tools": {"add": 1 / (update + 1)}}
+
+
+def test_lines_are_plain_json(tmp_path):
+    with Metrics(tmp_path) as metrics:
+        metrics.write(line(3), {"seconds": 0.25})
+        metrics.write({"phase": "train", "update": 4})
+    assert (tmp_path / METRICS).read_text().splitlines() == [
+        '{"phase": "train", "update": 3, "success": 0.42857143, "tools": {"add": 0.25}}',
+        '{"phase": "train", "update": 4}',
+    ]
+    assert (tmp_path / TIMINGS).read_text() == '{"phase": "train", "update": 3, "seconds": 0.25}\n'
+
+
+@pytest.mark.usefixtures("nan_allowed")
+def test_figures_of_any_kind_become_plain_ones():
+    """float32 in its shortest form, which gives the same float32 again; what is no number is null."""
+    assert plain([np.float32(0.1), 0.1, np.float64(0.1), jnp.float32(0.1), jnp.bfloat16(0.1)]) == [
+        *[0.1] * 4,
+        0.100097656,  # what bfloat16 has of it
+    ]
+    assert plain({"a": np.arange(2), 3: (True, np.bool_(False), None, "x", np.int8(-1))}) == {
+        "a": [0, 1],
+        "3": [True, False, None, "x", -1],
+    }
+    assert plain([float("nan"), np.float32("inf"), jnp.array([1.0, jnp.nan])]) == [None, None, [1.0, None]]
+    value = np.float32(1) / 3
+    assert np.float32(plain(value)) == value
+
+
+@given(st.integers(1, 8), st.integers(0, 8), st.integers(0, 60), st.integers(1, 3))
+def test_s1_an_interrupted_file_equals_an_undisturbed_one(tmp_path_factory, updates, killed, torn, every):
+    """Killed after any update and in the middle of any line, it goes on from the last checkpoint to the same bytes."""
+    here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
+    with Metrics(there) as metrics:
+        for update in range(updates):
+            metrics.write(line(update))
+    position, first = None, 0
+    with Metrics(here) as metrics:
+        for update in range(min(killed, updates)):
+            metrics.write(line(update), {"seconds": 1.0})
+            if update % every == 0:
+                position, first = metrics.position, update + 1
+    with (here / METRICS).open("ab") as file:
+        file.write(json.dumps(line(killed), default=float).encode()[:torn])
+    with Metrics(here, position) as metrics:
+        for update in range(first, updates):
+            metrics.write(line(update), {"seconds": 2.0})
+    assert (here / METRICS).read_bytes() == (there / METRICS).read_bytes()
+    assert len(list(read_metrics(here / TIMINGS))) == updates
+
+
+def test_no_line_is_lost_when_the_process_is_killed(tmp_path):
+    program = f"""
+import os, signal
+from flowgrpo.report.metrics import Metrics
+metrics = Metrics({str(tmp_path)!r})
+metrics.write({{"update": 0}})
+os.kill(os.getpid(), signal.SIGKILL)"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"PYTHONPATH": "."}, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert list(read_metrics(tmp_path / METRICS)) == [{"update": 0}]
+
+
+def test_a_position_that_the_file_does_not_have_is_refused_and_nothing_is_cut(tmp_path):
+    (tmp_path / METRICS).write_text('{"update": 0}\n{"update": 1}\n')
+    with pytest.raises(BadInput, match="has 28 bytes, and had 40 at the checkpoint: restore it, or begin a new run"):
+        Metrics(tmp_path, {METRICS: 40, TIMINGS: 0})
+    with pytest.raises(BadInput, match="has no line that ends at byte 15"):
+        Metrics(tmp_path, {METRICS: 15, TIMINGS: 0})
+    with pytest.raises(BadInput, match=r"timings.jsonl has 0 bytes, and had 5"):
+        Metrics(tmp_path, {METRICS: 14, TIMINGS: 5})
+    assert len(list(read_metrics(tmp_path / METRICS))) == 2
+    with pytest.raises(BadInput, match=r"can't be written \(No such file or directory\): choose another folder"):
+        Metrics(tmp_path / "nowhere")
+
+
+def test_reading_leaves_out_a_torn_line_and_names_a_bad_one(tmp_path):
+    path = tmp_path / METRICS
+    path.write_text('{"update": 0}\n{"upd')
+    assert list(read_metrics(path)) == [{"update": 0}]
+    path.write_text('{"update": 0}\nhello\n')
+    with pytest.raises(BadInput, match=r"metrics.jsonl:2 is not a JSON object: remove the line"):
+        list(read_metrics(path))
+    with pytest.raises(BadInput, match="can't be read"):
+        list(read_metrics(tmp_path / "nowhere"))
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    with Metrics(tmp_path) as metrics, Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setitem(metrics._files, METRICS, full)
+        with pytest.raises(BadInput, match=r"/dev/full could not be written \(No space left on device\)"):
+            metrics.write({"update": 0})
+        monkeypatch.undo()

@@ -1,0 +1,61 @@
+"""The line of progress: what it says, on a terminal and elsewhere."""
+
+import io
+
+from flowgrpo.report.progress import Progress, clock_time, shown
+
+FIGURES = {
+    "success": 0.541,
+    "turns": 3.17,
+    "tool_errors": 0.083,
+    "kl": 0.01234,
+    "entropy": 1.308,
+    "tokens_per_second": 3380.4,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_plain_lines_where_there_is_no_terminal():
+    out = io.StringIO()
+    progress = Progress(150, stream=out, clock=lambda: 0.0)
+    progress.show("train", 12, FIGURES)
+    progress.say("saved")
+    progress.end()
+    assert out.getvalue() == (
+        "train  12/150  success 0.54  turns 3.2  tool errors 0.08  KL 0.0123  entropy 1.31  3,380 tok/s\nsaved\n"
+    )
+
+
+def test_what_is_not_there_or_no_number_is_not_shown():
+    assert shown({"success": None, "turns": float("nan"), "kl": 0.0, "other": 3}) == ["KL 0.0000"]
+
+
+def test_a_terminal_line_is_rewritten_cut_to_its_width_and_a_new_phase_begins_another(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    out = Terminal()
+    progress = Progress(5, stream=out, clock=lambda: 0.0)
+    for phase, update in (("train", 1), ("train", 2), ("validation", 2)):
+        progress.show(phase, update, FIGURES)
+    progress.say("done")
+    assert out.getvalue() == (
+        "\r\x1b[2Ktrain 1/5  success \r\x1b[2Ktrain 2/5  success \n\r\x1b[2Kvalidation 2/5  suc\ndone\n"
+    )
+
+
+def test_the_time_left_is_that_of_the_updates_seen_here():
+    """Going on at update 10, one update takes 3 s (validation included), and 5 are left: 15 s."""
+    out, times = io.StringIO(), [100.0, 103.0, 104.0, 106.0]
+    progress = Progress(17, stream=out, clock=lambda: times[0])
+    progress.show("train", 10, {})
+    for phase, update in (("train", 11), ("validation", 11), ("train", 12)):
+        times.pop(0)
+        progress.show(phase, update, {})
+    assert [text.partition("  ")[2] for text in out.getvalue().splitlines()] == ["", "0:18 left", "", "0:15 left"]
+
+
+def test_times_are_read_as_on_a_clock():
+    assert [clock_time(s) for s in (0, 59.6, 83, 3599, 7384)] == ["0:00", "1:00", "1:23", "59:59", "2:03:04"]

@@ -1,0 +1,98 @@
+"""What is set before the backend starts: XLA's flags, the compilation cache, profiles; and when it is too late."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from flowgrpo import launch
+from flowgrpo.types import BadInput
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(program: str, **environment: str) -> str:
+    """What a Python program prints, in a process of its own."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=clean | environment, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_flags_are_added_and_never_override():
+    assert launch.add_flags("", ["--a=1", "--b="]) == "--a=1 --b="
+    assert launch.add_flags("--c  --a=2", ["--a=1", "--b="]) == "--c --a=2 --b="
+    assert launch.add_flags("--ab=3", ["--a=1"]) == "--ab=3 --a=1"  # a name that begins alike is another name
+
+
+def test_flags_are_set_after_jax_is_imported_and_are_read():
+    """The users' own flag, with JAX imported first: three devices, and the flawed fusions off."""
+    program = """
+import os, jax
+from flowgrpo import launch
+launch.configure()
+print(len(jax.devices()), os.environ["XLA_FLAGS"])"""
+    printed = run(program, XLA_FLAGS="--xla_force_host_platform_device_count=3", JAX_PLATFORMS="cpu").split()
+    assert printed == ["3", "--xla_force_host_platform_device_count=3", launch.NO_FLAWED_FUSION]
+
+
+def test_an_unknown_version_is_given_no_flag_that_it_may_not_know(monkeypatch):
+    monkeypatch.setattr(launch, "_backend_started", lambda: False)
+    monkeypatch.setattr(launch, "version", lambda _: "0.99.0")
+    monkeypatch.setenv("XLA_FLAGS", "")
+    launch.configure()
+    assert os.environ["XLA_FLAGS"] == ""
+    launch.configure(deterministic=True)
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_deterministic_ops=true"
+
+
+@pytest.mark.parametrize("value", ["false", "0"])
+def test_deterministic_does_not_promise_what_the_users_flags_contradict(monkeypatch, value):
+    monkeypatch.setattr(launch, "_backend_started", lambda: False)
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_deterministic_ops={value}")
+    with pytest.raises(BadInput, match=f"XLA_FLAGS has --xla_gpu_deterministic_ops={value}, which contradicts"):
+        launch.configure(deterministic=True)
+    launch.configure()
+
+
+def test_it_is_said_when_it_is_too_late():
+    jax.devices()
+    with pytest.raises(BadInput, match=r"backend has started.*call launch\.configure before"):
+        launch.configure()
+
+
+def test_programs_are_kept_and_found_again(tmp_path):
+    """Every program of the first process is found by the second, whose results are the same."""
+    program = f"""
+import jax
+from flowgrpo import launch
+launch.configure(compilation_cache={str(tmp_path / "cache")!r}, deterministic=True)
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None)
+print(jax.jit(lambda x: x @ x)(jax.numpy.ones((3, 3))).sum(), len(hits) > 0)"""
+    assert run(program, JAX_PLATFORMS="cpu") == "27.0 False"
+    assert list((tmp_path / "cache").iterdir())
+    assert run(program, JAX_PLATFORMS="cpu") == "27.0 True"
+
+
+def test_a_profile_is_written_where_it_is_asked_for(tmp_path):
+    with launch.profile(None):
+        pass
+    with launch.profile(tmp_path / "trace"):
+        jax.numpy.ones(3).block_until_ready()
+    assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+
+
+def test_a_folder_that_can_not_be_made_is_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match=r"file/cache can't be made \(Not a directory\): choose another folder"):
+        launch.make_folder(tmp_path / "file" / "cache")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(BadInput, match="can't be written: change its permissions"):
+        launch.make_folder(tmp_path)
