@@ -168,6 +168,7 @@ def hidden(
     *,
     config,
     remat=False,
+    unroll: bool | int = 1,
     attend: Attend = attend,
     adapter=None,
 ):
@@ -186,7 +187,7 @@ def hidden(
     step = partial(_step, view=view, config=config, attend=attend)
     # The cache is carried and not scanned over, so that a step changes it in place.
     held = None if cache is None else (cache.keys, cache.values)
-    (x, held), _ = jax.lax.scan(jax.checkpoint(step) if remat else step, (x, held), stacked)
+    (x, held), _ = jax.lax.scan(jax.checkpoint(step) if remat else step, (x, held), stacked, unroll=unroll)
     x = rms_norm(x, params["norm"], config)
     x = jnp.where(segments[:, :, None] > 0, x, jnp.zeros((), x.dtype))
     return x, None if cache is None or held is None else cache.replace(keys=held[0], values=held[1])
@@ -217,16 +218,20 @@ def unembed(params: Params, hidden: Array, *, config: DecoderConfig) -> Array:
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def make_policy(config: DecoderConfig, *, dtype=jnp.float32, remat: bool = False, attend: Attend = attend) -> Policy:
+def make_policy(
+    config: DecoderConfig, *, dtype=jnp.float32, remat: bool = False, unroll: bool | int = 1, attend: Attend = attend
+) -> Policy:
     """The decoder as pure functions of its parameters.
 
-    `remat` computes each layer again in the backward pass. `attend` scores whole rows, for training; a kernel takes
-    its place here (see `attention.fused`). With a cache, attention is always that of `attend_cache`.
+    `remat` computes each layer again in the backward pass. `unroll` compiles so many layers in a row (True: all of
+    them) instead of looping over them, which takes a quarter off an update of a few small layers on a CPU. `attend`
+    scores whole rows, for training; a kernel takes its place here (see `attention.fused`). With a cache, attention is
+    always that of `attend_cache`.
     """
     check_config(config)
     return Policy(
         init=partial(_init, config=config, dtype=dtype),
-        hidden=partial(hidden, config=config, remat=remat, attend=attend),
+        hidden=partial(hidden, config=config, remat=remat, unroll=unroll, attend=attend),
         unembed=partial(unembed, config=config),
         make_cache=partial(make_cache, config=config, dtype=dtype),
     )
