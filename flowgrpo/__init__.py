@@ -54,6 +54,8 @@ from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.remote import remote
 from flowgrpo.generate.sampler import logprobs
 from flowgrpo.layouts import place, rows_by_trajectory, rows_by_turn, unpack
+from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
+from flowgrpo.learner.update import check_mini_batches, make_update
 from flowgrpo.models.hf import Model, init_model, load_model, save_model
 from flowgrpo.models.lora import LoraConfig, lora_policy, merge
 from flowgrpo.packing import account, fill_rate, pack

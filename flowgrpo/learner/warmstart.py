@@ -37,11 +37,14 @@ Act = Callable[[Array, Any], tuple[Array, Array]]  # (key, state) -> (tokens, le
 def demonstrate(env: Env, tasks, keys: Array, *, act: Act | None = None) -> Trajectories:
     """One trajectory for each task and key, each a group of its own; jits.
 
-    `act` takes the place of the environment's `demonstrate`; `act_by_oracle(env)` shows the best actions.
+    Keys are used as in a rollout: `fold_in(key, 0)` for the environment, `fold_in(key, 1 + t)` for turn t. `act` takes
+    the place of the environment's `demonstrate`; `act_by_oracle(env)` shows the best actions.
     """
     play = partial(_play, env=env, act=env.demonstrate if act is None else act)
-    played, outcome_n, correct_n, done_n = jax.vmap(play)(tasks, keys)
-    num = len(outcome_n)
+    played, correct_n, done_n = jax.vmap(play)(tasks, keys)
+    num, outcome_n = len(keys), played["reward"].sum(axis=1)
+    if not env.by_turn:  # the outcome is shown at every turn
+        played["reward"] = jnp.where(played["turns"], outcome_n[:, None], 0.0)
     return Trajectories(
         logp_sampled=jnp.zeros(played["tokens"].shape, jnp.float32),
         version=jnp.zeros(played["tokens"].shape, jnp.int32),
@@ -64,20 +67,19 @@ def _ask_oracle(_key: Array, state, *, env: Env) -> tuple[Array, Array]:
     return env.oracle(state)
 
 
-def _play(task, key: Array, *, env: Env, act: Act) -> tuple[dict, Array, Array, Array]:
-    """One episode of at most `sizes.turns` turns -> (fields by turn, outcome, correct, done)."""
-    start_key, act_key = jax.random.split(key)
-    state, first = env.reset(start_key, task)
+def _play(task, key: Array, *, env: Env, act: Act) -> tuple[dict, Array, Array]:
+    """One episode of at most `sizes.turns` turns -> (fields by turn, correct, done)."""
+    state, first = env.reset(jax.random.fold_in(key, 0), task)
     slots = max(env.sizes.prompt, env.sizes.observation)
     start = (state, _in_slots(first, slots), jnp.bool_(False), jnp.bool_(False))
-    turn = partial(_take_turn, env=env, act=act, key=act_key, slots=slots)
+    turn = partial(_take_turn, env=env, act=act, key=key, slots=slots)
     (_, _, done, correct), played = jax.lax.scan(turn, start, jnp.arange(env.sizes.turns))
-    return played, masked.sum(played["reward"], played["turns"]), correct, done
+    return played, correct, done
 
 
 def _take_turn(carry, turn: Array, *, env: Env, act: Act, key: Array, slots: int):
     state, seen, done, _ = carry
-    tokens, length = act(jax.random.fold_in(key, turn), state)
+    tokens, length = act(jax.random.fold_in(key, 1 + turn), state)
     following, now = env.step(state, tokens, length)
     tokens_l, chosen_l, filled = write_turn(seen, tokens, length)
     fields = {

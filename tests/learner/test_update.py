@@ -31,11 +31,13 @@ from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 
 SGD = OPTIMIZERS["sgd"]
+SPARSE = 5
 
 
 # F3: layouts, micro-batches, mini-batches --------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_F3_layouts_give_the_same_parameters():
     """A decoder, in micro-batches of 5: packed, shuffled, padded, one trajectory or turn per row, split at turns."""
     policy = make_policy(DecoderConfig(v=97, d=16, h=2, k=1, e=8, f=16, windows=(None,), ropes=(Rope(),)))
@@ -138,10 +140,10 @@ def test_F8_no_advantage_and_no_kl_leave_the_parameters_unchanged():
 
 def test_F8_leaving_out_rows_without_signal_is_exact():
     """The same step of Adam; with nothing to learn at all its memory fades all the same."""
-    params, trajectories = sampled_case(21, groups=8, size=2)
+    params, trajectories = sampled_case(SPARSE, groups=6, size=2)
     batch = rows_of(PLAIN, trajectories, "by_trajectory")
     idle_r = ~(batch.live & (batch.advantage != 0)).any(axis=1)
-    assert 4 < idle_r.sum() < len(idle_r)
+    assert 4 < idle_r.sum() < 12
     idle = batch.replace(advantage=jnp.zeros_like(batch.advantage))
     results = []
     for skip in (False, True):
