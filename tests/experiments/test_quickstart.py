@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,20 @@ pytestmark = pytest.mark.slow
 SMALL = ("--warm_steps=50", "--queries=4", "--samples=4", "--test_tasks=16", "--checkpoint_every=2")
 
 
-def command(module: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
-    program = [sys.executable, "-m", f"experiments.{module}", *arguments]
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """Runs an experiment; what one has compiled, the next finds."""
+    cache = tmp_path_factory.mktemp("compiled")
+    return partial(run_command, cache=cache)
+
+
+def run_command(module: str, *arguments: str, cache: Path, check: bool = True) -> subprocess.CompletedProcess:
+    program = [sys.executable, "-m", f"experiments.{module}", f"--compilation_cache={cache}", *arguments]
     return subprocess.run(program, capture_output=True, text=True, check=check, timeout=500)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+def whole(command, tmp_path_factory) -> Path:
     """Four updates in one go."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     command("quickstart", f"--workdir={folder}", "--updates=4", *SMALL)
@@ -43,7 +51,7 @@ def test_it_writes_what_it_says(whole):
     assert "seconds" not in (whole / "metrics.jsonl").read_text()
 
 
-def test_S1_a_run_that_was_stopped_ends_as_one_that_was_not(whole, tmp_path):
+def test_S1_a_run_that_was_stopped_ends_as_one_that_was_not(command, whole, tmp_path):
     folder = tmp_path / "parts"
     command("quickstart", f"--workdir={folder}", "--updates=2", *SMALL)
     command("quickstart", f"--workdir={folder}", "--updates=4", *SMALL)
@@ -52,7 +60,7 @@ def test_S1_a_run_that_was_stopped_ends_as_one_that_was_not(whole, tmp_path):
     assert (folder / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
 
 
-def test_another_run_is_refused_with_what_differs(whole):
+def test_another_run_is_refused_with_what_differs(command, whole):
     refused = command("quickstart", f"--workdir={whole}", "--updates=4", "--seed=5", *SMALL, check=False)
     assert refused.returncode == 1
     assert "holds another run" in refused.stderr
@@ -60,20 +68,20 @@ def test_another_run_is_refused_with_what_differs(whole):
     assert "Traceback" not in refused.stderr
 
 
-def test_a_finished_run_can_be_evaluated_again(whole):
+def test_a_finished_run_can_be_evaluated_again(command, whole):
     line = command("evaluate", f"--workdir={whole}", "--num_tasks=8", "--samples=2").stdout.splitlines()[-1]
     found = json.loads(line)
     assert 0 <= found["success_before"] <= found["pass@2_before"] <= 1
     assert found["tasks"] == 8
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
+def test_a_folder_without_a_run_is_refused(command, tmp_path):
     refused = command("evaluate", f"--workdir={tmp_path}", check=False)
     assert refused.returncode == 1
     assert "holds no run" in refused.stderr
 
 
-def test_an_unknown_environment_is_refused():
+def test_an_unknown_environment_is_refused(command):
     refused = command("quickstart", "--env=chess", check=False)
     assert refused.returncode == 1
     assert "lookup" in refused.stderr
