@@ -10,8 +10,10 @@ Expected of `lookup` with the default 20,000 episodes of training tasks: the ora
 demonstrations 17 % in 4.0 turns with 35 % of their calls to the right one of 4 tools, and random tokens nothing.
 """
 
-from absl import app, flags
+from absl import flags
 
+import flowgrpo as fg
+from experiments import common
 from experiments.members import ENVIRONMENTS
 from experiments.plays import PLAYERS, draw_tasks, play_many, tabulate, transcript
 from flowgrpo.envs.env import SPLITS
@@ -23,12 +25,11 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of tasks and players.")
 _SHOW = flags.DEFINE_integer("show", 0, "Episodes of each player to print in words.", lower_bound=0)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+def main() -> None:
+    """Let every player play, print."""
     for name in _ENVIRONMENTS.value:
         if name not in ENVIRONMENTS:
-            raise app.UsageError(f"environment {name!r} is unknown; choose from {', '.join(ENVIRONMENTS)}")
+            raise fg.BadInput(f"environment {name!r} is unknown; choose from {', '.join(ENVIRONMENTS)}")
         env = ENVIRONMENTS[name]()
         tasks = draw_tasks(env, _SPLIT.value, count=_EPISODES.value, seed=_SEED.value)
         for player, act in PLAYERS.items():
@@ -40,4 +41,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    common.run(main)

@@ -66,6 +66,27 @@ def test_loading_benchmark_runs():
     )
 
 
+def test_exactness_benchmark_runs():
+    """Bits at one width are a law and no figure (E3), so they are asserted here too."""
+    flags = ["--models=tiny", "--tokens=64", "--half_tokens=64", "--requests=3", "--widths=2", "--widths=3"]
+    result = run("experiments.benchmarks.exactness", *flags)
+    assert [(row["dtype"], row["support"]) for row in result["ratio"]] == [
+        (dtype, support) for dtype in ("float32", "bfloat16") for support in ("full", "top-k 20, top-p 0.9")
+    ]
+    assert all(row["tokens"] == 64 and 0 <= row["mean"] <= row["p999"] <= row["max"] < 0.5 for row in result["ratio"])
+    assert [(row["width"], row["requests"], row["tokens"]) for row in result["widths"]] == [(3, 3, 192), (2, 3, 192)]
+    assert all(row["alone_equal"] and row["shuffled_equal"] and not row["not_near"] for row in result["widths"])
+    assert len(result["near_ties"]) == sum(row["parted"] for row in result["widths"])
+
+
+def test_exactness_measures_the_model_that_the_tests_decode_with():
+    from tiny_models import CONFIG
+
+    from experiments.benchmarks import exactness
+
+    assert exactness.TINY == CONFIG
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -73,6 +94,7 @@ def test_loading_benchmark_runs():
         (["decode", "--rows=x,1"], "--rows=x,1 must be a comma-separated list of positive integers"),
         (["decode", "--model=/nowhere"], "/nowhere"),
         (["logprobs", "--models=/nowhere"], "/nowhere"),
+        (["exactness", "--models=/nowhere"], "/nowhere"),
         (["loading", "--width=300"], "--width=300 must be a multiple of 256"),
     ],
 )

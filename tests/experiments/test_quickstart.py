@@ -1,0 +1,94 @@
+"""The quickstart as a command: it goes on where it was stopped to the same bits, and says what it can't do."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from experiments import setups
+
+pytestmark = pytest.mark.slow
+
+SMALL = ("--warm_steps=50", "--queries=4", "--samples=4", "--test_tasks=16", "--checkpoint_every=2")
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """Runs an experiment; what one has compiled, the next finds."""
+    cache = tmp_path_factory.mktemp("compiled")
+    return partial(run_command, cache=cache)
+
+
+def run_command(module: str, *arguments: str, cache: Path, check: bool = True) -> subprocess.CompletedProcess:
+    program = [sys.executable, "-m", f"experiments.{module}", f"--compilation_cache={cache}", *arguments]
+    return subprocess.run(program, capture_output=True, text=True, check=check, timeout=500)
+
+
+@pytest.fixture(scope="module")
+def whole(command, tmp_path_factory) -> Path:
+    """Four updates in one go."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    command("quickstart", f"--workdir={folder}", "--updates=4", *SMALL)
+    return folder
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_it_writes_what_it_says(whole):
+    found = result(whole)
+    assert {"success_before", "success_after", "tool_error_before", "tool_error_after", "turns_before"} <= set(found)
+    assert found["updates"] == 4
+    assert found["resumed_at"] == []
+    assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
+    phases = [json.loads(line)["phase"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert phases.count("train") == 4
+    assert phases.count("validation") == 3
+    assert "seconds" not in (whole / "metrics.jsonl").read_text()
+
+
+def test_S1_a_run_that_was_stopped_ends_as_one_that_was_not(command, whole, tmp_path):
+    folder = tmp_path / "parts"
+    command("quickstart", f"--workdir={folder}", "--updates=2", *SMALL)
+    command("quickstart", f"--workdir={folder}", "--updates=4", *SMALL)
+    assert result(folder)["resumed_at"] == [2]
+    assert result(folder)["params_sha256"] == result(whole)["params_sha256"]
+    assert (folder / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_another_run_is_refused_with_what_differs(command, whole):
+    refused = command("quickstart", f"--workdir={whole}", "--updates=4", "--seed=5", *SMALL, check=False)
+    assert refused.returncode == 1
+    assert "holds another run" in refused.stderr
+    assert "seed: there 0, here 5" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_finished_run_can_be_evaluated_again(command, whole):
+    line = command("evaluate", f"--workdir={whole}", "--num_tasks=8", "--samples=2").stdout.splitlines()[-1]
+    found = json.loads(line)
+    assert 0 <= found["success_before"] <= found["pass@2_before"] <= 1
+    assert found["tasks"] == 8
+
+
+def test_a_folder_without_a_run_is_refused(command, tmp_path):
+    refused = command("evaluate", f"--workdir={tmp_path}", check=False)
+    assert refused.returncode == 1
+    assert "holds no run" in refused.stderr
+
+
+def test_an_unknown_environment_is_refused(command):
+    refused = command("quickstart", "--env=chess", check=False)
+    assert refused.returncode == 1
+    assert "lookup" in refused.stderr
+
+
+@pytest.mark.parametrize("env", list(setups.PRESETS))
+def test_every_preset_builds(env):
+    setup = setups.build(setups.settings_of(env))
+    assert setup.env.name == env
+    assert setup.algorithm.name == "flow_grpo"
