@@ -76,7 +76,7 @@ def settings_of(env: str, **chosen: Any) -> dict[str, Any]:
 def build(settings: dict[str, Any]) -> Setup:
     """The parts that these settings describe."""
     env = ENVIRONMENTS[settings["env"]]()
-    policy = make_policy(shape_of(env, settings["d"], settings["layers"]))
+    policy = make_policy(shape_of(env, settings["d"], settings["layers"]), unroll=True)
     algorithm = _algorithm(settings, env)
     fall = {"decay_steps": settings["updates"], "final_share": settings["decay"]} if settings["decay"] < 1 else {}
     optimizer = make_optimizer(learning_rate=settings["learning_rate"], **fall)
