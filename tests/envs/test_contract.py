@@ -16,6 +16,7 @@ import flowgrpo as fg
 from experiments.members import ENVIRONMENTS
 from experiments.plays import PLAYERS, Play, draw_tasks, play, play_turn
 from flowgrpo.envs.env import END, PAD, SPECIAL, SPLITS, fill
+from flowgrpo.envs.expressions import combination
 
 EPISODES = 300
 
@@ -29,7 +30,9 @@ class Case(NamedTuple):
 
 
 CASES = {
+    "arithmetic": Case(lambda task: tuple(combination(task).tolist()), guess=0.06),
     "lookup": Case(lambda task: tuple(task.chain[: task.hops].tolist()), guess=1 / 15),
+    "maze": Case(lambda task: (int(task.start), int(task.key), int(task.goal))),
     "tiny": Case(int, malformed=0.3),
 }
 BUILT = {name: make() for name, make in {**ENVIRONMENTS, "tiny": tiny_env}.items()}
