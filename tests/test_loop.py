@@ -14,6 +14,8 @@ from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 
+pytestmark = pytest.mark.slow
+
 ENV = tiny_env()
 POLICY = make_policy(
     DecoderConfig(v=len(ENV.words), d=16, h=2, k=1, e=8, f=16, windows=(None,), ropes=(Rope(),), init_scale=0.3)

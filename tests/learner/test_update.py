@@ -30,6 +30,8 @@ from flowgrpo.learner.update import check_mini_batches, make_score, make_update,
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 
+pytestmark = pytest.mark.slow
+
 SGD = OPTIMIZERS["sgd"]
 SPARSE = 5
 
@@ -37,7 +39,6 @@ SPARSE = 5
 # F3: layouts, micro-batches, mini-batches --------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_F3_layouts_give_the_same_parameters():
     """A decoder, in micro-batches of 5: packed, shuffled, padded, one trajectory or turn per row, split at turns."""
     policy = make_policy(DecoderConfig(v=97, d=16, h=2, k=1, e=8, f=16, windows=(None,), ropes=(Rope(),)))
@@ -240,7 +241,6 @@ def test_scoring_visits_only_rows_with_an_action():
 # F7, metrics, compilation -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_F7_the_ratio_is_one_right_after_sampling():
     """Sampled at temperature 0.7 without the padding token, and updated: the largest log-ratio is rounding."""
     policy, params, banned = tiny_models.POLICY, tiny_models.tiny_params(), tiny_models.BANNED

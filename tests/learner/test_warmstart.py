@@ -19,6 +19,8 @@ from flowgrpo.learner.warmstart import (
     train_to_minimum,
 )
 
+pytestmark = pytest.mark.slow
+
 NUM = 24
 
 
