@@ -1,4 +1,6 @@
-"""A small environment for tests of rollouts and learners: say the number that was shown, twice."""
+"""A small environment for tests of rollouts and learners: say the number that was shown, three times."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ from flax import struct
 import flowgrpo as fg
 from flowgrpo.envs.env import END, PAD, SPECIAL, absorbing, fill, split_index
 
-DIGITS, ROUNDS, TURNS = 4, 2, 5
+DIGITS, ROUNDS, TURNS = 4, 3, 5
 ONE, AGAIN = 2, 6  # the tokens "one" and "again"
 
 
@@ -30,17 +32,17 @@ def reset(key, digit):
     return State(digit, zero, zero, no, no, key), fg.Observation(fill([digit + ONE, AGAIN], 3), jnp.int32(2))
 
 
-def step(state, tokens, length):
-    """An action that begins with the digit is right; the second ends the episode. A wrong one shows another digit."""
-    right = (length > 0) & (tokens[0] == state.digit + ONE)
+def step(state, tokens, length, *, rounds):
+    """The digit and END is a right action; the last ends the episode. A wrong one shows another digit."""
+    right = (length == 2) & (tokens[0] == state.digit + ONE) & (tokens[1] == END)
     other = jax.random.randint(jax.random.fold_in(state.key, state.turn), (), 0, DIGITS)
     digit = jnp.where(right, state.digit, other)
     count = jnp.where(right, state.right + 1, state.right)
-    done = count == ROUNDS
+    done = count == rounds
     following = state.replace(digit=digit, right=count, turn=state.turn + 1, done=done, correct=done)
     said = fg.Observation(fill([digit + ONE, jnp.where(right, PAD, AGAIN)], 2), jnp.where(right, 1, 2))
     reward = jnp.where(done, 1.0, 0.0)
-    return following, fg.Step(said, reward, done, done, jnp.where(right, 0, -1), ~right | (tokens[1] != END))
+    return following, fg.Step(said, reward, done, done, jnp.where(right, 0, -1), ~right)
 
 
 def oracle(state):
@@ -53,7 +55,7 @@ def demonstrate(key, state):
     return oracle(state.replace(digit=digit))
 
 
-def tiny_env() -> fg.Env:
+def tiny_env(rounds: int = ROUNDS) -> fg.Env:
     return fg.Env(
         name="tiny",
         words=(*SPECIAL, "one", "two", "three", "four", "again"),
@@ -61,7 +63,7 @@ def tiny_env() -> fg.Env:
         sizes=fg.Sizes(prompt=3, observation=2, action=3, turns=TURNS),
         make_task=make_task,
         reset=reset,
-        step=absorbing(step),
+        step=absorbing(partial(step, rounds=rounds)),
         anchor=lambda state: state.digit * 8 + state.right,
         oracle=oracle,
         demonstrate=demonstrate,

@@ -14,6 +14,8 @@ from flowgrpo.envs.arithmetic import Flaws, arithmetic
 from flowgrpo.envs.env import SPLITS, in_words
 from flowgrpo.envs.expressions import LETTER, NUMBER, TEMPLATES, Expression, combination, faultless, make_plan
 
+pytestmark = pytest.mark.slow
+
 ENV = compiled(arithmetic())
 WITHOUT_FLAWS = Flaws(0.0, 0.0, 0.0, 0.0)
 

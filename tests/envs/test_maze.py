@@ -13,6 +13,8 @@ from flowgrpo.envs.env import END, PAD, SPLITS, in_words
 from flowgrpo.envs.grids import Maze, both_sides, furnish, neighbours
 from flowgrpo.envs.maze import maze
 
+pytestmark = pytest.mark.slow
+
 ENV = compiled(maze())
 PAID = compiled(maze(by_turn=True))
 SMALL = compiled(maze(width=3))
