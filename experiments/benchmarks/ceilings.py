@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from experiments import common
 from flowgrpo.contracts import Params
-from flowgrpo.models.config import DecoderConfig
+from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.hf import Model, init_model, load_model
 
 SIZES = (256, 1024, 2048)
@@ -35,6 +35,23 @@ SHAPES: dict[str, dict[str, Any]] = {  # config.json of the models that speed is
     | {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2}
     | {"intermediate_size": 1792},
 }
+
+# Every feature on; the tests decode with it too.
+TINY = DecoderConfig(
+    v=97,
+    d=32,
+    h=4,
+    k=2,
+    e=8,
+    f=48,
+    windows=(None, 9, None),
+    ropes=(Rope(), Rope(theta=500.0), Rope(kind="linear", factor=2.0)),
+    qkv_bias=True,
+    qk_norm=True,
+    sandwich_norms=True,
+    logit_softcap=30.0,
+    init_scale=0.3,
+)
 
 
 # The machine ------------------------------------------------------------------------------------------

@@ -40,7 +40,6 @@ from experiments.benchmarks import ceilings
 from flowgrpo.contracts import Completion, Params, Policy, Request
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.sampler import logprobs
-from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import init_model, load_model
 from flowgrpo.types import BadInput
@@ -56,21 +55,6 @@ BAR, NEAR = 1e-5, 1e-4  # of log-probabilities, and of the margin of a near-tie
 PROMPT, ANSWER = 48, 64  # most tokens of a prompt and of an answer
 ROWS, LENGTH, SLOTS = 24, 160, 16  # of the rows that are scored, and of the engine: deliberately not the same shapes
 SUPPORTS: dict[str, dict[str, Any]] = {"full": {}, "top-k 20, top-p 0.9": {"top_k": 20, "top_p": 0.9}}
-TINY = DecoderConfig(
-    v=97,
-    d=32,
-    h=4,
-    k=2,
-    e=8,
-    f=48,
-    windows=(None, 9, None),
-    ropes=(Rope(), Rope(theta=500.0), Rope(kind="linear", factor=2.0)),
-    qkv_bias=True,
-    qk_norm=True,
-    sandwich_norms=True,
-    logit_softcap=30.0,
-    init_scale=0.3,
-)
 
 
 class Subject(NamedTuple):
@@ -86,8 +70,8 @@ class Subject(NamedTuple):
 def open_subject(name: str, dtype: str) -> Subject:
     """One of the two random models, or a checkpoint."""
     if name == "tiny":
-        policy = make_policy(TINY, dtype=jnp.dtype(dtype))
-        return Subject(name, dtype, policy, policy.init(jax.random.key(0)), TINY.v)
+        policy = make_policy(ceilings.TINY, dtype=jnp.dtype(dtype))
+        return Subject(name, dtype, policy, policy.init(jax.random.key(0)), ceilings.TINY.v)
     if name in ceilings.SHAPES:
         model = init_model(ceilings.SHAPES[name] | {"initializer_range": SCALE}, jax.random.key(0), dtype=dtype)
     else:
