@@ -40,7 +40,7 @@ COMMON: dict[str, Any] = {
     "warm_rows": 64,
 }
 PRESETS: dict[str, dict[str, Any]] = {
-    "lookup": {"d": 64, "layers": 2, "updates": 120},
+    "lookup": {"d": 64, "layers": 2, "updates": 200},
     "arithmetic": {"d": 96, "layers": 3, "updates": 200, "learning_rate": 5e-4, "warm_steps": 1200, "oversample": 2},
     "maze": {"d": 64, "layers": 2, "updates": 120},
 }
