@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 import flowgrpo as fg
+from flowgrpo import loop
 from flowgrpo.envs.env import END, in_words
 from flowgrpo.envs.lookup import is_right
 
@@ -51,7 +52,7 @@ def play_turn(state, key: Array, env: fg.Env, act: Act) -> tuple:
 
 def draw_tasks(env: fg.Env, split: str, *, count: int, seed: int = 0):
     """Tasks of a split, compiled."""
-    return jax.jit(jax.vmap(partial(env.make_task, split=split)))(jax.random.split(jax.random.key(seed), count))
+    return jax.jit(partial(loop.draw_tasks, env, count=count, split=split))(jax.random.key(seed))
 
 
 def play_many(env: fg.Env, act: Act, tasks, *, seed: int = 0) -> Play:

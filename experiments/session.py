@@ -58,8 +58,10 @@ class Session:
         run = loop.start_run(blank, self.setup.optimizer, self.keys["run"])
         tree = self.checkpoints.restore(step, {"run": run, "start": blank, "resumed_at": ..., "position": ...})
         self.run, self.start, self.position = tree["run"], tree["start"], tree["position"]
-        self.resumed_at = [*tree["resumed_at"], int(self.run.update)]
-        self.progress.say(f"going on at update {int(self.run.update)} of {self.folder}")
+        self.resumed_at = list(tree["resumed_at"])
+        if int(self.run.update) < self.setup.settings["updates"]:
+            self.resumed_at.append(int(self.run.update))
+            self.progress.say(f"going on at update {int(self.run.update)} of {self.folder}")
         return True
 
     def best_params(self) -> tuple[int | None, Any]:
@@ -71,7 +73,9 @@ class Session:
         return best, self.checkpoints.restore(best, tree)["run"].learner.params
 
     def save(self, validation: float | None) -> None:
-        """Write a checkpoint of where the run stands."""
+        """Write a checkpoint of where the run stands; without a validation, only if there is none yet."""
+        if validation is None and self.checkpoints.latest() == int(self.run.update):
+            return  # it would replace the note by which the best one is found
         tree = {
             "run": self.run,
             "start": self.start,

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from experiments import setups
+from experiments.session import Session
+from flowgrpo import loop
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +60,25 @@ def test_S1_a_run_that_was_stopped_ends_as_one_that_was_not(command, whole, tmp_
     assert result(folder)["resumed_at"] == [2]
     assert result(folder)["params_sha256"] == result(whole)["params_sha256"]
     assert (folder / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_a_finished_run_that_is_called_again_was_not_continued(command, whole):
+    before = result(whole)
+    command("quickstart", f"--workdir={whole}", "--updates=4", *SMALL)
+    assert result(whole)["resumed_at"] == []
+    assert result(whole)["params_sha256"] == before["params_sha256"]
+    assert result(whole)["best_update"] == before["best_update"]
+
+
+def test_saving_without_a_validation_keeps_the_note_of_one(tmp_path):
+    setup = setups.build(setups.settings_of("lookup", updates=1))
+    session = Session(setup, tmp_path)
+    params = setup.policy.init(session.keys["start"])
+    session.start, session.run = params, loop.start_run(params, setup.optimizer, session.keys["run"])
+    session.save(0.5)
+    session.save(None)
+    assert session.checkpoints.best() == 0
+    assert session.checkpoints.note(0) == {"validation": 0.5}
 
 
 def test_another_run_is_refused_with_what_differs(command, whole):
