@@ -107,14 +107,16 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(folder, tmp_path):
     model = load_model(folder)
     save_model(tmp_path, model._replace(params=model.params | {"unembed": 0 * model.params["unembed"]}))
     arguments = command(tmp_path, "--top_k=1", "--max_tokens=20000", "--context=20100")
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    pipe = subprocess.PIPE
+    # Without a buffer, since `communicate` reads past it: what the first read took ahead would be lost.
+    with subprocess.Popen(arguments, stdin=pipe, stdout=pipe, bufsize=0, cwd=ROOT) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write("hello\n")
-        process.stdin.flush()
-        answer = process.stdout.read(1)
+        process.stdin.write(b"hello\n")
+        said = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        answer += process.communicate("/quit\n", timeout=120)[0]
+        said += process.communicate(b"/quit\n", timeout=120)[0]
+    answer = said.decode()
     assert process.returncode == 0
     assert 1 <= answer.count("<|im_start|>") < 20_000
     assert answer.endswith(">\n")
