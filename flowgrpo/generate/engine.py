@@ -65,9 +65,10 @@ class Engine:
         self.lost = Ledger()  # tokens that reached nobody; add it to the ledger of what was delivered
         self._params, self._version, self._swap = params, version, None
         self._weights = 0  # counts swaps, since a version may come twice
-        self._slots = [Slot() for _ in range(slots)]
+        # At least two: sums over a single row go in an order of their own, and results must not depend on the width.
+        self._slots = [Slot() for _ in range(max(slots, 2))]
         self._clock = 0
-        self._rows = self.programs.start(slots, slot_length)
+        self._rows = self.programs.start(len(self._slots), slot_length)
         self._queue: deque[Job] = deque()
         self._wake, self._closed = threading.Condition(), False
         self._failure: BaseException | None = None

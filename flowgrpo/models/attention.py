@@ -3,12 +3,13 @@
     softmax(scale q k^T, under the mask) v        in float32, with grouped heads and an optional soft-cap
 
 `visible` alone decides who sees whom, from positions, segments and window. `attend` (or a kernel in its place)
-works on the tokens of one call; `attend_cache` on a cache, block by block and only as far as any row is filled
-(Dao et al., 2022, arXiv:2205.14135).
+works on the tokens of one call; `attend_cache` on a cache, only as far as any row is filled. Both go block by block
+with a running softmax (Dao et al., 2022, arXiv:2205.14135).
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,11 @@ from jax import Array
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.types import BadInput
 
+BLOCK = 128  # keys that are attended to at once
+UNROLLED = 8  # so many blocks are compiled one after the other; more are looped over
 LOWEST = -1e30  # a logit that no visible one comes near to, and that float32 can subtract
 
+Part = tuple[Array, Array, Array]  # keys and values [r k c e] of a block, and who sees them [r s c]
 Attend = Callable[[Array, Array, Array, Array, DecoderConfig], Array]
 
 
@@ -30,12 +34,31 @@ def visible(q_position: Array, k_position: Array, q_segment: Array, k_segment: A
 
 
 def attend(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig) -> Array:
-    """Plain attention: [r h s e], [r k c e], [r s c] -> [r h s e]; a query that sees nothing gives zeros."""
+    """Plain attention: [r h s e], [r k c e], [r s c] -> [r h s e]; a query that sees nothing gives zeros.
+
+    In the same blocks as `attend_cache`, so that what is sampled and what is scored are summed in one order (F7).
+    """
     grouped = _group(q, config)
-    logits = _logits(grouped, k, seen, config)
-    shares = jnp.where(seen[:, None, None], jax.nn.softmax(logits, axis=-1), 0.0).astype(v.dtype)
-    mixed = jnp.einsum("rkgsc,rkce->rkgse", shares, v, preferred_element_type=jnp.float32)
-    return mixed.astype(q.dtype).reshape(q.shape)
+    add = partial(_add, grouped=grouped, config=config)
+    blocks = -(-k.shape[2] // BLOCK)
+    if blocks <= UNROLLED:
+        running = _empty(grouped)
+        for at in range(0, k.shape[2], BLOCK):
+            part = slice(at, at + BLOCK)
+            running = add(running, (k[:, :, part], v[:, :, part], seen[:, :, part]))
+    else:
+        parts = tuple(_in_blocks(x, blocks) for x in (k, v, seen))
+        # What a block mixes is computed again in the backward pass: no array is ever [s c].
+        again = jax.checkpoint(lambda running, part: (add(running, part), None))
+        running, _ = jax.lax.scan(again, _empty(grouped), parts)
+    return _finish(running, q)
+
+
+def _in_blocks(x: Array, blocks: int) -> Array:
+    """[r _ c ...] -> [blocks r _ BLOCK ...], what is missing from the last being zeros that nobody sees."""
+    short = blocks * BLOCK - x.shape[2]
+    x = jnp.pad(x, [(0, 0), (0, 0), (0, short)] + [(0, 0)] * (x.ndim - 3))
+    return jnp.moveaxis(x.reshape(*x.shape[:2], blocks, BLOCK, *x.shape[3:]), 2, 0)
 
 
 def fused(implementation: str | None = None) -> Attend:
@@ -57,30 +80,52 @@ def _fused(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig, *, 
     return jnp.swapaxes(jnp.where(something[:, :, None, None], mixed, jnp.zeros((), mixed.dtype)), 1, 2)
 
 
-def attend_cache(q: Array, block_of: Callable[[Array], tuple[Array, Array, Array]], blocks: Array, config) -> Array:
+def attend_cache(q: Array, block_of: Callable[[Array], Part], blocks: Array, config: DecoderConfig) -> Array:
     """The same over the first `blocks` blocks of a cache; `block_of` gives keys, values and mask of one of them.
 
-    Each block is added to a running softmax. One that a row does not see changes nothing of it, not even a bit,
-    so a row's result does not depend on how far other rows are filled (E3).
+    A block that a row does not see changes nothing of it, not even a bit, so a row's result does not depend on how far
+    other rows are filled (E3).
     """
     grouped = _group(q, config)
 
-    def add(index, carry):
-        highest, total, mixed = carry
-        k, v, seen = block_of(index)
-        logits = _logits(grouped, k.astype(q.dtype), seen, config)
-        higher = jnp.maximum(highest, logits.max(axis=-1))
-        shares = jnp.where(seen[:, None, None], jnp.exp(logits - higher[..., None]), 0.0)
-        faded = jnp.exp(highest - higher)
-        more = jnp.einsum(
-            "rkgsc,rkce->rkgse", shares.astype(q.dtype), v.astype(q.dtype), preferred_element_type=jnp.float32
-        )
-        return higher, total * faded + shares.sum(axis=-1), mixed * faded[..., None] + more
+    def add(index, running):
+        return _add(running, block_of(index), grouped=grouped, config=config)
 
+    return _finish(jax.lax.fori_loop(0, blocks, add, _empty(grouped)), q)
+
+
+class _Running(NamedTuple):
+    """A softmax and what it mixes, over the blocks so far."""
+
+    highest: Array  # r k g s
+    total: Array  # r k g s: of exp(logit - highest)
+    mixed: Array  # r k g s e: the same sum, over values
+
+
+def _empty(grouped: Array) -> _Running:
     lowest = jnp.full(grouped.shape[:-1], LOWEST, jnp.float32)
-    start = (lowest, jnp.zeros_like(lowest), jnp.zeros(grouped.shape, jnp.float32))
-    _, total, mixed = jax.lax.fori_loop(0, blocks, add, start)
-    return (mixed / jnp.where(total > 0, total, 1.0)[..., None]).astype(q.dtype).reshape(q.shape)
+    return _Running(lowest, jnp.zeros_like(lowest), jnp.zeros(grouped.shape, jnp.float32))
+
+
+def _add(running: _Running, part: Part, *, grouped: Array, config: DecoderConfig) -> _Running:
+    """One block more."""
+    k, v = (x.astype(grouped.dtype) for x in part[:2])
+    seen = part[2]
+    logits = _logits(grouped, k, seen, config)
+    # What is subtracted cancels; its gradient need not be taken.
+    highest = jax.lax.stop_gradient(jnp.maximum(running.highest, logits.max(axis=-1)))
+    shares = jnp.where(seen[:, None, None], jnp.exp(logits - highest[..., None]), 0.0)
+    faded = jnp.exp(running.highest - highest)
+    mixed = jnp.einsum("rkgsc,rkce->rkgse", shares.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    # A product with ones goes in one order whatever else is computed; a sum over an axis may not.
+    total = jnp.einsum("rkgsc,c->rkgs", shares, jnp.ones(shares.shape[-1], shares.dtype))
+    return _Running(highest, running.total * faded + total, running.mixed * faded[..., None] + mixed)
+
+
+def _finish(running: _Running, q: Array) -> Array:
+    """The mean of the values, in the shape and dtype of the queries."""
+    total = jnp.where(running.total > 0, running.total, 1.0)
+    return (running.mixed / total[..., None]).astype(q.dtype).reshape(q.shape)
 
 
 def _group(q: Array, config: DecoderConfig) -> Array:

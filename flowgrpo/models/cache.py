@@ -12,10 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from flowgrpo.contracts import Cache, Params
-from flowgrpo.models.attention import visible
+from flowgrpo.models.attention import BLOCK, visible
 from flowgrpo.models.config import DecoderConfig
-
-BLOCK = 64  # slots that are attended to at once
 
 
 def make_cache(rows: int, slots: int, *, config: DecoderConfig, dtype=jnp.float32) -> Cache:

@@ -11,7 +11,7 @@ function of `params`, a flat dict of arrays.
 """
 
 import math
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -24,6 +24,8 @@ from flowgrpo.contracts import Cache, Params, Policy
 from flowgrpo.models.attention import Attend, attend, attend_cache, visible
 from flowgrpo.models.cache import Held, View, block, look, make_cache, write
 from flowgrpo.models.config import DecoderConfig, check_config, rope_frequencies
+
+PIECE, MAX_PIECES = 256, 8  # terms of a sum that is not divided, and pieces of one that is
 
 # Parameters -------------------------------------------------------------------------------------------
 
@@ -114,13 +116,26 @@ def multiply(x: Array, layer: Params, name: str, *, inputs: int = 1) -> Array:
     """
     w, bias = layer[name], layer.get(f"{name}_bias")
     flat = x.reshape(-1, math.prod(w.shape[:inputs]))
-    out = flat @ w.reshape(flat.shape[1], -1)
+    out = product(flat, w.reshape(flat.shape[1], -1)).astype(x.dtype)
     if f"{name}_a" in layer:
         a, b = layer[f"{name}_a"], layer[f"{name}_b"]
         change = (flat.astype(a.dtype) @ a.reshape(flat.shape[1], -1)) @ b.reshape(len(b), -1)
         out = (out.astype(change.dtype) + change).astype(out.dtype)
     out = out.reshape(*x.shape[:2], *w.shape[inputs:])
     return out if bias is None else out + bias[None, None]
+
+
+def product(x_ab: Array, w_bc: Array) -> Array:
+    """`x w`, accumulated in float32; of float32, a row's bits are the same among any two rows or more (F7, E3).
+
+    A long sum goes in an order that depends on how many rows there are, and a deep model enlarges the difference a
+    hundredfold. So a long sum is made of pieces, within which the order never changes.
+    """
+    terms = x_ab.shape[1]
+    pieces = next((n for n in range(1, MAX_PIECES + 1) if terms <= n * PIECE and terms % n == 0), 1)
+    if pieces == 1 or x_ab.dtype != jnp.float32:
+        return jnp.matmul(x_ab, w_bc, preferred_element_type=jnp.float32)
+    return reduce(jnp.add, map(jnp.matmul, jnp.split(x_ab, pieces, axis=1), jnp.split(w_bc, pieces)))
 
 
 def attention(x: Array, layer: Params, held: Held | None, view: View, config: DecoderConfig, attend: Attend) -> tuple:
@@ -210,10 +225,9 @@ def layer_data(config: DecoderConfig) -> dict[str, np.ndarray]:
 
 def unembed(params: Params, hidden: Array, *, config: DecoderConfig) -> Array:
     """Logits in float32: [... d] -> [... v]."""
-    if config.tied:
-        logits = jnp.einsum("...d,vd->...v", hidden, params["embed"], preferred_element_type=jnp.float32)
-    else:
-        logits = jnp.einsum("...d,dv->...v", hidden, params["unembed"], preferred_element_type=jnp.float32)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    logits = product(flat, params["embed"].T if config.tied else params["unembed"])
+    logits = logits.reshape(*hidden.shape[:-1], -1)
     cap = config.logit_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 

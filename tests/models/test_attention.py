@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import flowgrpo as fg
+from flowgrpo.models import attention
 from flowgrpo.models.attention import attend, attend_cache, fused, visible
 from flowgrpo.models.cache import BLOCK
 from flowgrpo.models.config import DecoderConfig, Rope
@@ -66,6 +67,24 @@ def test_E3_blocks_that_a_row_does_not_see_change_no_bit(packed):
     q, k, v, seen = packed
     short = (q, k, v, seen & (jnp.arange(SLOTS) < BLOCK)[None, None])
     np.testing.assert_array_equal(by_blocks(short, 1, PLAIN), by_blocks(short, 2, PLAIN))
+
+
+def test_F7_a_call_and_a_cache_are_summed_in_one_order(packed):
+    ours = jax.jit(lambda q, k, v, seen: attend(q, k, v, seen, PLAIN))(*packed)
+    np.testing.assert_array_equal(ours, by_blocks(packed, 2, PLAIN))
+
+
+def test_many_blocks_are_looped_over_with_the_same_result_and_gradient(packed, monkeypatch):
+    q, k, v, seen = (x if x.shape[2] == QUERIES else x[:, :, : SLOTS - 9] for x in packed)
+
+    def value_and_slopes():
+        return jax.value_and_grad(lambda q, k, v: (attend(q, k, v, seen, CAPPED) ** 2).sum(), argnums=(0, 1, 2))(
+            q, k, v
+        )
+
+    expected = value_and_slopes()
+    monkeypatch.setattr(attention, "UNROLLED", 1)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), value_and_slopes(), expected)
 
 
 def test_no_blocks_at_all_give_zeros(packed):

@@ -9,7 +9,7 @@ import pytest
 
 from flowgrpo.models.attention import visible
 from flowgrpo.models.config import DecoderConfig, Rope
-from flowgrpo.models.decoder import make_policy, parameters, run_layer, shape_of
+from flowgrpo.models.decoder import make_policy, parameters, product, run_layer, shape_of
 
 pytestmark = pytest.mark.slow
 
@@ -268,3 +268,12 @@ def test_layers_are_scanned_in_order(random):
         tokens_rs = random.integers(0, 67, (1, 3)).astype(np.int32)
         make_policy(FULL).hidden(random_params(FULL), tokens_rs)
     assert seen == [(24, 6, 8)]  # traced once, whatever the number of layers
+
+
+@pytest.mark.parametrize("terms", [96, 384, 1024, 2048])
+def test_F7_bits_of_a_long_sum_do_not_depend_on_the_number_of_rows(terms):
+    x, w = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(200, terms), (terms, 64)]))
+    whole = jax.jit(product)(x, w)
+    np.testing.assert_allclose(whole, np.asarray(x, np.float64) @ np.asarray(w, np.float64), atol=1e-3)
+    for rows in (2, 16, 33):
+        np.testing.assert_array_equal(jax.jit(product)(x[:rows], w), whole[:rows])
