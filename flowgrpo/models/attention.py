@@ -19,6 +19,7 @@ from flowgrpo.models.config import DecoderConfig
 from flowgrpo.types import BadInput
 
 BLOCK = 128  # keys that are attended to at once
+COLUMNS = 8  # of a product that is used for a sum; with a single one it would be a product with a vector
 UNROLLED = 8  # so many blocks are compiled one after the other; more are looped over
 LOWEST = -1e30  # a logit that no visible one comes near to, and that float32 can subtract
 
@@ -117,8 +118,10 @@ def _add(running: _Running, part: Part, *, grouped: Array, config: DecoderConfig
     shares = jnp.where(seen[:, None, None], jnp.exp(logits - highest[..., None]), 0.0)
     faded = jnp.exp(running.highest - highest)
     mixed = jnp.einsum("rkgsc,rkce->rkgse", shares.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    # A product with ones goes in one order whatever else is computed; a sum over an axis may not.
-    total = jnp.einsum("rkgsc,c->rkgs", shares, jnp.ones(shares.shape[-1], shares.dtype))
+    # The shares are summed by a product like that with the values: its order is the same for every row and query, and
+    # that of a sum over an axis, or of a product with a vector, is not.
+    ones = jnp.ones((*v.shape[:3], COLUMNS), jnp.float32)
+    total = jnp.einsum("rkgsc,rkce->rkgse", shares, ones)[..., 0]
     return _Running(highest, running.total * faded + total, running.mixed * faded[..., None] + mixed)
 
 

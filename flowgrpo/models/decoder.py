@@ -19,13 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.custom_derivatives import SymbolicZero
 
 from flowgrpo.contracts import Cache, Params, Policy
 from flowgrpo.models.attention import Attend, attend, attend_cache, visible
 from flowgrpo.models.cache import Held, View, block, look, make_cache, write
 from flowgrpo.models.config import DecoderConfig, check_config, rope_frequencies
 
-PIECE, MAX_PIECES = 256, 8  # terms of a sum that is not divided, and pieces of one that is
+PIECE, DIVIDED = 192, 4096  # terms of a sum in one piece, and of the longest sum that is divided
 
 # Parameters -------------------------------------------------------------------------------------------
 
@@ -125,17 +126,31 @@ def multiply(x: Array, layer: Params, name: str, *, inputs: int = 1) -> Array:
     return out if bias is None else out + bias[None, None]
 
 
+@jax.custom_jvp
 def product(x_ab: Array, w_bc: Array) -> Array:
     """`x w`, accumulated in float32; of float32, a row's bits are the same among any two rows or more (F7, E3).
 
-    A long sum goes in an order that depends on how many rows there are, and a deep model enlarges the difference a
-    hundredfold. So a long sum is made of pieces, within which the order never changes.
+    A long sum goes in an order that depends on rows and threads, and a deep model enlarges the difference a
+    hundredfold: it is made of pieces, within which the order never changes.
     """
     terms = x_ab.shape[1]
-    pieces = next((n for n in range(1, MAX_PIECES + 1) if terms <= n * PIECE and terms % n == 0), 1)
-    if pieces == 1 or x_ab.dtype != jnp.float32:
-        return jnp.matmul(x_ab, w_bc, preferred_element_type=jnp.float32)
-    return reduce(jnp.add, map(jnp.matmul, jnp.split(x_ab, pieces, axis=1), jnp.split(w_bc, pieces)))
+    if x_ab.dtype != jnp.float32 or terms > DIVIDED:
+        return _whole_product(x_ab, w_bc)
+    pieces = [slice(start, start + PIECE) for start in range(0, terms, PIECE)]
+    return reduce(jnp.add, [x_ab[:, piece] @ w_bc[piece] for piece in pieces])
+
+
+def _whole_product(x_ab: Array, w_bc: Array) -> Array:
+    return jnp.matmul(x_ab, w_bc, preferred_element_type=jnp.float32)
+
+
+@partial(product.defjvp, symbolic_zeros=True)
+def _product_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """A gradient may be summed in any order, and is faster in one piece; what is frozen has none."""
+    (x, w), (dx, dw) = primals, tangents
+    out: Array = product(x, w)
+    changes = [_whole_product(a, b) for a, b, d in ((dx, w, dx), (x, dw, dw)) if not isinstance(d, SymbolicZero)]
+    return out, reduce(jnp.add, changes) if changes else jnp.zeros_like(out)
 
 
 def attention(x: Array, layer: Params, held: Held | None, view: View, config: DecoderConfig, attend: Attend) -> tuple:

@@ -277,3 +277,13 @@ def test_F7_bits_of_a_long_sum_do_not_depend_on_the_number_of_rows(terms):
     np.testing.assert_allclose(whole, np.asarray(x, np.float64) @ np.asarray(w, np.float64), atol=1e-3)
     for rows in (2, 16, 33):
         np.testing.assert_array_equal(jax.jit(product)(x[:rows], w), whole[:rows])
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)])
+def test_the_gradient_of_a_divided_product_is_that_of_a_whole_one(wanted):
+    x, w = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(5, 400), (400, 7)]))
+    slopes, expected = (
+        jax.grad(lambda x, w, way=way: jnp.sin(way(x, w)).sum(), argnums=wanted)(x, w) for way in (product, jnp.matmul)
+    )
+    for ours, theirs in zip(slopes, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
