@@ -16,6 +16,7 @@ from absl import flags
 
 import flowgrpo as fg
 from experiments import common, setups
+from experiments.plays import right_tool_share
 from experiments.session import Session, judge, report
 from flowgrpo.learner.folder import RUN
 
@@ -44,7 +45,7 @@ def main() -> None:
     rollouts = session.test((session.start, final), key, tasks=_TASKS.value, samples=samples)
     ks = sorted({1, samples})
     before, after = (judge(rollout, env, samples=samples, ks=ks) for rollout in rollouts)
-    print(report(before, after))
+    print(report(before, after, [right_tool_share(env, rollout) for rollout in rollouts]))
     names = {"success": "success", "tool_errors": "tool_error", "turns": "turns"} | {
         f"pass@{k}": f"pass@{k}" for k in ks
     }

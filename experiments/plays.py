@@ -11,8 +11,9 @@ from jax import Array
 
 import flowgrpo as fg
 from flowgrpo import loop
-from flowgrpo.envs.env import END, in_words
+from flowgrpo.envs.env import END, PAD, in_words
 from flowgrpo.envs.lookup import is_right
+from flowgrpo.rollout.compiled import Rollout
 
 RIGHT: dict[str, Callable] = {"lookup": is_right}  # (tokens, length) -> whether the tool is right for what is asked
 
@@ -94,6 +95,24 @@ def tabulate(env: fg.Env, plays: Play) -> dict[str, float]:
         right = np.asarray(jax.vmap(jax.vmap(RIGHT[env.name]))(plays.tokens, plays.length))
         found["right tool"] = 100 * right[calls].mean()
     return {name: float(value) for name, value in found.items()}
+
+
+def right_tool_share(env: fg.Env, rollout: Rollout) -> float | None:
+    """Of a policy's calls, the share that goes to the right tool; None where no call alone can tell."""
+    calls_nt = np.asarray(rollout.tool >= 0)
+    if env.name not in RIGHT or not calls_nt.any():
+        return None
+    trajectories = rollout.trajectories
+    right_nt = jax.vmap(jax.vmap(partial(_is_right, env=env)))(
+        jnp.asarray(trajectories.tokens), jnp.asarray(trajectories.chosen)
+    )
+    return float(np.asarray(right_nt)[calls_nt].mean())
+
+
+def _is_right(tokens: Array, chosen: Array, *, env: fg.Env) -> Array:
+    """Of one turn, in which the action comes right after what was heard."""
+    action = jnp.roll(jnp.where(chosen, tokens, PAD), -jnp.argmax(chosen))[: env.sizes.action]
+    return RIGHT[env.name](action, chosen.sum())
 
 
 def transcript(env: fg.Env, plays: Play, episode: int) -> str:

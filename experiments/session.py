@@ -17,6 +17,7 @@ import numpy as np
 
 import flowgrpo as fg
 from experiments import setups
+from experiments.plays import right_tool_share
 from flowgrpo import loop
 from flowgrpo.envs.env import PAD, in_words
 from flowgrpo.evaluate import Evaluation, evaluate
@@ -140,12 +141,15 @@ class Session:
         best, final = self.best_params()
         rollouts = self.test((self.start, final), self.keys["test"], tasks=tasks)
         before, after = (judge(rollout, self.setup.env) for rollout in rollouts)
+        right = [right_tool_share(self.setup.env, rollout) for rollout in rollouts]
         result = {
             **{
                 f"{name}_{when}": getattr(figures, field)
                 for when, figures in (("before", before), ("after", after))
                 for name, field in (("success", "success"), ("tool_error", "tool_errors"), ("turns", "turns"))
             },
+            "right_tool_before": right[0],
+            "right_tool_after": right[1],
             "minutes": minutes,
             "updates": int(self.run.update),
             "best_update": best,
@@ -160,7 +164,7 @@ class Session:
         (self.folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
         curves(self.folder, title=f"{self.setup.env.name}, {self.setup.algorithm.name}")
         self.progress.end()
-        print(report(before, after), "", *stories(rollouts, self.setup.env), sep="\n")
+        print(report(before, after, right), "", *stories(rollouts, self.setup.env), sep="\n")
         print(f"\nwritten to {self.folder}: metrics.jsonl, timings.jsonl, curves.png, result.json, checkpoints/")
         return result
 
@@ -208,8 +212,8 @@ def check_finite(figures: Mapping[str, Any], checkpoints: Checkpoints) -> None:
         )
 
 
-def report(before: Evaluation, after: Evaluation) -> str:
-    """The table before / after."""
+def report(before: Evaluation, after: Evaluation, right: Sequence[float | None] = (None, None)) -> str:
+    """The table before / after; `right` is the share of calls that went to the right tool."""
     rows = [
         ("success", [f"{x.success:.1%} ({x.success_low:.1%} to {x.success_high:.1%})" for x in (before, after)]),
         ("tool errors", [f"{x.tool_errors:.1%}" for x in (before, after)]),
@@ -218,6 +222,7 @@ def report(before: Evaluation, after: Evaluation) -> str:
             (f"calls of {name}", [f"{(x.tools or {}).get(name, 0):.1%}" for x in (before, after)])
             for name in after.tools or {}
         ),
+        *([] if None in right else [("right tool of calls", [f"{share:.1%}" for share in right])]),
     ]
     head = f"{'test tasks':24}{'warm start':>28}{'trained':>28}"
     return "\n".join([head, *(f"{name:24}{one:>28}{two:>28}" for name, (one, two) in rows)])

@@ -40,7 +40,7 @@ COMMON: dict[str, Any] = {
     "warm_rows": 64,
 }
 PRESETS: dict[str, dict[str, Any]] = {
-    "lookup": {"d": 64, "layers": 2, "updates": 200},
+    "lookup": {"d": 64, "layers": 3, "updates": 160, "decay": 0.1},
     "arithmetic": {"d": 96, "layers": 3, "updates": 200, "learning_rate": 5e-4, "warm_steps": 1200, "oversample": 2},
     "maze": {"d": 64, "layers": 2, "updates": 120},
 }
@@ -78,7 +78,8 @@ def build(settings: dict[str, Any]) -> Setup:
     env = ENVIRONMENTS[settings["env"]]()
     policy = make_policy(shape_of(env, settings["d"], settings["layers"]), unroll=True)
     algorithm = _algorithm(settings, env)
-    fall = {"decay_steps": settings["updates"], "final_share": settings["decay"]} if settings["decay"] < 1 else {}
+    steps = settings["updates"] * settings["mini_batches"] * settings["epochs"]
+    fall = {"decay_steps": max(steps, 1), "final_share": settings["decay"]} if settings["decay"] < 1 else {}
     optimizer = make_optimizer(learning_rate=settings["learning_rate"], **fall)
     names = ("queries", "samples", "oversample", "temperature", "mini_batches", "epochs")
     sizes = loop.Settings(**{name: settings[name] for name in names})

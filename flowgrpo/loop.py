@@ -7,7 +7,7 @@ and vmapped over seeds; both give the same numbers (F3). Everything an iteration
 `fold_in(seed, update)`, so a run that goes on from a saved state goes on exactly as it would have (S1).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -253,9 +253,17 @@ def to_host(metrics: Metrics) -> dict[str, Any]:
     return {name: np.asarray(value).tolist() for name, value in jax.device_get(metrics).items()}
 
 
-def many(step: Callable[[Run], tuple[Run, Metrics]], updates: int) -> Callable[[Run], tuple[Run, Metrics]]:
-    """So many updates of a pure `step` as one scan; vmap it over runs of several seeds."""
-    return partial(_many, step=step, updates=updates)
+def train_many(
+    step: Callable[[Run], tuple[Run, Metrics]], runs: Sequence[Run], updates: int
+) -> tuple[Run, dict[str, np.ndarray]]:
+    """So many updates of several runs at once, seeds for instance: `step` is that of `one_program`, not yet jitted.
+
+    Gives the runs stacked into one, and every figure as [run, update]. It is one program: vmapped over the runs,
+    scanned over the updates.
+    """
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *runs)
+    after, metrics = jax.jit(jax.vmap(partial(_many, step=step, updates=updates)))(stacked)
+    return after, {name: np.asarray(value) for name, value in jax.device_get(metrics).items()}
 
 
 def _many(run: Run, *, step, updates: int) -> tuple[Run, Metrics]:

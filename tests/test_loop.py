@@ -79,9 +79,7 @@ def test_training_goes_on_where_it_stood(by_one):
 
 
 def test_seeds_that_are_vmapped_learn_what_they_learn_alone(by_one):
-    runs = jax.tree.map(lambda *x: jnp.stack(x), start(0), start(1))
-    step = loop.one_program(iteration(), ENV, SIZES)
-    after, figures = jax.jit(jax.vmap(loop.many(step, 3)))(runs)
+    after, figures = loop.train_many(loop.one_program(iteration(), ENV, SIZES), [start(0), start(1)], 3)
     assert_close(jax.tree.map(lambda x: x[0], after.learner.params), by_one[2][0].learner.params, atol=1e-4)
     *_, (alone, _) = loop.train(one_program(), start(1), 3)
     assert_close(jax.tree.map(lambda x: x[1], after.learner.params), alone.learner.params, atol=1e-4)
