@@ -12,9 +12,9 @@ Medians of several runs, which alternate. No stop ids, so lengths are exact.
 
 Measured on two shared cores with the small model: 64 x 64 at 1.3 of PyTorch and 16 x 128 at 1.75; the engine at 0.53 of
 the slots without gaps, of which 0.9 can be reached, since its last requests decode among empty slots. Of its time a
-fifth goes into prompts, 7 ms each; a step takes 7.3 ms and not 4.9, because some rows are longer than the mean, and each
-128 tokens more of the longest row cost every row. 7 programs are compiled in the first requests and none after. Three
-to six minutes.
+fifth goes into prompts, 7 ms each; a step takes 7.3 ms and not 4.9, because some rows are longer than the mean, and
+each 128 tokens more of the longest row cost every row. 7 programs are compiled in the first requests and none after.
+Three to six minutes.
 """
 
 import json

@@ -8,8 +8,9 @@ a weight and token forward and 6 with the backward pass, and attention to the to
 twice to save memory is not counted. Memory: the temporary bytes of the compiled gradient at a large
 vocabulary, against the formula that makes log-softmax of all [row, token, vocabulary] logits; nothing is run for it.
 
-Measured on two shared cores: forward at 0.5 (small) to 0.64 (medium) of the matrix-product rate, with the backward pass
-at 0.34 to 0.51; the memory of the vocabulary, attention by blocks included, at 1/37 of the plain formula. Three minutes.
+Measured on two shared cores: forward at 0.5 (small) to 0.64 (medium) of the matrix-product rate, with the backward
+pass at 0.34 to 0.51; the memory of the vocabulary, attention by blocks included, at 1/37 of the plain formula. Three
+minutes.
 """
 
 import json
