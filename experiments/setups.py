@@ -40,7 +40,7 @@ COMMON: dict[str, Any] = {
     "warm_rows": 64,
 }
 PRESETS: dict[str, dict[str, Any]] = {
-    "lookup": {"d": 64, "layers": 3, "updates": 160, "decay": 0.1},
+    "lookup": {"d": 96, "layers": 3, "updates": 150, "decay": 0.2, "warm_steps": 400},
     "arithmetic": {"d": 96, "layers": 3, "updates": 200, "learning_rate": 5e-4, "warm_steps": 1200, "oversample": 2},
     "maze": {"d": 64, "layers": 2, "updates": 120},
 }
