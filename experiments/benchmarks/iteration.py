@@ -14,11 +14,12 @@ a time. `prefill`: the rollout, whose cache is appended to, against every turn w
 updates. `trl`: steps of GRPOTrainer and of this loop in turn, with one turn and with three (see `trl_peer`). Medians
 of several runs, which alternate where they are compared.
 
-Measured on two cores that others kept busy: 10,500 tokens a second in three programs, of whose time 0.7 is rollout, and
-7,500 in one; the update at 0.33 of the matrix-product rate with 0.34 M parameters and 0.70 with 4 M, with its layers in
-a loop at 0.24 and 0.61. Prefilling every turn takes 3.3 times as long as the rollout. 16 seeds of 256 trajectories take
-1.35 times as long under one vmap; their parameters differ by 1e-6 where training moved them by 3e-3. Against TRL 0.9
-of its steps a second with one turn, and 1.3 to 1.8 with three, where it prefills every turn.
+Measured on two shared cores: 14,800 tokens a second in three programs, of whose time three quarters are rollout, and
+11,000 in one. The update at 0.22, 0.47 and 0.58 of the matrix-product rate (0.34, 4 and 20 M parameters), with its
+layers in a loop at 0.16, 0.39 and 0.54. Prefilling every turn takes 2.3 times as long as the rollout, and gives the
+same tokens. 16 seeds of 256 trajectories take 1.35 times as long under one vmap; their parameters differ by 1e-6 where
+training moved them by 3e-3. Of TRL's steps a second 0.99 with one turn, and 1.3 with three, where it prefills
+every turn. Ten minutes, and three more for `trl`.
 """
 
 import json

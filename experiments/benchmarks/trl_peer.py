@@ -6,8 +6,8 @@ The small model of `ceilings`, 64 sequences a step. One turn: at most 64 words, 
 turns: a calculator answers the first two, and each word ends its turn with probability 1/16; an episode then holds 64
 words in the mean, prompt excepted. TRL has 32 of 512 ids for that. An environment here has one END, so the policy adds
 log 34 to its logit, which is the same probability of 1/16. TRL cuts a response at 128 words, here a turn is cut at 96;
-both happen to less than one episode in ten. A random model can't write a call, so TRL's tokenizer reads one in every
-turn.
+both happen to less than one episode in twenty. A random model can't write a call, so TRL's tokenizer reads one in
+every turn.
 
 Steps alternate, a callback of TRL's trainer makes ours between two of its own. Both have all cores, float32, beta 0,
 the clipped group loss, a gradient norm of at most 1 and no gradient checkpoints.
