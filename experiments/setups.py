@@ -34,13 +34,14 @@ COMMON: dict[str, Any] = {
     "clip_high": 0.28,
     "entropy_bonus": 0.0,
     "learning_rate": 1e-3,
-    "decay": 1.0,  # the share of the learning rate that is left at the last update
+    "decay": 1.0,  # the share of the learning rate that is left after `decay_updates`
+    "decay_updates": 200,  # not `updates`, so that a run that is made longer goes on as if it had been asked for at once
     "warm_rate": 3e-3,
     "warm_steps": 600,
     "warm_rows": 64,
 }
 PRESETS: dict[str, dict[str, Any]] = {
-    "lookup": {"d": 96, "layers": 3, "updates": 150, "decay": 0.2, "warm_steps": 400},
+    "lookup": {"d": 96, "layers": 3, "updates": 150, "decay": 0.2, "decay_updates": 150, "warm_steps": 400},
     "arithmetic": {"d": 96, "layers": 3, "updates": 200, "learning_rate": 5e-4, "warm_steps": 1200, "oversample": 2},
     "maze": {"d": 64, "layers": 2, "updates": 120},
 }
@@ -78,8 +79,8 @@ def build(settings: dict[str, Any]) -> Setup:
     env = ENVIRONMENTS[settings["env"]]()
     policy = make_policy(shape_of(env, settings["d"], settings["layers"]), unroll=True)
     algorithm = _algorithm(settings, env)
-    steps = settings["updates"] * settings["mini_batches"] * settings["epochs"]
-    fall = {"decay_steps": max(steps, 1), "final_share": settings["decay"]} if settings["decay"] < 1 else {}
+    steps = settings["decay_updates"] * settings["mini_batches"] * settings["epochs"]
+    fall = {"decay_steps": steps, "final_share": settings["decay"]} if settings["decay"] < 1 else {}
     optimizer = make_optimizer(learning_rate=settings["learning_rate"], **fall)
     names = ("queries", "samples", "oversample", "temperature", "mini_batches", "epochs")
     sizes = loop.Settings(**{name: settings[name] for name in names})
