@@ -35,7 +35,7 @@ COMMON: dict[str, Any] = {
     "entropy_bonus": 0.0,
     "learning_rate": 1e-3,
     "decay": 1.0,  # the share of the learning rate that is left after `decay_updates`
-    "decay_updates": 200,  # not `updates`, so that a run that is made longer goes on as if it had been asked for at once
+    "decay_updates": 200,  # not `updates`, so that a run that is made longer goes on as if asked for at once
     "warm_rate": 3e-3,
     "warm_steps": 600,
     "warm_rows": 64,
