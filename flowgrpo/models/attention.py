@@ -49,7 +49,7 @@ def attend(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig) -> 
             running = add(running, (k[:, :, part], v[:, :, part], seen[:, :, part]))
     else:
         parts = tuple(_in_blocks(x, blocks) for x in (k, v, seen))
-        # What a block mixes is computed again in the backward pass: no array is ever [s c].
+        # What a block mixes is computed again in the backward pass: no logits are ever [s c].
         again = jax.checkpoint(lambda running, part: (add(running, part), None))
         running, _ = jax.lax.scan(again, _empty(grouped), parts)
     return _finish(running, q)
