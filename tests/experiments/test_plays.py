@@ -1,0 +1,36 @@
+"""What episodes come to: the share of calls that go to the right tool, seen in trajectories."""
+
+import jax
+import jax.numpy as jnp
+
+import flowgrpo as fg
+from experiments.plays import draw_tasks, right_tool_share
+from flowgrpo.envs.lookup import FIRST_TOOL, TOOLS
+from flowgrpo.learner.warmstart import act_by_oracle, demonstrate
+from flowgrpo.rollout.compiled import Rollout
+
+
+def rollout_of(env: fg.Env, act=None) -> Rollout:
+    """Episodes without a policy, as a rollout would give them."""
+    count = 64
+    tasks, keys = draw_tasks(env, "train", count=count), jax.random.split(jax.random.key(1), count)
+    played = jax.jit(lambda tasks, keys: demonstrate(env, tasks, keys, act=act))(tasks, keys)
+    chosen = jnp.asarray(played.chosen)
+    first = jnp.take_along_axis(jnp.asarray(played.tokens), jnp.argmax(chosen, axis=2)[:, :, None], axis=2)[:, :, 0]
+    called = chosen.any(axis=2) & (first >= FIRST_TOOL) & (first < FIRST_TOOL + len(TOOLS))
+    return Rollout(played, jnp.where(called, first - FIRST_TOOL, -1), jnp.zeros(called.shape, bool))
+
+
+def test_an_oracle_calls_the_right_tool_and_demonstrations_seldom_do():
+    env = fg.lookup()
+    assert right_tool_share(env, rollout_of(env, act_by_oracle(env))) == 1.0
+    share = right_tool_share(env, rollout_of(env))
+    assert share is not None
+    assert 0.25 < share < 0.45  # 35 % by what `lookup` says of them
+
+
+def test_nothing_is_said_where_a_call_alone_can_not_tell_or_none_was_made():
+    env = fg.lookup()
+    played = rollout_of(env)
+    assert right_tool_share(fg.maze(), played) is None
+    assert right_tool_share(env, played.replace(tool=jnp.full_like(played.tool, -1))) is None
