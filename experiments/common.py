@@ -18,18 +18,25 @@ from flowgrpo.types import BadInput
 
 _CACHE = flags.DEFINE_string("compilation_cache", None, "Folder that keeps compiled programs from run to run.")
 _PROFILE = flags.DEFINE_string("profile_dir", None, "Folder for a trace of the run, for XProf or Perfetto.")
+_DEVICES = flags.DEFINE_integer(
+    "cpu_devices", None, "CPU devices that work side by side; by default what suits the experiment.", lower_bound=1
+)
 _DETERMINISTIC = flags.DEFINE_bool("deterministic", False, "Let XLA use deterministic operations only.")
 
 INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
 
 
-def run(main: Callable[[], None]) -> None:
-    """Run an experiment as a command; doesn't return."""
+def run(main: Callable[[], None], *, cpu_devices: int = 1) -> None:
+    """Run an experiment as a command; doesn't return. It suits it to have so many CPU devices."""
 
     def guarded(argv: Sequence[str]) -> None:
         try:
             _check_rest(argv)
-            launch.configure(compilation_cache=_CACHE.value, deterministic=_DETERMINISTIC.value)
+            launch.configure(
+                compilation_cache=_CACHE.value,
+                deterministic=_DETERMINISTIC.value,
+                cpu_devices=_DEVICES.value or cpu_devices,
+            )
             with launch.profile(_PROFILE.value):
                 main()
         except BadInput as error:

@@ -25,6 +25,7 @@ from absl import flags
 from experiments import common, setups
 from experiments.members import ALGORITHMS
 from experiments.session import Session
+from flowgrpo import launch
 from flowgrpo.learner.folder import run_folder
 from flowgrpo.report.metrics import TIMINGS, Metrics, read_metrics
 
@@ -104,4 +105,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(main, cpu_devices=launch.cores())

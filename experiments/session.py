@@ -45,7 +45,8 @@ class Session:
 
     def _exam(self, split: str, tasks: int, samples: int = 1):
         setup, temperature = self.setup, self.setup.settings["temperature"]
-        return loop.make_exam(setup.env, setup.policy, split, tasks=tasks, samples=samples, temperature=temperature)
+        sizes = {"tasks": tasks, "samples": samples}
+        return loop.make_exam(setup.env, setup.policy, split, **sizes, temperature=temperature, mesh=setup.mesh)
 
     # Stages -------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 import flowgrpo as fg
 from experiments.members import ALGORITHMS, ENVIRONMENTS
@@ -19,7 +20,8 @@ from flowgrpo.envs.env import PAD
 from flowgrpo.learner.state import init_learner, make_optimizer
 from flowgrpo.learner.warmstart import demonstrate, imitation_rows, make_supervised, make_validation, train_to_minimum
 from flowgrpo.models.config import DecoderConfig, Rope
-from flowgrpo.models.decoder import make_policy
+from flowgrpo.models.decoder import make_policy, matrices
+from flowgrpo.spread import data_mesh
 
 COMMON: dict[str, Any] = {
     "algorithm": "flow_grpo",
@@ -61,6 +63,7 @@ class Setup(NamedTuple):
     optimizer: optax.GradientTransformation
     sizes: loop.Settings
     iteration: loop.Iteration
+    mesh: Mesh | None
 
 
 def settings_of(env: str, **chosen: Any) -> dict[str, Any]:
@@ -85,8 +88,9 @@ def build(settings: dict[str, Any]) -> Setup:
     names = ("queries", "samples", "oversample", "temperature", "mini_batches", "epochs")
     sizes = loop.Settings(**{name: settings[name] for name in names})
     judge = partial(loop.shuffled_rewards, samples=sizes.samples) if settings["control"] == "shuffled_rewards" else None
-    iteration = loop.make_iteration(env, policy, algorithm, optimizer, sizes, judge=judge)
-    return Setup(settings, env, policy, algorithm, optimizer, sizes, iteration)
+    mesh = data_mesh()
+    iteration = loop.make_iteration(env, policy, algorithm, optimizer, sizes, judge=judge, mesh=mesh)
+    return Setup(settings, env, policy, algorithm, optimizer, sizes, iteration, mesh)
 
 
 def shape_of(env: fg.Env, d: int, layers: int) -> DecoderConfig:
@@ -142,11 +146,16 @@ def warm_start(setup: Setup, params, key: jax.Array, tell: Callable[[int, float]
     """Parameters at the lowest validation loss of imitation, which `tell` hears of every few steps."""
     settings = setup.settings
     steps, rows = settings["warm_steps"], settings["warm_rows"]
-    optimizer = make_optimizer(learning_rate=settings["warm_rate"], warmup_steps=20, decay_steps=steps)
-    step = jax.jit(make_supervised(setup.policy, optimizer, banned=(PAD,), micro_rows=rows))
+    optimizer = make_optimizer(
+        learning_rate=settings["warm_rate"],
+        warmup_steps=20,
+        decay_steps=steps,
+        matrices=matrices(shape_of(setup.env, settings["d"], settings["layers"])),
+    )
+    step = jax.jit(make_supervised(setup.policy, optimizer, banned=(PAD,), mesh=setup.mesh))
     draw = jax.jit(partial(demonstration_rows, setup, rows=rows, split="train"))
     held = jax.jit(partial(demonstration_rows, setup, rows=VALIDATION_ROWS, split="validation"))(key)
-    loss = jax.jit(make_validation(setup.policy, banned=(PAD,), micro_rows=rows))
+    loss = jax.jit(make_validation(setup.policy, banned=(PAD,), mesh=setup.mesh))
     asked = count(0, ASKED_EVERY)
 
     def validate(params) -> jax.Array:
@@ -162,7 +171,8 @@ def warm_start(setup: Setup, params, key: jax.Array, tell: Callable[[int, float]
 def imitation_step(setup: Setup, key: jax.Array) -> Callable[[loop.Run], tuple[loop.Run, dict]]:
     """A control: as many trajectories an update, imitated."""
     rows = setup.sizes.queries * setup.sizes.samples
-    step = make_supervised(setup.policy, setup.optimizer, banned=(PAD,), micro_rows=setup.sizes.micro_rows)
+    micro_rows = setup.sizes.micro_rows
+    step = make_supervised(setup.policy, setup.optimizer, banned=(PAD,), micro_rows=micro_rows, mesh=setup.mesh)
 
     def imitate(run: loop.Run) -> tuple[loop.Run, dict]:
         own = jax.random.fold_in(jax.random.fold_in(key, 1), run.update)

@@ -1,6 +1,6 @@
 """What must be set before JAX's backend starts: XLA's flags and the compilation cache; and profiles of a run.
 
-    configure(compilation_cache="runs/cache", deterministic=True)
+    configure(compilation_cache="runs/cache", deterministic=True, cpu_devices=cores())
     with profile("runs/profile"):
         ...
 
@@ -21,11 +21,18 @@ from flowgrpo.types import BadInput
 # batched cotangents. XLA ends the process over a flag that it doesn't know, so only they are given this one.
 FLAWED_JAXLIB = ("0.10.2",)
 NO_FLAWED_FUSION = "--xla_cpu_experimental_ynn_fusion_type="
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # for the products of a CPU device
 DETERMINISTIC = ("--xla_gpu_deterministic_ops=true",)  # the CPU is deterministic as it is
 
 
-def configure(*, compilation_cache: str | os.PathLike | None = None, deterministic: bool = False) -> None:
-    """Set what XLA reads when it starts, and keep compiled programs in a folder where one is given."""
+def configure(
+    *, compilation_cache: str | os.PathLike | None = None, deterministic: bool = False, cpu_devices: int = 1
+) -> None:
+    """Set what XLA reads when it starts, and keep compiled programs in a folder where one is given.
+
+    Several `cpu_devices` work side by side with a thread each, where one device would take all threads for every
+    product: programs of many small operations are up to twice as fast, once their rows are dealt over the devices.
+    """
     if _backend_started():
         raise BadInput(
             "JAX's backend has started, and reads no settings any more: call launch.configure before the first "
@@ -35,9 +42,17 @@ def configure(*, compilation_cache: str | os.PathLike | None = None, determinist
     if deterministic:
         _check_deterministic(os.environ.get("XLA_FLAGS", ""))
         flags += [] if _on_tpu() else DETERMINISTIC
+    if cpu_devices > 1:
+        _set_cpu_devices(cpu_devices)
+        flags += [ONE_THREAD]
     os.environ["XLA_FLAGS"] = add_flags(os.environ.get("XLA_FLAGS", ""), flags)
     if compilation_cache is not None:
         _keep_compiled(make_folder(compilation_cache))
+
+
+def cores() -> int:
+    """How many processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def add_flags(given: str, flags: list[str]) -> str:
@@ -77,6 +92,12 @@ def _check_deterministic(given: str) -> None:
         name, _, value = flag.partition("=")
         if name in names and value.lower() in ("false", "0"):
             raise BadInput(f"XLA_FLAGS has {flag}, which contradicts deterministic runs: leave out one of them")
+
+
+def _set_cpu_devices(count: int) -> None:
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", count)
 
 
 def _keep_compiled(folder: Path) -> None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array
+from jax.sharding import Mesh
 
 from flowgrpo.contracts import Algorithm, Env, Metrics, Policy
 from flowgrpo.envs.env import PAD
@@ -75,12 +76,22 @@ Judge = Callable[[Trajectories, Array], Trajectories]  # (trajectories, key) -> 
 
 
 def make_iteration(
-    env: Env, policy: Policy, algorithm: Algorithm, optimizer, settings: Settings, *, judge: Judge | None = None
+    env: Env,
+    policy: Policy,
+    algorithm: Algorithm,
+    optimizer,
+    settings: Settings,
+    *,
+    judge: Judge | None = None,
+    mesh: Mesh | None = None,
 ) -> Iteration:
-    """The stages of an iteration; without a `judge` the outcome is what the environment paid."""
+    """The stages of an iteration; without a `judge` the outcome is what the environment paid.
+
+    Over a `mesh` trajectories are rolled out and learned from on all its devices, each of which takes its share.
+    """
     if algorithm.targets is not None:
         raise BadInput(f"{algorithm.name} needs a critic, which this loop does not train: choose another algorithm")
-    rollout = make_rollout(env, policy, temperature=settings.temperature, block=settings.block)
+    rollout = make_rollout(env, policy, temperature=settings.temperature, block=settings.block, mesh=mesh)
     learn = make_update(
         policy,
         algorithm,
@@ -90,6 +101,7 @@ def make_iteration(
         micro_rows=settings.micro_rows,
         mini_batches=settings.mini_batches,
         epochs=settings.epochs,
+        mesh=mesh,
     )
     return Iteration(
         rollout=partial(_roll_out, env=env, rollout=rollout, judge=judge, settings=settings),
@@ -126,9 +138,18 @@ def shuffled_rewards(trajectories: Trajectories, key: Array, *, samples: int) ->
     return trajectories.replace(outcome=trajectories.outcome[order_n], correct=trajectories.correct[order_n])
 
 
-def make_exam(env: Env, policy: Policy, split: str, *, tasks: int, samples: int = 1, temperature: float = 1.0):
+def make_exam(
+    env: Env,
+    policy: Policy,
+    split: str,
+    *,
+    tasks: int,
+    samples: int = 1,
+    temperature: float = 1.0,
+    mesh: Mesh | None = None,
+):
     """`exam(params, key) -> Rollout` on fresh tasks of a split, to be jitted by the caller."""
-    rollout = make_rollout(env, policy, temperature=temperature)
+    rollout = make_rollout(env, policy, temperature=temperature, mesh=mesh)
     return partial(_examine, env=env, rollout=rollout, split=split, tasks=tasks, samples=samples)
 
 

@@ -5,13 +5,16 @@ that batches of any fill share one program.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 
 from flowgrpo.contracts import Scores
+from flowgrpo.spread import map_rows, sum_rows
 from flowgrpo.types import Batch
 
 Score = Callable[[Any, Batch], Scores]  # (params, batch) -> what they say of it
@@ -37,23 +40,35 @@ def visit(wanted_r: Array, size: int) -> Visit:
     return Visit(jnp.pad(row_r, (0, -len(row_r) % size)), wanted_r.sum(dtype=jnp.int32), size)
 
 
-def accumulate(function: Callable[[Batch], tuple], batch: Batch, rows: Visit) -> tuple:
-    """`function` over the micro-batches: it gives (what is summed, what the largest is kept of)."""
-    sums, largest = jax.eval_shape(function, _take(batch, rows, 0)[0])
+def accumulate(
+    function: Callable[[Any, Batch], tuple], shared, batch: Batch, wanted_r: Array, size: int, mesh: Mesh | None = None
+) -> tuple:
+    """`function(shared, micro-batch)` over the wanted rows: it gives (what is summed, what the largest is kept of)."""
+    return sum_rows(partial(_accumulate, function, size), mesh, shared, batch, wanted_r)
+
+
+def _accumulate(function, size: int, shared, batch: Batch, wanted_r: Array) -> tuple:
+    rows = visit(wanted_r, size)
+    sums, largest = jax.eval_shape(function, shared, _take(batch, rows, 0)[0])
     start = (
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
         jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), largest),
     )
 
     def add(index, carry):
-        more, other = function(_take(batch, rows, index)[0])
+        more, other = function(shared, _take(batch, rows, index)[0])
         return jax.tree.map(jnp.add, carry[0], more), jax.tree.map(jnp.maximum, carry[1], other)
 
     return jax.lax.fori_loop(0, rows.trips, add, start)
 
 
-def score_rows(score: Score, params, batch: Batch, rows: Visit) -> Array:
+def score_rows(score: Score, params, batch: Batch, wanted_r: Array, size: int, mesh: Mesh | None = None) -> Array:
     """Log-probabilities of the wanted rows, 0 in the others; no gradient -> logp_rs."""
+    return map_rows(partial(_score_rows, score, size), mesh, params, (batch, wanted_r))
+
+
+def _score_rows(score: Score, size: int, params, pair: tuple[Batch, Array]) -> Array:
+    batch, rows = pair[0], visit(pair[1], size)
 
     def fill(index, logp_rs):
         part, row_i = _take(batch, rows, index)

@@ -3,15 +3,21 @@
 State is one frozen pytree: it can be donated, vmapped over seeds, sharded and saved as it is.
 """
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from flax import struct
 from jax import Array
 from jaxtyping import Int
 
 from flowgrpo.types import BadInput
+
+Summed = tuple[tuple[int, ...], tuple[int, ...]]  # axes of a parameter that a product sums over, and that it leaves
+MUON = 5.0  # times the rate: a step of Muon against one of AdamW
 
 
 class LearnerState(struct.PyTreeNode):
@@ -39,23 +45,54 @@ def make_optimizer(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
+    matrices: Mapping[str, Summed] | None = None,
 ) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter, 2019) behind a clip of the gradient's global norm.
 
     The rate rises over `warmup_steps` and then falls along a cosine over `decay_steps` to `final_share` of
     itself; both count optimizer steps, one for each mini-batch. `learning_rate` and `weight_decay` may be vmapped.
+    The parameters that `matrices` names, with the axes that a product with them sums over and those it leaves, take
+    Muon's orthogonal steps (Jordan et al., 2024) of about `MUON` times the size of AdamW's.
     """
     for name, value, least in (("warmup_steps", warmup_steps, 0), ("decay_steps", decay_steps, 1)):
         if value is not None and value < least:
             raise BadInput(f"make_optimizer: {name} is {value}, but must be at least {least}")
     if clip_norm is not None and not clip_norm > 0:
         raise BadInput(f"make_optimizer: clip_norm is {clip_norm}; give a number above 0, or None for no clip")
-    parts = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
-    parts += [optax.scale_by_adam(b1=b1, b2=b2, eps=eps), optax.add_decayed_weights(weight_decay)]
+    clip = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
+    parts = [optax.scale_by_adam(b1=b1, b2=b2, eps=eps), optax.add_decayed_weights(weight_decay)]
     if isinstance(weight_decay, (int, float)) and weight_decay == 0:
         parts.pop()
     rate = _schedule(learning_rate, warmup_steps, decay_steps, final_share)
-    return optax.chain(*parts, optax.scale_by_learning_rate(rate))
+    adamw = optax.chain(*parts, optax.scale_by_learning_rate(rate))
+    if matrices is None:
+        return optax.chain(*clip, adamw)
+    return optax.chain(*clip, optax.partition({True: _muon(rate, matrices), False: adamw}, partial(_named, matrices)))
+
+
+def _muon(rate, matrices: Mapping[str, Summed]) -> optax.GradientTransformation:
+    shapes = {name: optax.contrib.MuonDimensionNumbers(*axes) for name, axes in matrices.items()}
+    numbers = partial(_numbers, shapes)
+    return optax.chain(
+        optax.contrib.scale_by_muon(weight_dimension_numbers=numbers),
+        optax.scale_by_learning_rate(_scaled(rate, MUON)),
+    )
+
+
+def _numbers(shapes: Mapping, params: Mapping) -> dict:
+    return {name: shapes.get(name, None) if _real(x) else x for name, x in params.items()}
+
+
+def _named(names, params: Mapping) -> dict:
+    return {name: name in names for name in params}
+
+
+def _real(x) -> bool:
+    return not isinstance(x, optax.MaskedNode)
+
+
+def _scaled(rate, by: float):
+    return (lambda step: by * rate(step)) if callable(rate) else by * rate
 
 
 def _schedule(learning_rate, warmup_steps: int, decay_steps: int | None, final_share: float):

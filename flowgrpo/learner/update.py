@@ -10,7 +10,7 @@ when they were sampled, at the same temperature (F7).
 
 Mini-batch m is the m-th block of rows. It must hold whole trajectories (whole groups for preference
 pairs), which `check_mini_batches` looks at on the host: the plain layouts keep them together, and `pack` does with
-`ranks` equal to the number of mini-batches wherever contexts append. Everything here is pure and for one device.
+`ranks` equal to the number of mini-batches wherever contexts append. Everything here is pure.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,12 @@ import numpy as np
 import optax
 from jax import Array
 from jax.lax import stop_gradient
+from jax.sharding import Mesh
 
 from flowgrpo import masked
 from flowgrpo.contracts import Algorithm, Metrics, Policy, Scores
 from flowgrpo.generate.sampler import logprobs
-from flowgrpo.learner.micro import Score, accumulate, score_rows, visit
+from flowgrpo.learner.micro import Score, accumulate, score_rows
 from flowgrpo.learner.state import LearnerState
 from flowgrpo.types import BadInput, Batch
 
@@ -42,6 +43,7 @@ class Plan(NamedTuple):
     mini_batches: int
     rescores: bool  # logp_old is scored before the first step
     skips: bool  # rows without an advantage are not visited
+    mesh: Mesh | None  # the devices over which rows are dealt
 
 
 def make_update(
@@ -58,12 +60,14 @@ def make_update(
     skip_no_signal: bool = False,
     chunk: int = 1024,
     score: Score | None = None,
+    mesh: Mesh | None = None,
 ) -> Update:
     """`update(state, batch, ref_params=None) -> (state, metrics)`, to be jitted or vmapped by its caller.
 
     `rescore` says whether `logp_old` is scored anew before the first step; by default where the algorithm needs it.
     With `skip_no_signal` rows without an advantage are left out of gradient and metrics, where the algorithm says that
-    this is exact (F8). `score` takes the place of the policy's `logprobs`, to add a critic's values.
+    this is exact (F8). `score` takes the place of the policy's `logprobs`, to add a critic's values. Over a `mesh` each
+    device works through its share of the rows.
     """
     for name, value in (("micro_rows", micro_rows), ("epochs", epochs), ("mini_batches", mini_batches)):
         if value < 1:
@@ -73,7 +77,7 @@ def make_update(
     if score is None:
         score = make_score(policy, temperature=temperature, banned=banned, chunk=chunk)
     rescores = "logp_old" in algorithm.needs if rescore is None else rescore
-    plan = Plan(micro_rows, epochs, mini_batches, rescores, skip_no_signal and algorithm.skips)
+    plan = Plan(micro_rows, epochs, mini_batches, rescores, skip_no_signal and algorithm.skips, mesh)
     return partial(_update, score=score, algorithm=algorithm, optimizer=optimizer, plan=plan)
 
 
@@ -86,14 +90,16 @@ def _score(params, batch: Batch, *, policy: Policy, **settings) -> Scores:
     return logprobs(policy, params, batch.tokens, batch.positions, batch.segments, **settings)
 
 
-def score_batch(score: Score, params, batch: Batch, *, micro_rows: int = 16) -> Array:
+def score_batch(score: Score, params, batch: Batch, *, micro_rows: int = 16, mesh: Mesh | None = None) -> Array:
     """Log-probabilities of the rows that hold a chosen token, in micro-batches -> logp_rs."""
-    return score_rows(score, params, batch, visit(_own(batch).any(axis=1), micro_rows))
+    return score_rows(score, params, batch, _own(batch).any(axis=1), micro_rows, mesh)
 
 
-def score_reference(score: Score, ref_params, batch: Batch, *, micro_rows: int = 16) -> Batch:
+def score_reference(
+    score: Score, ref_params, batch: Batch, *, micro_rows: int = 16, mesh: Mesh | None = None
+) -> Batch:
     """The batch with `logp_ref`."""
-    return batch.replace(logp_ref=score_batch(score, ref_params, batch, micro_rows=micro_rows))
+    return batch.replace(logp_ref=score_batch(score, ref_params, batch, micro_rows=micro_rows, mesh=mesh))
 
 
 def check_mini_batches(batch: Batch, mini_batches: int, *, by: str = "trajectory") -> None:
@@ -130,11 +136,12 @@ def _update(state: LearnerState, batch: Batch, ref_params=None, *, score, algori
 def _scored(params, batch: Batch, ref_params, score: Score, algorithm: Algorithm, plan: Plan) -> Batch:
     """The batch with the log-probabilities that its algorithm needs, from before the first step."""
     if plan.rescores:
-        batch = batch.replace(logp_old=score_batch(score, params, batch, micro_rows=plan.micro_rows))
+        logp_old = score_batch(score, params, batch, micro_rows=plan.micro_rows, mesh=plan.mesh)
+        batch = batch.replace(logp_old=logp_old)
     if "logp_ref" in algorithm.needs and batch.logp_ref is None:
         if ref_params is None:
             raise BadInput(f"update: {algorithm.name} needs Batch.logp_ref: score the batch first, or pass ref_params")
-        batch = score_reference(score, ref_params, batch, micro_rows=plan.micro_rows)
+        batch = score_reference(score, ref_params, batch, micro_rows=plan.micro_rows, mesh=plan.mesh)
     return batch
 
 
@@ -159,10 +166,12 @@ def _own(batch: Batch) -> Array:
 def _step(state: LearnerState, batch: Batch, scale: Array, *, score, algorithm, optimizer, plan: Plan):
     """One optimizer step on a mini-batch -> (state, (metrics, taken, skipped))."""
     if algorithm.sums is not None and len(batch.tokens) > plan.micro_rows:
-        batch = algorithm.sums(batch, score_batch(score, state.params, batch, micro_rows=plan.micro_rows))
-    slopes = partial(_slopes, params=state.params, score=score, algorithm=algorithm, scale=scale)
+        logp = score_batch(score, state.params, batch, micro_rows=plan.micro_rows, mesh=plan.mesh)
+        batch = algorithm.sums(batch, logp)
+    slopes, shared = partial(_slopes, score=score, algorithm=algorithm), (state.params, scale)
     signal_rs = batch.live & (jnp.asarray(batch.advantage) != 0) if plan.skips else batch.live
-    (grads, loss, sums), largest = accumulate(slopes, batch, visit(signal_rs.any(axis=1), plan.micro_rows))
+    wanted_r = signal_rs.any(axis=1)
+    (grads, loss, sums), largest = accumulate(slopes, shared, batch, wanted_r, plan.micro_rows, plan.mesh)
     norm = optax.tree.norm(grads)
     live, finite = batch.live.any(), jnp.isfinite(loss) & jnp.isfinite(norm)
     taken = live & finite  # a zero gradient is a step too, for an optimizer with a memory
@@ -173,8 +182,9 @@ def _step(state: LearnerState, batch: Batch, scale: Array, *, score, algorithm, 
     return state, (metrics, taken, skipped)
 
 
-def _slopes(batch: Batch, *, params, score: Score, algorithm: Algorithm, scale: Array) -> tuple:
+def _slopes(shared: tuple[Any, Array], batch: Batch, *, score: Score, algorithm: Algorithm) -> tuple:
     """((gradient, loss, metrics), largest log-ratio) of a micro-batch; the first three add up."""
+    params, scale = shared
     value_and_grad = jax.value_and_grad(_loss, has_aux=True)
     (loss, (metrics, largest)), grads = value_and_grad(params, batch, score=score, algorithm=algorithm, scale=scale)
     return (jax.tree.map(lambda x: x.astype(jnp.float32), grads), loss, metrics), largest

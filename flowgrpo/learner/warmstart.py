@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.sharding import Mesh
 
 from flowgrpo import masked
 from flowgrpo.algorithms.loss import weighted_sums
@@ -126,7 +127,7 @@ def _token_weights(trajectories: Trajectories) -> Array:
 def make_supervised(policy: Policy, optimizer: optax.GradientTransformation, **settings) -> Step:
     """`step(state, batch) -> (state, loss)`: one step on the mean over the batch's live tokens.
 
-    Settings are those of `make_update`: temperature, banned, micro_rows, chunk.
+    Settings are those of `make_update`: temperature, banned, micro_rows, chunk, mesh.
     """
     return partial(_supervised_step, update=make_update(policy, IMITATION, optimizer, **settings))
 
@@ -148,15 +149,21 @@ IMITATION = Algorithm("imitation", advantages=_no_advantage, weights=_token_weig
 
 
 def make_validation(
-    policy: Policy, *, temperature=1.0, banned: tuple[int, ...] = (), micro_rows: int = 16, chunk: int = 1024
+    policy: Policy,
+    *,
+    temperature=1.0,
+    banned: tuple[int, ...] = (),
+    micro_rows: int = 16,
+    chunk: int = 1024,
+    mesh: Mesh | None = None,
 ) -> Callable[[Any, Batch], Array]:
     """`loss(params, batch)`: the same mean, with no step."""
     score = make_score(policy, temperature=temperature, banned=banned, chunk=chunk)
-    return partial(_validation_loss, score=score, micro_rows=micro_rows)
+    return partial(_validation_loss, score=score, micro_rows=micro_rows, mesh=mesh)
 
 
-def _validation_loss(params, batch: Batch, *, score, micro_rows: int) -> Array:
-    return -masked.mean(score_batch(score, params, batch, micro_rows=micro_rows), batch.live)
+def _validation_loss(params, batch: Batch, *, score, micro_rows: int, mesh: Mesh | None) -> Array:
+    return -masked.mean(score_batch(score, params, batch, micro_rows=micro_rows, mesh=mesh), batch.live)
 
 
 def train_to_minimum(

@@ -75,6 +75,16 @@ def shape_of(parameter: Parameter, config: DecoderConfig) -> tuple[int, ...]:
     return tuple(config.num_layers if axis == "n" else getattr(config, axis) for axis in parameter.axes)
 
 
+def matrices(config: DecoderConfig) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The parameters within layers that are multiplied with: which axes are summed over, and which are left."""
+    inputs = {"o": 2}
+    return {
+        name: (tuple(range(1, 1 + inputs.get(name, 1))), tuple(range(1 + inputs.get(name, 1), len(parameter.axes))))
+        for name, parameter in parameters(config).items()
+        if parameter.deviation and parameter.axes.startswith("n")
+    }
+
+
 def is_stacked(name: str, config: DecoderConfig) -> bool:
     """Whether a parameter has one entry a layer."""
     return parameters(config)[name].axes.startswith("n")

@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
+from jax.sharding import Mesh
 from jaxtyping import Bool, Int
 
 from flowgrpo.contracts import Env, Observation, Policy, Step
 from flowgrpo.envs.env import END, PAD
 from flowgrpo.generate.sampler import Rows, Sampled, decode, feed, sampling
+from flowgrpo.spread import map_rows
 from flowgrpo.types import AnyArray, BadInput, Status, Trajectories
 
 
@@ -54,17 +56,19 @@ class Going(struct.PyTreeNode):
     correct: Bool[Array, "n"]
 
 
-def make_rollout(env: Env, policy: Policy, *, temperature: float = 1.0, block: int | None = None) -> Callable:
+def make_rollout(
+    env: Env, policy: Policy, *, temperature: float = 1.0, block: int | None = None, mesh: Mesh | None = None
+) -> Callable:
     """`rollout(params, tasks, keys_n, group_n, version=0) -> Rollout`, to be jitted by the caller.
 
     Tasks and keys have one entry a trajectory. With `block`, so many trajectories run at a time, one block after the
-    other, which keeps their caches in the processor's.
+    other, which keeps their caches in the processor's. Over a `mesh` each device rolls out its share.
     """
     if policy.make_cache is None:
         raise BadInput("the policy has no make_cache, and a rollout needs one")
     if not temperature > 0:
         raise BadInput(f"temperature is {temperature}, but must be greater than 0")
-    return partial(_rollout, env, policy, temperature=temperature, block=block)
+    return partial(_rollout, env, policy, temperature=temperature, block=block, mesh=mesh)
 
 
 def repeat(tasks, samples: int):
@@ -74,18 +78,21 @@ def repeat(tasks, samples: int):
     return jax.tree.map(lambda x: x[group_n], tasks), group_n
 
 
-def _rollout(env, policy, params, tasks, keys, group_n, version=0, *, temperature, block) -> Rollout:
-    count = len(group_n)
-    run = partial(_run, env, policy, params, temperature=temperature)
-    if block is None or block >= count:
-        turns, ended = run(tasks, keys)
-    else:
-        if count % block:
-            raise BadInput(f"{count} trajectories are no whole number of blocks of {block}")
-        split = partial(jax.tree.map, lambda x: x.reshape(-1, block, *x.shape[1:]))
-        turns, ended = jax.lax.map(lambda pair: run(*pair), (split(tasks), split(keys)))
-        turns, ended = (jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), part) for part in (turns, ended))
+def _rollout(env, policy, params, tasks, keys, group_n, version=0, *, temperature, block, mesh) -> Rollout:
+    run = partial(_run, env, policy, temperature=temperature)
+    turns, ended = map_rows(run if block is None else partial(_blocks, run, block), mesh, params, (tasks, keys))
     return _collect(env, turns, ended, group_n, version)
+
+
+def _blocks(run: Callable, block: int, params, given: tuple) -> tuple[Turn, tuple[Array, Array]]:
+    """One block of trajectories after the other."""
+    count = len(given[1])
+    if block >= count:
+        return run(params, given)
+    if count % block:
+        raise BadInput(f"{count} trajectories are no whole number of blocks of {block}")
+    split = jax.tree.map(lambda x: x.reshape(-1, block, *x.shape[1:]), given)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(partial(run, params), split))
 
 
 def _collect(env: Env, turns: Turn, ended: tuple[Array, Array], group_n, version) -> Rollout:
@@ -113,8 +120,9 @@ def _collect(env: Env, turns: Turn, ended: tuple[Array, Array], group_n, version
 # One block --------------------------------------------------------------------------------------------
 
 
-def _run(env: Env, policy: Policy, params, tasks, keys, *, temperature) -> tuple[Turn, tuple[Array, Array]]:
-    """All turns of some trajectories -> (their record [n t ...], (done_n, correct_n))."""
+def _run(env: Env, policy: Policy, params, given: tuple, *, temperature) -> tuple[Turn, tuple[Array, Array]]:
+    """All turns of the given (tasks, keys) -> (their record [n t ...], (done_n, correct_n))."""
+    tasks, keys = given
     count, sizes = len(keys), env.sizes
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
     states, said = jax.vmap(env.reset)(fold(keys, 0), tasks)
