@@ -26,6 +26,7 @@ from flowgrpo.report.metrics import Metrics
 from flowgrpo.report.plots import curves
 from flowgrpo.report.progress import Progress
 from flowgrpo.rollout.compiled import Rollout
+from flowgrpo.spread import share
 
 VALIDATION_TASKS = 256
 
@@ -59,7 +60,8 @@ class Session:
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
         run = loop.start_run(blank, self.setup.optimizer, self.keys["run"])
         tree = self.checkpoints.restore(step, {"run": run, "start": blank, "resumed_at": ..., "position": ...})
-        self.run, self.start, self.position = tree["run"], tree["start"], tree["position"]
+        self.run, self.start = share((tree["run"], tree["start"]), self.setup.mesh)
+        self.position = tree["position"]
         self.resumed_at = list(tree["resumed_at"])
         if int(self.run.update) < self.setup.settings["updates"]:
             self.resumed_at.append(int(self.run.update))
@@ -92,7 +94,7 @@ class Session:
         params = jax.jit(self.setup.policy.init)(self.keys["start"])
         best = setups.warm_start(self.setup, params, self.keys["demonstrations"], self._told(metrics))
         self.start = best
-        self.run = loop.start_run(best, self.setup.optimizer, self.keys["run"])
+        self.run = share(loop.start_run(best, self.setup.optimizer, self.keys["run"]), self.setup.mesh)
         figures = self.examine(best)
         metrics.write({"phase": "validation", "update": 0} | shown(figures))
         self.position = metrics.position

@@ -21,7 +21,7 @@ from flowgrpo.learner.state import init_learner, make_optimizer
 from flowgrpo.learner.warmstart import demonstrate, imitation_rows, make_supervised, make_validation, train_to_minimum
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy, matrices
-from flowgrpo.spread import data_mesh
+from flowgrpo.spread import data_mesh, share
 
 COMMON: dict[str, Any] = {
     "algorithm": "flow_grpo",
@@ -164,7 +164,7 @@ def warm_start(setup: Setup, params, key: jax.Array, tell: Callable[[int, float]
         return value
 
     batches = (draw(jax.random.fold_in(key, index)) for index in range(1, steps + 1))
-    state = init_learner(params, optimizer)
+    state = share(init_learner(params, optimizer), setup.mesh)
     return train_to_minimum(state, batches, step, validate, every=ASKED_EVERY, patience=PATIENCE)[0].params
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXIS = "data"
 SHARED, DEALT = PartitionSpec(), PartitionSpec(AXIS)
@@ -21,6 +21,11 @@ def data_mesh() -> Mesh | None:
     """All devices side by side, or `None` where there is only one."""
     devices = jax.device_count()
     return jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,)) if devices > 1 else None
+
+
+def share(tree, mesh: Mesh | None):
+    """The tree on every device of the mesh: what a program gives back lies there, and what it is given first should."""
+    return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, SHARED))
 
 
 def map_rows(function: Callable, mesh: Mesh | None, shared, rows):
