@@ -18,6 +18,7 @@ import flowgrpo as fg
 from experiments import common, setups
 from experiments.plays import right_tool_share
 from experiments.session import Session, judge, report
+from flowgrpo import launch
 from flowgrpo.learner.folder import RUN
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
@@ -56,4 +57,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(main, cpu_devices=launch.cores())

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from absl import flags
 
@@ -59,7 +60,8 @@ def read_flags(seed: int) -> dict[str, Any]:
         "learning_rate": _RATE.value,
         "warm_steps": _WARM.value,
     }
-    return setups.settings_of(_ENV.value, **chosen)
+    # A run goes on bit for bit on as many devices only, so their number belongs to what may not differ.
+    return setups.settings_of(_ENV.value, **chosen) | {"devices": jax.device_count()}
 
 
 def one_run(settings: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Settings are one flat dict, which `run.json` keeps beside a run's results, so th
 parts again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ COMMON: dict[str, Any] = {
     "algorithm": "flow_grpo",
     "control": "none",
     "temperature": 1.0,
+    "head": 16,  # dimensions of an attention head
     "queries": 32,
     "samples": 8,
     "oversample": 1,
@@ -50,7 +51,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 CONTROLS = ("none", "shuffled_rewards", "supervised")
 VALIDATION_ROWS = 256
 ASKED_EVERY, PATIENCE = 50, 3  # steps of the warm start between two validations; how many may bring nothing
-HEAD, ROPE = 16, 1000.0  # dimensions of a head; base of the rotary angles, for contexts of a few hundred tokens
+ROPE = 1000.0  # base of the rotary angles, for contexts of a few hundred tokens
 
 
 class Setup(NamedTuple):
@@ -80,7 +81,7 @@ def settings_of(env: str, **chosen: Any) -> dict[str, Any]:
 def build(settings: dict[str, Any]) -> Setup:
     """The parts that these settings describe."""
     env = ENVIRONMENTS[settings["env"]]()
-    policy = make_policy(shape_of(env, settings["d"], settings["layers"]), unroll=True)
+    policy = make_policy(shape(env, settings), unroll=True)
     algorithm = _algorithm(settings, env)
     steps = settings["decay_updates"] * settings["mini_batches"] * settings["epochs"]
     fall = {"decay_steps": steps, "final_share": settings["decay"]} if settings["decay"] < 1 else {}
@@ -93,14 +94,15 @@ def build(settings: dict[str, Any]) -> Setup:
     return Setup(settings, env, policy, algorithm, optimizer, sizes, iteration, mesh)
 
 
-def shape_of(env: fg.Env, d: int, layers: int) -> DecoderConfig:
+def shape(env: fg.Env, settings: Mapping[str, Any]) -> DecoderConfig:
     """A small decoder over the words of an environment."""
+    d, heads, layers = settings["d"], settings["d"] // settings["head"], settings["layers"]
     return DecoderConfig(
         v=len(env.words),
         d=d,
-        h=d // HEAD,
-        k=d // HEAD,
-        e=HEAD,
+        h=heads,
+        k=heads,
+        e=settings["head"],
         f=2 * d,
         windows=(None,) * layers,
         ropes=(Rope(theta=ROPE),) * layers,
@@ -150,7 +152,7 @@ def warm_start(setup: Setup, params, key: jax.Array, tell: Callable[[int, float]
         learning_rate=settings["warm_rate"],
         warmup_steps=20,
         decay_steps=steps,
-        matrices=matrices(shape_of(setup.env, settings["d"], settings["layers"])),
+        matrices=matrices(shape(setup.env, settings)),
     )
     step = jax.jit(make_supervised(setup.policy, optimizer, banned=(PAD,), mesh=setup.mesh))
     draw = jax.jit(partial(demonstration_rows, setup, rows=rows, split="train"))

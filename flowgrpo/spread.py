@@ -2,8 +2,8 @@
 
     order:  rows 0 1 2 3 4 5   on two devices   0 2 4 | 1 3 5
 
-Rows are dealt like cards, so that a batch whose last rows are empty loads all devices alike. What is shared (parameters)
-lies on every device. With `mesh=None` everything runs where it is, and is the same to float tolerance (F3).
+Rows are dealt like cards, so that a batch whose last rows are empty loads all devices alike. What is shared, such as
+parameters, lies on every device. With `mesh=None` everything runs where it is, and is the same to float tolerance (F3).
 """
 
 from collections.abc import Callable

@@ -96,3 +96,13 @@ def test_a_folder_that_can_not_be_made_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(BadInput, match="can't be written: change its permissions"):
         launch.make_folder(tmp_path)
+
+
+def test_cpu_devices_work_side_by_side_with_a_thread_each():
+    program = """
+import os
+from flowgrpo import launch
+launch.configure(cpu_devices=3)
+import jax
+print(jax.device_count(), "--xla_cpu_multi_thread_eigen=false" in os.environ["XLA_FLAGS"])"""
+    assert run(program) == "3 True"

@@ -149,3 +149,14 @@ def test_no_retracing():
 
     assert len(list(loop.train(counted, start(), 3))) == 3
     assert len(traces) == 1
+
+
+def test_several_devices_do_what_one_does(by_one):
+    """Rollout and update dealt over four devices: the same trajectories, the same parameters (F3)."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    dealt = loop.make_iteration(ENV, POLICY, ALGORITHM, OPTIMIZER, SIZES, mesh=mesh)
+    step = loop.three_programs(dealt, ENV, ALGORITHM, SIZES)
+    for (run, figures), (other, others) in zip(by_one, loop.train(step, start(), 3), strict=True):
+        assert_close(run.learner.params, other.learner.params, atol=2e-5)
+        for name in ("success", "turns", "tokens", "tool_errors"):
+            assert figures[name] == others[name], name

@@ -211,7 +211,7 @@ def measure_update(name: str, rate: float) -> dict:
 
 def _config(name: str) -> DecoderConfig:
     if name == PROTOTYPE:
-        return setups.shape_of(fg.arithmetic(), _WIDTH.value, _LAYERS.value)
+        return setups.shape(fg.arithmetic(), {"d": _WIDTH.value, "layers": _LAYERS.value, "head": 16})
     return ceilings.open_model(name).config
 
 

@@ -64,9 +64,9 @@ MOST_CALLS = 8  # of the oracle, before it answers
 class Flaws(NamedTuple):
     """How often a demonstration goes wrong."""
 
-    order: float = 1 / 2  # an episode whose operations are done in the wrong order
-    swap: float = 1 / 2  # an operation with its operands swapped
-    stray: float = 1 / 3  # a pointer that is followed to a wrong letter
+    order: tuple[float, float, float, float] = (0.45, 0.1, 0.85, 0.6)  # by template: an episode's order is wrong
+    swap: float = 1 / 4  # an operation with its operands swapped
+    stray: float = 2 / 3  # a pointer that is followed to a wrong letter
     idle: float = 1 / 16  # a turn that looks up any letter
 
 
@@ -189,7 +189,7 @@ def demonstrate(key: Array, state: State, *, base: int, flaws: Flaws = FLAWS) ->
 def flawed(state: State, flaws: Flaws) -> Habits:
     """The habits of a demonstration; they stay the same for an episode, so that its errors are consistent."""
     order_key, swap_key, stray_key = jax.random.split(state.key, 3)
-    wrong = jax.random.bernoulli(order_key, flaws.order)
+    wrong = jax.random.bernoulli(order_key, jnp.asarray(flaws.order)[state.task.template])
     return Habits(
         order=jnp.where(wrong, wrong_order(state.task), own_order(state.task)),
         swaps=jax.random.bernoulli(swap_key, flaws.swap, (3,)),

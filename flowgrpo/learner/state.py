@@ -71,28 +71,21 @@ def make_optimizer(
 
 
 def _muon(rate, matrices: Mapping[str, Summed]) -> optax.GradientTransformation:
-    shapes = {name: optax.contrib.MuonDimensionNumbers(*axes) for name, axes in matrices.items()}
-    numbers = partial(_numbers, shapes)
-    return optax.chain(
-        optax.contrib.scale_by_muon(weight_dimension_numbers=numbers),
-        optax.scale_by_learning_rate(_scaled(rate, MUON)),
-    )
+    numbers: Any = partial(_numbers, matrices)
+    steps = optax.contrib.scale_by_muon(weight_dimension_numbers=numbers)
+    return optax.chain(steps, optax.scale(MUON), optax.scale_by_learning_rate(rate))
 
 
-def _numbers(shapes: Mapping, params: Mapping) -> dict:
-    return {name: shapes.get(name, None) if _real(x) else x for name, x in params.items()}
+def _numbers(matrices: Mapping[str, Summed], params: Mapping) -> dict:
+    """For optax: what it leaves out of a partition stays as it is."""
+    return {
+        name: x if isinstance(x, optax.MaskedNode) else optax.contrib.MuonDimensionNumbers(*matrices[name])
+        for name, x in params.items()
+    }
 
 
 def _named(names, params: Mapping) -> dict:
     return {name: name in names for name in params}
-
-
-def _real(x) -> bool:
-    return not isinstance(x, optax.MaskedNode)
-
-
-def _scaled(rate, by: float):
-    return (lambda step: by * rate(step)) if callable(rate) else by * rate
 
 
 def _schedule(learning_rate, warmup_steps: int, decay_steps: int | None, final_share: float):

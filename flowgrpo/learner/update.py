@@ -95,9 +95,7 @@ def score_batch(score: Score, params, batch: Batch, *, micro_rows: int = 16, mes
     return score_rows(score, params, batch, _own(batch).any(axis=1), micro_rows, mesh)
 
 
-def score_reference(
-    score: Score, ref_params, batch: Batch, *, micro_rows: int = 16, mesh: Mesh | None = None
-) -> Batch:
+def score_reference(score: Score, ref_params, batch: Batch, *, micro_rows: int = 16, mesh: Mesh | None = None) -> Batch:
     """The batch with `logp_ref`."""
     return batch.replace(logp_ref=score_batch(score, ref_params, batch, micro_rows=micro_rows, mesh=mesh))
 

@@ -17,7 +17,7 @@ from flowgrpo.envs.expressions import LETTER, NUMBER, TEMPLATES, Expression, com
 pytestmark = pytest.mark.slow
 
 ENV = compiled(arithmetic())
-WITHOUT_FLAWS = Flaws(0.0, 0.0, 0.0, 0.0)
+WITHOUT_FLAWS = Flaws((0.0,) * 4, 0.0, 0.0, 0.0)
 
 
 @cache
@@ -185,7 +185,7 @@ def test_a_demonstration_without_flaws_is_the_oracle():
 
 def test_the_wrong_order_is_a_whole_consistent_plan():
     """`a - b * c` worked from the left: the demonstration subtracts, multiplies, and answers what came out."""
-    env = compiled(arithmetic(flaws=WITHOUT_FLAWS._replace(order=1.0)))
+    env = compiled(arithmetic(flaws=WITHOUT_FLAWS._replace(order=(1.0,) * 4)))
     state, _ = env.reset(jax.random.key(0), task_of("a - b * c", a=9, b=5, c=7))
     made = []
     while not state.done:

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import flowgrpo as fg
-from flowgrpo.learner.state import init_learner, make_optimizer
+from flowgrpo.learner.state import MUON, init_learner, make_optimizer
 
 PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.float32(3.0)}
 GRADS = {"w": jnp.array([0.5, 4.0]), "b": jnp.float32(-1.0)}
@@ -73,3 +73,17 @@ def test_the_state_before_the_first_update():
 def test_bad_settings_are_named(settings, message):
     with pytest.raises(fg.BadInput, match=message):
         make_optimizer(learning_rate=0.1, **settings)
+
+
+def test_matrices_take_orthogonal_steps_and_the_rest_adams():
+    """Of a gradient of any size and shape Muon keeps the directions: all singular values of a step are about equal."""
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.zeros((2, 6, 2, 3)), "b": jnp.zeros(6)}  # two layers of 6 x (2 x 3)
+    grads = {"w": jnp.asarray(rng.normal(size=(2, 6, 2, 3)), jnp.float32), "b": jnp.ones(6)}
+    optimizer = make_optimizer(learning_rate=0.1, clip_norm=None, matrices={"w": ((1,), (2, 3))})
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["b"], -0.1, rtol=1e-4)
+    for layer in np.asarray(updates["w"]).reshape(2, 6, 6):
+        values = np.linalg.svd(layer, compute_uv=False)
+        assert values.min() > 0.1 * MUON * 0.5
+        assert values.max() < 0.1 * MUON * 1.5

@@ -72,6 +72,23 @@ def test_F3_first_passes_and_micro_batches_equal_the_unsplit_gradient(name):
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["flow_grpo", "gspo"])
+def test_F3_devices_share_the_work(name):
+    """Rows dealt over three devices, which do not divide them evenly: the same parameters and figures."""
+    algorithm = everything_on(name)
+    params, trajectories = sampled_case(12)
+    batch = rows_of(algorithm, trajectories, "by_trajectory")
+    assert len(batch.tokens) % 3
+    mesh = jax.make_mesh((3,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:3])
+    (state, metrics), (other, others) = (
+        compiled(name, rescore=True, **settings)(fresh(params), batch) for settings in ({}, {"mesh": mesh})
+    )
+    assert_close(state.params, other.params, params)
+    assert set(metrics) == set(others)
+    for figure in metrics:
+        np.testing.assert_allclose(metrics[figure], others[figure], rtol=1e-4, atol=1e-5, err_msg=figure)
+
+
 def test_F3_mini_batches_and_epochs_are_a_plain_loop():
     """Two epochs of three blocks of rows, each a step on three times its sum; a fourth is empty and takes none."""
     params, trajectories = sampled_case(13)

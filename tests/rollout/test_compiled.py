@@ -135,3 +135,12 @@ def test_no_retracing(work):
         params, tasks, _, group_n = work
         program(params, tasks, jax.random.split(jax.random.key(seed), len(group_n)), group_n, seed)
     assert len(traces) == 1
+
+
+def test_over_several_devices_the_trajectories_are_the_same(work, rollout):
+    """24 trajectories on 4 devices, dealt and brought back (E3, between widths)."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    other = jax.jit(make_rollout(ENV, POLICY, mesh=mesh))(*work)
+    for name in ("tokens", "chosen", "turns", "outcome", "group", "length"):
+        np.testing.assert_array_equal(getattr(rollout.trajectories, name), getattr(other.trajectories, name))
+    np.testing.assert_allclose(rollout.trajectories.logp_sampled, other.trajectories.logp_sampled, atol=1e-5)
