@@ -14,7 +14,7 @@ MODULES = sorted(path.relative_to(ROOT).with_suffix("").as_posix().replace("/", 
 # From the ground up; a module may import from floors below its own, and from its own folder.
 FLOORS = [
     ["types"],
-    ["masked", "text", "sandbox", "launch"],
+    ["masked", "text", "sandbox", "spread", "launch"],
     ["contracts", "ragged", "layouts", "tasks", "schedule", "replay", "report"],
     ["packing"],
     ["algorithms", "models", "envs", "agent", "generate", "tools", "rewards", "evaluate"],
