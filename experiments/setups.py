@@ -45,12 +45,22 @@ COMMON: dict[str, Any] = {
 }
 PRESETS: dict[str, dict[str, Any]] = {
     "lookup": {"d": 96, "layers": 3, "updates": 150, "decay": 0.2, "decay_updates": 150, "warm_steps": 400},
-    "arithmetic": {"d": 96, "layers": 3, "updates": 200, "learning_rate": 5e-4, "warm_steps": 1200, "oversample": 2},
+    "arithmetic": {
+        "d": 96,
+        "layers": 4,
+        "head": 32,
+        "updates": 600,
+        "learning_rate": 5e-4,
+        "decay": 0.2,
+        "decay_updates": 600,
+        "warm_steps": 2000,
+        "warm_rows": 32,
+    },
     "maze": {"d": 64, "layers": 2, "updates": 120},
 }
 CONTROLS = ("none", "shuffled_rewards", "supervised")
 VALIDATION_ROWS = 256
-ASKED_EVERY, PATIENCE = 50, 3  # steps of the warm start between two validations; how many may bring nothing
+ASKED_EVERY, PATIENCE = 50, 10  # steps of the warm start between two validations; how many may bring nothing
 ROPE = 1000.0  # base of the rotary angles, for contexts of a few hundred tokens
 
 

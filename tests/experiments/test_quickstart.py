@@ -1,8 +1,10 @@
 """The quickstart as a command: it goes on where it was stopped to the same bits, and says what it can't do."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -113,3 +115,52 @@ def test_every_preset_builds(env):
     setup = setups.build(setups.settings_of(env))
     assert setup.env.name == env
     assert setup.algorithm.name == "flow_grpo"
+
+
+def interrupt(folder: Path, cache: Path, sign: int, *, phase: str, lines: int) -> tuple[int, str]:
+    """Start the run of `whole` again, and send it a signal once so many lines of a phase are written -> (status, said)."""
+    module = [sys.executable, "-m", "experiments.quickstart", f"--compilation_cache={cache}", f"--workdir={folder}"]
+    metrics, until = folder / "metrics.jsonl", time.monotonic() + 300
+    with subprocess.Popen([*module, "--updates=4", *SMALL], stderr=subprocess.PIPE, text=True) as run:
+        while not metrics.exists() or metrics.read_text().count(f'"phase": "{phase}"') < lines:
+            assert run.poll() is None, "it ended before it was interrupted"
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        run.send_signal(sign)
+        _, said = run.communicate(timeout=300)
+    return run.returncode, said
+
+
+def test_S1_killed_in_the_warm_start_and_later_or_stopped_by_ctrl_c_it_ends_as_if_nothing_had_been(
+    command, whole, tmp_path
+):
+    folder, cache = tmp_path / "again", Path(command.keywords["cache"])
+    for phase, lines in (("warm start", 1), ("train", 1), ("train", 3)):
+        assert interrupt(folder, cache, signal.SIGKILL, phase=phase, lines=lines)[0] == -signal.SIGKILL
+        if phase == "warm start":
+            status, said = interrupt(folder, cache, signal.SIGINT, phase="train", lines=1)
+            assert status == 130
+            assert "the same command goes on from there" in said
+            assert "Traceback" not in said
+    command("quickstart", f"--workdir={folder}", "--updates=4", *SMALL)
+    found = result(folder)
+    assert found["resumed_at"]
+    assert found["params_sha256"] == result(whole)["params_sha256"]
+    assert (folder / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_a_loss_that_is_no_number_stops_it_with_the_last_good_checkpoint(command, tmp_path):
+    stopped = command(
+        "quickstart", f"--workdir={tmp_path}/nan", "--updates=4", *SMALL, "--learning_rate=1e30", check=False
+    )
+    assert stopped.returncode == 1
+    assert "is not finite: lower --learning_rate; the last good checkpoint is that of update" in stopped.stderr
+    assert "Traceback" not in stopped.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_refused(command, tmp_path):
+    (tmp_path / "file").write_text("")
+    refused = command("quickstart", f"--workdir={tmp_path}/file/run", "--updates=4", *SMALL, check=False)
+    assert refused.returncode == 1
+    assert "can't be made" in refused.stderr
+    assert "Traceback" not in refused.stderr
