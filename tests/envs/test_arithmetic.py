@@ -10,7 +10,7 @@ from playing import action, compiled, garbage, play, turn
 
 import flowgrpo as fg
 from flowgrpo.envs import expressions
-from flowgrpo.envs.arithmetic import Flaws, arithmetic
+from flowgrpo.envs.arithmetic import FLAWS, Flaws, arithmetic
 from flowgrpo.envs.env import SPLITS, in_words
 from flowgrpo.envs.expressions import LETTER, NUMBER, TEMPLATES, Expression, combination, faultless, make_plan
 
@@ -169,13 +169,19 @@ def test_the_oracle_solves_every_task_in_about_seven_turns():
 
 
 def test_demonstrations_are_well_formed_and_mostly_fail():
-    """About 37 % of them succeed: enough to learn the form from, and to improve on."""
+    """About 30 % of them succeed: enough to learn the form from, and to improve on."""
     played = play(ENV, ENV.demonstrate, tasks_of("train"))
     assert not played.error.any()
-    assert 0.3 < played.correct.mean() < 0.45
+    assert 0.25 < played.correct.mean() < 0.35
     assert played.turns.min() >= 6
     for tool in range(len(ENV.tools)):
         assert (played.tool == tool).any()
+
+
+def test_demonstrations_work_in_the_right_order_at_most_half_of_the_time():
+    wrong = np.asarray(FLAWS.order)[np.asarray(tasks_of("train").template)]
+    assert np.mean(FLAWS.order) >= 0.5
+    assert wrong.mean() == pytest.approx(0.5, abs=0.02)
 
 
 def test_a_demonstration_without_flaws_is_the_oracle():
