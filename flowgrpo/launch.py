@@ -50,9 +50,10 @@ def configure(
         _keep_compiled(make_folder(compilation_cache))
 
 
-def cores() -> int:
-    """How many processor cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores(most: int = 8) -> int:
+    """How many processor cores this process may use, and no more than `most`."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(usable, most)
 
 
 def add_flags(given: str, flags: list[str]) -> str:

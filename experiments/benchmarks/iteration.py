@@ -3,6 +3,7 @@
     python -m experiments.benchmarks.iteration
     python -m experiments.benchmarks.iteration --parts=trl           (needs the extra [oracle])
     python -m experiments.benchmarks.iteration --parts=iteration,prefill --repeats=3
+    python -m experiments.benchmarks.iteration --parts=iteration --cpu_devices=2
 
 `iteration`: 32 tasks of `arithmetic` with 8 trajectories each and a model of 0.34 M parameters, which imitates
 demonstrations for some steps before, so that episodes take seven turns and groups have mixed outcomes. As three
@@ -46,6 +47,7 @@ from flowgrpo.learner.update import make_update
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.packing import pack
+from flowgrpo.spread import share
 from flowgrpo.types import BadInput, Batch, Trajectories
 
 PARTS = ("iteration", "update", "scaling", "prefill", "seeds", "trl")
@@ -79,7 +81,8 @@ def make_setup(name: str = "arithmetic", /, *, turns: int | None = None, **chose
     if turns is None:
         return setup
     env = fg.arithmetic(turns=turns)
-    iteration = loop.make_iteration(env, setup.policy, setup.algorithm, setup.optimizer, setup.sizes)
+    parts = (env, setup.policy, setup.algorithm, setup.optimizer, setup.sizes)
+    iteration = loop.make_iteration(*parts, mesh=setup.mesh)
     return setup._replace(env=env, iteration=iteration)
 
 
@@ -100,7 +103,7 @@ def imitate(setup: setups.Setup) -> Any:
 
 def measure_iteration(setup: setups.Setup, params) -> dict:
     """Both forms of an iteration and its stages, on the same trajectories."""
-    start = loop.start_run(params, setup.optimizer, jax.random.key(0))
+    start = share(loop.start_run(params, setup.optimizer, jax.random.key(0)), setup.mesh)
     three = loop.three_programs(setup.iteration, setup.env, setup.algorithm, setup.sizes)
     one = jax.jit(loop.one_program(setup.iteration, setup.env, setup.sizes))
     stages = [jax.jit(x) for x in (setup.iteration.rollout, setup.iteration.credit, setup.iteration.update)]
@@ -167,7 +170,7 @@ def measure_scaling() -> list[dict]:
 
 def measure_scale(setup: setups.Setup, params) -> dict:
     """Tokens a second of one shape, in three programs."""
-    start = loop.start_run(params, setup.optimizer, jax.random.key(0))
+    start = share(loop.start_run(params, setup.optimizer, jax.random.key(0)), setup.mesh)
     step = loop.three_programs(setup.iteration, setup.env, setup.algorithm, setup.sizes)
     rows = []
     for index in range(1 + _REPEATS.value):
@@ -211,7 +214,7 @@ def measure_update(name: str, rate: float) -> dict:
 
 def _config(name: str) -> DecoderConfig:
     if name == PROTOTYPE:
-        return setups.shape(fg.arithmetic(), {"d": _WIDTH.value, "layers": _LAYERS.value, "head": 16})
+        return setups.shape(fg.arithmetic(), setups.settings_of("arithmetic", d=_WIDTH.value, layers=_LAYERS.value))
     return ceilings.open_model(name).config
 
 

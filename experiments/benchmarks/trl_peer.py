@@ -39,6 +39,7 @@ from flowgrpo.contracts import Env, Observation, Policy, Sizes, Step
 from flowgrpo.envs.env import END, PAD, SPECIAL, absorbing, fill
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.decoder import make_policy
+from flowgrpo.spread import data_mesh
 from flowgrpo.types import BadInput
 
 # Words by number: special ones, the marks of a dialogue, ten digits, and others up to the vocabulary's end.
@@ -135,7 +136,7 @@ class Ours:
         # The longest trajectory of three turns fills a row, the others share rows: few are left, and large
         # micro-batches would be half empty.
         sizes = loop.Settings(queries=PROMPTS, samples=GROUP, micro_rows=16 if turns == 1 else 4)
-        iteration = loop.make_iteration(env, policy, algorithm, optimizer, sizes)
+        iteration = loop.make_iteration(env, policy, algorithm, optimizer, sizes, mesh=data_mesh())
         self._step = loop.three_programs(iteration, env, algorithm, sizes)
         self._run = loop.start_run(model.params, optimizer, jax.random.key(0))
 

@@ -60,20 +60,16 @@ def make_optimizer(
     if clip_norm is not None and not clip_norm > 0:
         raise BadInput(f"make_optimizer: clip_norm is {clip_norm}; give a number above 0, or None for no clip")
     clip = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
-    parts = [optax.scale_by_adam(b1=b1, b2=b2, eps=eps), optax.add_decayed_weights(weight_decay)]
-    if isinstance(weight_decay, (int, float)) and weight_decay == 0:
-        parts.pop()
+    decays = not isinstance(weight_decay, (int, float)) or weight_decay != 0
+    rest = [optax.add_decayed_weights(weight_decay)] if decays else []
     rate = _schedule(learning_rate, warmup_steps, decay_steps, final_share)
-    adamw = optax.chain(*parts, optax.scale_by_learning_rate(rate))
+    rest.append(optax.scale_by_learning_rate(rate))
+    adamw = optax.chain(optax.scale_by_adam(b1=b1, b2=b2, eps=eps), *rest)
     if matrices is None:
         return optax.chain(*clip, adamw)
-    return optax.chain(*clip, optax.partition({True: _muon(rate, matrices), False: adamw}, partial(_named, matrices)))
-
-
-def _muon(rate, matrices: Mapping[str, Summed]) -> optax.GradientTransformation:
     numbers: Any = partial(_numbers, matrices)
-    steps = optax.contrib.scale_by_muon(weight_dimension_numbers=numbers)
-    return optax.chain(steps, optax.scale(MUON), optax.scale_by_learning_rate(rate))
+    muon = optax.chain(optax.contrib.scale_by_muon(weight_dimension_numbers=numbers), optax.scale(MUON), *rest)
+    return optax.chain(*clip, optax.partition({True: muon, False: adamw}, partial(_named, matrices)))
 
 
 def _numbers(matrices: Mapping[str, Summed], params: Mapping) -> dict:
