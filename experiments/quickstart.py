@@ -33,7 +33,9 @@ from flowgrpo.report.metrics import TIMINGS, Metrics, read_metrics
 
 _ENV = flags.DEFINE_enum("env", "lookup", list(setups.PRESETS), "Environment.")
 _ALGORITHM = flags.DEFINE_enum("algorithm", None, list(ALGORITHMS), "Member of the family; flow_grpo by default.")
-_CONTROL = flags.DEFINE_enum("control", None, setups.CONTROLS, "Shuffle rewards within groups, or imitate on.")
+_CONTROL = flags.DEFINE_enum(
+    "control", None, setups.CONTROLS, "Shuffle rewards within groups, imitate on, or credit the last turn only."
+)
 _UPDATES = flags.DEFINE_integer("updates", None, "Updates of the reinforcement phase.", lower_bound=0)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of everything.")
 _NUM_SEEDS = flags.DEFINE_integer("num_seeds", 1, "Runs with successive seeds, one after another.", lower_bound=1)

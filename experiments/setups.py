@@ -58,7 +58,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "maze": {"d": 64, "layers": 2, "updates": 120},
 }
-CONTROLS = ("none", "shuffled_rewards", "supervised")
+CONTROLS = ("none", "shuffled_rewards", "supervised", "last_turn")
 VALIDATION_ROWS = 256
 ASKED_EVERY, PATIENCE = 50, 10  # steps of the warm start between two validations; how many may bring nothing
 ROPE = 1000.0  # base of the rotary angles, for contexts of a few hundred tokens
@@ -134,7 +134,8 @@ def _algorithm(settings: dict[str, Any], env: fg.Env) -> fg.Algorithm:
         del options["clip_high"]
     if name in ("kimi", "dpo"):
         del options["beta"]
-    return ALGORITHMS[name](**{key: value for key, value in options.items() if value != 0 or key == "beta"})
+    algorithm = ALGORITHMS[name](**{key: value for key, value in options.items() if value != 0 or key == "beta"})
+    return fg.last_turn_only(algorithm) if settings["control"] == "last_turn" else algorithm
 
 
 def seed_keys(seed: int) -> dict[str, jax.Array]:

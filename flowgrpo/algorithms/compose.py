@@ -6,6 +6,7 @@ advantage of an outcome  x  ratio and clip  x  aggregation  +  KL
 from collections.abc import Callable
 from functools import partial
 
+import jax.numpy as jnp
 from jax import Array
 
 from flowgrpo.algorithms import loss as losses
@@ -56,6 +57,19 @@ def compose(
         skips=skips and not options.kl_in_loss and is_off(options.entropy_bonus),
         reference_every=options.reference_every,
     )
+
+
+def last_turn_only(algorithm: Algorithm) -> Algorithm:
+    """The algorithm without its broadcast, for comparison: only the last turn of a trajectory has an advantage."""
+    return algorithm._replace(
+        name=f"{algorithm.name}_last_turn", advantages=partial(_at_the_last_turn, advantages=algorithm.advantages)
+    )
+
+
+def _at_the_last_turn(trajectories: Trajectories, *, advantages: Callable[[Trajectories], Array]) -> Array:
+    adv, turns_nt = advantages(trajectories), jnp.asarray(trajectories.turns)
+    last_nt = turns_nt & (jnp.cumsum(turns_nt, axis=1) == turns_nt.sum(axis=1, keepdims=True))
+    return jnp.where(last_nt.reshape(*last_nt.shape, *(1,) * (adv.ndim - 2)), adv, 0.0)
 
 
 def needs_of(options: Options) -> frozenset[str]:

@@ -387,3 +387,15 @@ def test_mismatched_shapes_are_named():
     trajectories = make_case(0).trajectories
     with pytest.raises(fg.BadInput, match=r"Trajectories.outcome has 3 on axis n, but tokens has 12"):
         fg.flow_grpo().advantages(trajectories.replace(outcome=trajectories.outcome[:3]))
+
+
+@each_member
+def test_without_its_broadcast_only_the_last_turn_has_an_advantage(name):
+    algorithm, case = everything_on(name), make_case(11)
+    trajectories = case.trajectories
+    whole, last = (np.asarray(x.advantages(trajectories)) for x in (algorithm, fg.last_turn_only(algorithm)))
+    for i, turns_t in enumerate(np.asarray(trajectories.turns)):
+        final = np.flatnonzero(turns_t)[-1:]
+        np.testing.assert_array_equal(last[i, final], whole[i, final])
+        assert not np.delete(last[i], final, axis=0).any()
+    assert last.any()
