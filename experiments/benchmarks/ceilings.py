@@ -11,7 +11,6 @@ attending to those before it.
 """
 
 import json
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments import common
+from experiments.benchmarks.measured import seconds
 from flowgrpo.contracts import Params
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.hf import Model, init_model, load_model
@@ -95,13 +95,6 @@ def best_seconds(work: Callable[[], Any], repeats: int) -> float:
     """Seconds of the fastest of several runs, after one that compiles."""
     jax.block_until_ready(work())
     return min(seconds(work) for _ in range(repeats))
-
-
-def seconds(work: Callable[[], Any]) -> float:
-    """Seconds of one run, until its results are there."""
-    start = time.perf_counter()
-    jax.block_until_ready(work())
-    return time.perf_counter() - start
 
 
 # The work ---------------------------------------------------------------------------------------------

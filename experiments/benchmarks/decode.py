@@ -31,6 +31,7 @@ from absl import flags
 
 from experiments import common
 from experiments.benchmarks import ceilings
+from experiments.benchmarks.measured import seconds, show_columns
 from flowgrpo.contracts import Request
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.jobs import MAX_STOPS
@@ -72,12 +73,12 @@ class Block:
         cache = jax.block_until_ready(make_cache(self.rows, self.length))
         filled = []
         work = partial(self._prefill, self.model.params, cache, before, np.ones(before.shape, bool))
-        prefilled = ceilings.seconds(lambda: filled.append(work()) or filled)
+        prefilled = seconds(lambda: filled.append(work()) or filled)
         keys = jax.random.split(jax.random.key(0), self.rows)
         rows = start_rows(filled.pop(), jnp.asarray(last), keys, jnp.full(self.rows, self.tokens))
         nothing = np.full((self.rows, MAX_STOPS), -1, np.int32)
         work = partial(self._decode, self.model.params, rows, sampling(self.rows), nothing)
-        return prefilled, ceilings.seconds(work)
+        return prefilled, seconds(work)
 
 
 def random_tokens(model: Model, shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -148,7 +149,7 @@ def measure_engine(model: Model) -> dict:
 def measure_requests(engine: Engine, asked: list[Request]) -> float:
     """Sampled tokens a second of one crowd of requests."""
     got = []
-    took = ceilings.seconds(lambda: got.extend(engine.generate(asked)))
+    took = seconds(lambda: got.extend(engine.generate(asked)))
     assert [len(done.tokens) for done in got] == [request.max_tokens for request in asked]
     return sum(request.max_tokens for request in asked) / took
 
@@ -199,7 +200,7 @@ def _peer_block(peer, model: Model, rows: int, tokens: int) -> Callable[[], floa
 
     def generate() -> float:
         with torch.inference_mode():
-            return ceilings.seconds(lambda: len(peer.generate(prompts, attention_mask=seen, **sampled, **lengths)))
+            return seconds(lambda: len(peer.generate(prompts, attention_mask=seen, **sampled, **lengths)))
 
     return generate
 
@@ -219,13 +220,6 @@ def blocks() -> list[tuple[int, int]]:
     return list(zip(*pairs, strict=True))
 
 
-def show(rows: list[dict]) -> None:
-    """A table of records that share their fields."""
-    for name in rows[0] if rows else ():
-        print(f"{name:28}" + "".join(f"{row[name]:>12}" for row in rows))
-    print()
-
-
 def main() -> None:
     """Measure, print the tables and one JSON line."""
     # PyTorch's threads spin while they wait, which on shared cores makes it ten times slower. It must be said before
@@ -236,9 +230,9 @@ def main() -> None:
     peer = open_peer(model) if _TORCH.value else None
     most = ceilings.measure()
     measured = [measure_block(model, rows, tokens, most, peer) for rows, tokens in pairs]
-    show(measured)
+    show_columns(measured)
     engine = [measure_engine(model)] if _REQUESTS.value else []
-    show(engine)
+    show_columns(engine)
     result = {"benchmark": "decode", "model": _MODEL.value, "params": ceilings.count(model.params)}
     result |= {"gflops": round(most.flops / 1e9, 1), "gbytes": round(most.bandwidth / 1e9, 1)}
     print(json.dumps(result | {"blocks": measured, "engine": engine[0] if engine else None}))

@@ -34,6 +34,7 @@ import numpy as np
 from absl import app, flags
 
 from experiments.benchmarks import ceilings
+from experiments.benchmarks.measured import show_lines
 from flowgrpo.contracts import Completion, Params, Policy, Request
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.sampler import logprobs
@@ -183,14 +184,6 @@ def compare(one: Completion, other: Completion) -> tuple[float, dict]:
 # The command ------------------------------------------------------------------------------------------
 
 
-def show(rows: list[dict]) -> None:
-    """A table of records that share their fields."""
-    widths = {name: 2 + max(len(name), *(len(str(row[name])) for row in rows)) for name in rows[0]} if rows else {}
-    for row in [{name: name for name in widths}, *rows]:
-        print("".join(f"{row[name]!s:>{width}}" for name, width in widths.items()))
-    print(flush=True)
-
-
 def main(_) -> None:
     """Measure, print the tables and one JSON line."""
     logging.getLogger("jax").setLevel(logging.WARNING)
@@ -202,13 +195,13 @@ def main(_) -> None:
         sys.exit(f"experiments.benchmarks.exactness: {error}")
     for subject in subjects:
         ratios += [measure_ratio(subject, counts[subject.dtype], support) for support in SUPPORTS]
-    show(ratios)
+    show_lines(ratios)
     for subject in subjects:
         if subject.dtype == "float32":
             found, parted = measure_widths(subject)
             widths, ties = widths + found, ties + [{"model": subject.name} | tie for tie in parted]
-    show(widths)
-    show(ties)
+    show_lines(widths)
+    show_lines(ties)
     print(json.dumps({"benchmark": "exactness", "bar": BAR, "ratio": ratios, "widths": widths, "near_ties": ties}))
 
 

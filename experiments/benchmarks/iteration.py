@@ -38,7 +38,7 @@ from absl import flags
 import flowgrpo as fg
 from experiments import common, setups
 from experiments.benchmarks import ceilings, reuse, trl_peer
-from experiments.benchmarks.reuse import medians, timed
+from experiments.benchmarks.measured import medians, show_columns, timed
 from flowgrpo import loop
 from flowgrpo.contracts import Metrics
 from flowgrpo.envs.env import PAD
@@ -259,13 +259,6 @@ def check_flags() -> None:
         trl_peer.check_installed()
 
 
-def show(rows: list[dict]) -> None:
-    """A table of records that share their fields."""
-    for name in rows[0] if rows else ():
-        print(f"{name:32}" + "".join(f"{row[name]:>12}" for row in rows))
-    print(flush=True)
-
-
 def measure(part: str, *, params: Any, rate: float) -> list[dict]:
     """The records of one part; `params` are the prototype's after imitation."""
     match part:
@@ -295,7 +288,7 @@ def main() -> None:
     result = {"benchmark": "iteration", "gflops": round(rate / 1e9, 1)}
     for part in parts:
         result[part] = measure(part, params=params, rate=rate)
-        show(result[part])
+        show_columns(result[part])
     print(json.dumps(result))
 
 

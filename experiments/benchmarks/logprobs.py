@@ -26,6 +26,7 @@ from jax import Array
 
 from experiments import common
 from experiments.benchmarks import ceilings
+from experiments.benchmarks.measured import seconds, show_lines
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.generate.sampler import logprobs
 from flowgrpo.models.config import DecoderConfig, Rope
@@ -61,7 +62,7 @@ def measure_speed(name: str, model: Model, rate: float) -> list[dict]:
     rows = []
     for work, program, factor in (("forward", score, 1), ("forward+backward", learn, 3)):
         program(model.params, tokens)
-        runs = [ceilings.seconds(partial(program, model.params, tokens)) for _ in range(_REPEATS.value)]
+        runs = [seconds(partial(program, model.params, tokens)) for _ in range(_REPEATS.value)]
         took = statistics.median(runs)
         rows.append(
             {
@@ -114,14 +115,6 @@ def temporary(loss: Callable[[Params, Array], Array], policy: Policy) -> int:
 # The command ------------------------------------------------------------------------------------------
 
 
-def show(rows: list[dict]) -> None:
-    """A table of records that share their fields."""
-    widths = {name: 2 + max(len(name), *(len(str(row[name])) for row in rows)) for name in rows[0]}
-    for row in [dict.fromkeys(widths) | {name: name for name in widths}, *rows]:
-        print("".join(f"{row[name]:>{width}}" for name, width in widths.items()))
-    print()
-
-
 def main() -> None:
     """Measure, print the tables and one JSON line."""
     models = {name: ceilings.open_model(name) for name in _MODELS.value}
@@ -129,8 +122,8 @@ def main() -> None:
     rate = ceilings.measure().flops
     rows = [row for name, model in models.items() for row in measure_speed(name, model, rate)]
     if rows:
-        show(rows)
-    show([memory])
+        show_lines(rows)
+    show_lines([memory])
     print(json.dumps({"benchmark": "logprobs", "gflops": round(rate / 1e9, 1), "rows": rows, "memory": memory}))
 
 

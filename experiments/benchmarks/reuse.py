@@ -5,17 +5,15 @@ every turn with its whole context in a fresh cache, in a program of that context
 Runs under one vmap share a program and its overhead; against them stand the same runs, one after the other.
 """
 
-import statistics
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from experiments.benchmarks.measured import medians, timed
 from experiments.setups import Setup
 from flowgrpo import loop
 from flowgrpo.contracts import Params, Policy
@@ -26,19 +24,6 @@ from flowgrpo.rollout.compiled import make_rollout, repeat
 from flowgrpo.types import Trajectories
 
 UPDATES = 3  # of each seed
-
-
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds until the results are there, and the results."""
-    start = time.perf_counter()
-    result = jax.block_until_ready(work())
-    return time.perf_counter() - start, result
-
-
-def medians(rows: Iterable[dict[str, float]]) -> dict[str, float]:
-    """The median of each column, without the first row, in which programs were compiled."""
-    _, *counted = rows
-    return {name: statistics.median(row[name] for row in counted) for name in counted[0]}
 
 
 # The cache --------------------------------------------------------------------------------------------
