@@ -69,6 +69,7 @@ _SEEDS = flags.DEFINE_integer("seeds", 16, "Runs of the part `seeds`.", lower_bo
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
 
 MICRO_ROWS = 16
+HEAD = 16  # dimensions of the prototype's heads
 
 
 # Parts of a run ---------------------------------------------------------------------------------------
@@ -76,8 +77,8 @@ MICRO_ROWS = 16
 
 def make_setup(name: str = "arithmetic", /, *, turns: int | None = None, **chosen: Any) -> setups.Setup:
     """The preset of an environment in the size of the flags, with what was chosen in its place."""
-    sizes = {"queries": _QUERIES.value, "samples": _SAMPLES.value, "oversample": 1, "warm_steps": _WARM_STEPS.value}
-    setup = setups.build(setups.settings_of(name, **(sizes | chosen)))
+    sizes = {"queries": _QUERIES.value, "samples": _SAMPLES.value, "warm_steps": _WARM_STEPS.value}
+    setup = setups.build(setups.settings_of(name, **({"head": HEAD} | sizes | chosen)))
     if turns is None:
         return setup
     env = fg.arithmetic(turns=turns)
@@ -214,7 +215,9 @@ def measure_update(name: str, rate: float) -> dict:
 
 def _config(name: str) -> DecoderConfig:
     if name == PROTOTYPE:
-        return setups.shape(fg.arithmetic(), setups.settings_of("arithmetic", d=_WIDTH.value, layers=_LAYERS.value))
+        return setups.shape(
+            fg.arithmetic(), setups.settings_of("arithmetic", d=_WIDTH.value, layers=_LAYERS.value, head=HEAD)
+        )
     return ceilings.open_model(name).config
 
 
