@@ -96,9 +96,11 @@ def _check_deterministic(given: str) -> None:
 
 
 def _set_cpu_devices(count: int) -> None:
+    """Dispatch waits for each program: with 32 under way it would hold the very threads that these need to end."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", count)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def _keep_compiled(folder: Path) -> None:

@@ -23,6 +23,7 @@ from hypothesis import settings
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_debug_nans", True)
+jax.config.update("jax_cpu_enable_async_dispatch", False)  # as launch.configure does for several devices
 
 settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
 settings.load_profile("quick")

@@ -106,3 +106,28 @@ launch.configure(cpu_devices=3)
 import jax
 print(jax.device_count(), "--xla_cpu_multi_thread_eigen=false" in os.environ["XLA_FLAGS"])"""
     assert run(program) == "3 True"
+
+
+MANY_PROGRAMS = """
+from flowgrpo import launch
+launch.configure(cpu_devices=2)
+import jax, jax.numpy as jnp
+from flowgrpo import spread
+mesh = spread.data_mesh()
+
+def add_up(shared, rows, wanted_r):
+    rows = jax.lax.fori_loop(0, 50, lambda _, x: jnp.tanh(x @ shared), rows)
+    return (rows * wanted_r[:, None]).sum(0), jnp.zeros(())
+
+draw = jax.jit(lambda key: jax.lax.fori_loop(0, 200, lambda _, x: jnp.tanh(x @ x), jax.random.normal(key, (64, 64))))
+step = jax.jit(lambda shared, rows: shared + 1e-9 * spread.sum_rows(add_up, mesh, shared, rows, jnp.full(64, True))[0])
+shared = spread.share(jnp.eye(64), mesh)
+for index in range(600):
+    shared = step(shared, draw(jax.random.fold_in(jax.random.key(0), index)))
+print(jnp.isfinite(shared).all())
+"""
+
+
+def test_many_programs_under_way_do_not_wait_for_each_other():
+    """Far more than the 32 a device takes ahead: dispatched without waiting, they stand still."""
+    assert run(MANY_PROGRAMS, JAX_PLATFORMS="cpu") == "True"
