@@ -129,9 +129,16 @@ class Scored(NamedTuple):
 
 
 class Reward(NamedTuple):
-    """A judge of outcomes."""
+    """A judge of what a system answered. `score_many`, where there is one, judges several at once in its own way."""
 
-    score: Callable[[Task, Any], Scored]
+    score: Callable[[Task, str], Scored]
+    score_many: Callable[[Sequence[Task], Sequence[str]], list[Scored]] | None = None
+
+    def many(self, tasks: Sequence[Task], outputs: Sequence[str]) -> list[Scored]:
+        """One `Scored` for each task and output."""
+        if self.score_many is not None:
+            return self.score_many(tasks, outputs)
+        return [self.score(task, output) for task, output in zip(tasks, outputs, strict=True)]
 
 
 class Tool(NamedTuple):
