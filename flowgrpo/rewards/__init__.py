@@ -1,0 +1,1 @@
+"""Judges of outcomes: functions that return a `Reward`."""

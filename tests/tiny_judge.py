@@ -1,0 +1,32 @@
+"""A tokenizer with several spellings of Yes and No and a chat template, for the tests of model-based rewards."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from test_text import STYLES, fast
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from flowgrpo.text import Text, load_text
+
+SPELLINGS = ("Yes", " Yes", "yes", " yes", "YES", " YES", "No", " No", "no", " no", "NO")
+
+
+@cache
+def judge_text(style: str = "qwen2.5") -> Text:
+    """Byte-level BPE that knows every one of `SPELLINGS` as one token."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator([word for word in SPELLINGS for _ in range(9)], trainer)
+    with TemporaryDirectory() as folder:
+        fast(backend, STYLES[style], STYLES[style].template).save_pretrained(folder)
+        return load_text(Path(folder))
+
+
+def id_of(spelling: str, style: str = "qwen2.5") -> int:
+    """The one id of a spelling."""
+    (found,) = judge_text(style).encode(spelling)
+    return found
