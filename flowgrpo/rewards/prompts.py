@@ -19,6 +19,7 @@ from flowgrpo.types import BadInput
 
 LEFT_OUT = " [... the middle is left out here ...] "
 LONGEST_TOKEN = 16  # characters that one token of a budget stands for, before anything is tokenised
+LEAST_BUDGET = 64  # tokens; room for the mark of what is left out
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 
 TokenLists = Sequence[Sequence[int]]
@@ -71,6 +72,11 @@ def shorten(text: Text, string: str, budget: int, *, shape: Callable[[str], str]
         short = text.decode(head) + LEFT_OUT + text.decode(tail)
         excess = len(encode_marked(text, mark(text, short))) - budget
     return short
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first, for a reason of one sentence."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # Fixed shapes -----------------------------------------------------------------------------------------
