@@ -1,0 +1,234 @@
+"""Boxes, points, counts and image-text scores: worked numbers, matching, hostile text, missing files."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowgrpo.rewards.boxes import SHOWN, best_match, iou, read_boxes, read_count, read_points, sort_corners
+from flowgrpo.rewards.vision import (
+    box_f1,
+    box_iou,
+    caption_score,
+    count,
+    load_image,
+    near,
+    picture_score,
+    point_in_box,
+)
+from flowgrpo.types import BadInput, Task
+
+
+def task(*boxes, answers=(), **metadata):
+    return Task("t7", "Where?", answers, "vision", ({"boxes": boxes} if boxes else {}) | metadata)
+
+
+UNIT = [0.0, 0.0, 10.0, 10.0]
+numbers = st.integers(-20, 20).map(float)
+boxes = st.lists(st.tuples(numbers, numbers, numbers, numbers), min_size=1, max_size=5)
+
+
+# Reading ----------------------------------------------------------------------------------------------
+
+
+def test_boxes_points_and_counts_are_read_from_text():
+    text = 'It is {"bbox_2d": [10, 20.5, 3 ,40]} and (1,2,3,4), not [1, 2, 3] or [1, 2, 3, 4, 5].'
+    np.testing.assert_array_equal(read_boxes(text), [[3, 20.5, 10, 40], [1, 2, 3, 4]])
+    np.testing.assert_array_equal(read_points("click (-3, .5) or [7,8]"), [[-3, 0.5], [7, 8]])
+    assert read_boxes("none").shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("There are three cats.", 3),
+        ("First I saw 7, but there are 12.", 12),
+        ("Twelve", 12),
+        ("no cats", 0),
+        ("-4", -4),
+        ("3.5 cats", None),
+        ("1,000 cats", None),
+        ("a2b someone", None),
+        ("", None),
+        ("9" * 5000, None),
+    ],
+)
+def test_the_last_whole_number_counts(text, expected):
+    assert read_count(text) == expected
+
+
+HOSTILE = ["[" * 10_000_000, "[1," * 3_000_000, "9" * 10_000_000, "[1,2,3,4]" * 1_000_000, "\x00\ud800" * 100_000]
+HOSTILE += [" " * 10_000_000, "(" + " " * 5_000_000 + "1", "[1e9999,nan,inf,2]", "-" * 10_000_000, "no" * 5_000_000]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("reward", [box_iou(), box_f1(), point_in_box(), count()])
+def test_hostile_text_of_ten_megabytes_is_a_scored_failure_at_once(reward, text):
+    began = time.monotonic()
+    scored = reward.score(task(UNIT, count=3), text)
+    assert scored.value == 0.0
+    assert scored.reason or scored.parts
+    assert time.monotonic() - began < 5.0
+
+
+@given(st.text(max_size=200) | st.text("[](),.-0123456789 ", max_size=200))
+def test_any_string_has_a_value_between_0_and_1(text):
+    for reward in (box_iou(), box_f1(), point_in_box(), count(), count(credit=near)):
+        value = reward.score(task(UNIT, count=3), text).value
+        assert value is not None
+        assert 0.0 <= value <= 1.0
+
+
+# Worked numbers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "mean", "f1"),
+    [
+        ("[0, 0, 10, 10]", 1.0, 1.0),
+        ("[10, 10, 0, 0]", 1.0, 1.0),  # the other corners
+        ("[0, 0, 10, 5]", 0.5, 1.0),
+        ("[5, 0, 15, 10]", 1 / 3, 0.0),
+        ("[20, 20, 30, 30]", 0.0, 0.0),
+        ("[3, 3, 3, 3]", 0.0, 0.0),
+        ("[0, 0, 10, 10] [20, 20, 30, 30]", 0.5, 2 / 3),  # one too many
+    ],
+)
+def test_boxes_by_hand(answer, mean, f1):
+    assert box_iou().score(task(UNIT), answer).value == pytest.approx(mean)
+    assert box_f1().score(task(UNIT), answer).value == pytest.approx(f1)
+
+
+def test_the_order_of_boxes_does_not_matter_and_repeating_one_does_not_pay():
+    gold = task([0, 0, 10, 10], [20, 0, 30, 10])
+    assert box_iou().score(gold, "[20, 0, 30, 10] [0, 0, 10, 10]").value == 1.0
+    assert box_iou().score(gold, "[0, 0, 10, 10] [0, 0, 10, 10]").value == 0.5
+    assert box_f1().score(gold, "[0, 0, 10, 10] [0, 0, 10, 10]").value == 0.5
+    assert box_f1().score(gold, "[0, 0, 10, 10]").value == pytest.approx(2 / 3)
+
+
+def test_boxes_in_numbers_do_not_pay():
+    many = " ".join(f"[{x}, {y}, {x + 10}, {y + 10}]" for x in range(10) for y in range(10))
+    assert box_f1(threshold=0.99).score(task(UNIT), many).value == pytest.approx(2 / 101)
+    assert box_iou().score(task(UNIT), many + "[1, 2, 3, 4]").value == 0.0
+    assert str(SHOWN) in box_iou().score(task(UNIT), many + "[1, 2, 3, 4]").reason
+
+
+def test_points_by_hand():
+    gold = task([0, 0, 10, 10], [20, 20, 30, 30])
+    assert point_in_box().score(task(UNIT), "(10, 0)").value == 1.0
+    assert point_in_box().score(task(UNIT), "(10.1, 0)").value == 0.0
+    assert point_in_box().score(gold, "(25, 25), (5, 5)").value == 1.0
+    assert point_in_box().score(gold, "(5, 5), (6, 6)").value == 0.5
+
+
+def test_counts_by_hand():
+    assert count().score(task(count=4), "I see four.").value == 1.0
+    assert count().score(task(count=4), "I see 5.").value == 0.0
+    assert count().score(task(answers=("4",)), "4").value == 1.0
+    assert count(credit=near).score(task(count=4), "5").value == pytest.approx(0.75)
+    assert count(credit=near).score(task(count=0), "9").value == 0.0
+    assert count().score(task(count=4), "many").value == 0.0
+
+
+@given(boxes, boxes)
+def test_the_matching_is_the_best_of_all_and_iou_is_symmetric(found, gold):
+    found_bf, gold_gf = (sort_corners(np.array(part)) for part in (found, gold))
+    worth_bg = iou(found_bf, gold_gf)
+    np.testing.assert_allclose(worth_bg, iou(gold_gf, found_bf).T)
+    small, large = sorted(worth_bg.shape)
+    wide = worth_bg if worth_bg.shape[0] == small else worth_bg.T
+    best = max(sum(wide[i, j] for i, j in enumerate(each)) for each in itertools.permutations(range(large), small))
+    assert best_match(worth_bg).sum() == pytest.approx(best)
+
+
+# What the task lacks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given", [None, [], "x", [[1, 2, 3]], [[1, 2, 3, float("nan")]], [["a"] * 4], 7, [[1, 2, 3, 4]] * 101]
+)
+def test_gold_boxes_that_cant_be_read_are_invalid(given):
+    for reward in (box_iou(), box_f1(), point_in_box()):
+        scored = reward.score(task(**({} if given is None else {"boxes": given})), "[0, 0, 10, 10]")
+        assert scored.value is None
+        assert "t7" in scored.reason
+
+
+def test_gold_boxes_may_stand_in_the_answers():
+    assert box_iou().score(task(answers=("[0, 0, 10, 10]",)), "[0, 0, 10, 10]").value == 1.0
+
+
+@pytest.mark.parametrize("given", [{}, {"count": "many"}, {"count": None}, {"count": True}])
+def test_a_gold_count_that_cant_be_read_is_invalid(given):
+    assert count().score(task(**given), "4").value is None
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.5, -1.0])
+def test_a_threshold_that_means_nothing_is_refused(threshold):
+    with pytest.raises(BadInput, match="threshold"):
+        box_f1(threshold=threshold)
+
+
+# An image and a text ----------------------------------------------------------------------------------
+
+
+def brightness(images, texts):
+    """Mean red plus the length of the text."""
+    return np.array([image[..., 0].mean() + len(text) for image, text in zip(images, texts, strict=True)])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (4, 3), (10, 0, 0)).save(tmp_path / "dark.png")
+    Image.new("L", (4, 3), 90).save(tmp_path / "grey.png")
+    (tmp_path / "text.png").write_text("no image")
+    return tmp_path
+
+
+def test_a_caption_is_scored_against_the_tasks_image(folder):
+    reward = caption_score(brightness, folder=folder)
+    tasks = [task(image="dark.png"), task(image="grey.png"), task(image="absent.png"), task(image="dark.png")]
+    scored = reward.many(tasks, ["abc", "abc", "abc", " "])
+    assert [one.value for one in scored] == [13.0, 93.0, None, 0.0]
+    assert scored[0] == reward.score(tasks[0], "abc")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("absent.png", "absent.png does not exist"), ("text.png", "can't be read")]
+)
+def test_an_image_that_cant_be_had_is_invalid_naming_its_path(folder, name, message):
+    scored = caption_score(brightness, folder=folder).score(task(image=name), "abc")
+    assert scored.value is None
+    assert message in scored.reason
+    assert name in scored.reason
+    with pytest.raises(BadInput, match=name):
+        load_image(folder / name)
+
+
+def test_a_task_without_an_image_is_invalid(folder):
+    assert "metadata['image']" in caption_score(brightness, folder=folder).score(task(), "abc").reason
+
+
+def test_an_image_of_too_many_pixels_is_refused_before_it_is_read(folder, monkeypatch):
+    monkeypatch.setattr("flowgrpo.rewards.vision.MOST_PIXELS", 11)
+    with pytest.raises(BadInput, match=r"dark.png has 4 x 3 pixels"):
+        load_image(folder / "dark.png")
+
+
+def test_a_picture_that_the_answer_draws_is_scored_against_the_query():
+    reward = picture_score(brightness, lambda answer: np.full((2, 2, 3), len(answer), np.uint8))
+    assert reward.score(task(), "rect").value == 4 + len("Where?")
+
+
+def test_a_scorer_that_fails_or_gives_no_number_is_invalid(folder):
+    def fail(*_):
+        raise RuntimeError("device lost")
+
+    for scorer in (fail, lambda images, _: np.full(len(images), np.nan)):
+        assert caption_score(scorer, folder=folder).score(task(image="dark.png"), "abc").value is None
