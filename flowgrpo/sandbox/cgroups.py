@@ -1,0 +1,70 @@
+"""A control group that bounds the memory of a worker and everything below it, where this process may make one.
+
+Version 1 and 2 of the interface. A worker joins before it gives up its rights; the pool sets the limit before each run
+that asks for another, and removes the group when the worker has ended.
+"""
+
+import contextlib
+import itertools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Group:
+    """A folder of the control group file system, and the names of its files."""
+
+    path: Path
+    version: int
+
+    def set_limit(self, size: int) -> None:
+        """Bound memory, and swap where it is counted."""
+        (self.path / ("memory.max" if self.version == 2 else "memory.limit_in_bytes")).write_text(str(size))
+
+    def used(self) -> int:
+        return int((self.path / ("memory.current" if self.version == 2 else "memory.usage_in_bytes")).read_text())
+
+    def kills(self) -> int:
+        """How often the kernel ended a process of this group because its memory ran out."""
+        text = (self.path / ("memory.events" if self.version == 2 else "memory.oom_control")).read_text()
+        return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill "))
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):  # a process of it may still be ending; an empty group is left behind
+            self.path.rmdir()
+
+
+def make_group() -> Group | None:
+    """A new group below the one of this process, or None where that is not allowed."""
+    for version, parent in _parents():
+        path = parent / f"flowgrpo-{os.getpid()}-{next(_numbers)}"
+        group = Group(path, version)
+        try:
+            path.mkdir()
+        except OSError:
+            continue
+        try:
+            group.set_limit(1 << 40)
+            group.kills()
+            return group
+        except (OSError, ValueError):
+            group.remove()
+    return None
+
+
+def _parents() -> list[tuple[int, Path]]:
+    """Where this process is, in the hierarchies that count memory."""
+    found = []
+    with contextlib.suppress(OSError):  # no /proc: not Linux
+        own = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+        for _, controllers, path in own:
+            for _, folder, kind, options, *_ in mounts:
+                if kind == "cgroup" and "memory" in controllers.split(",") and "memory" in options.split(","):
+                    found.append((1, Path(folder + path)))
+                if kind == "cgroup2" and not controllers:
+                    found.append((2, Path(folder + path)))
+    return found

@@ -1,0 +1,56 @@
+"""Messages between the pool, the zygote and its children: a dictionary in `marshal`, with open files beside it.
+
+Both ends are the same interpreter and trusted; no process that runs a program has an end of any channel.
+Standard library only: this runs in the zygote.
+"""
+
+import array
+import marshal
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_LENGTH = struct.Struct("=I")
+_MOST_FILES = 8
+
+
+class Closed(Exception):
+    """The other end is gone."""
+
+
+def send(channel: socket.socket, message: Mapping[str, Any], files: Sequence[int] = ()) -> None:
+    """Send one message, and open files with its first byte."""
+    data = marshal.dumps(dict(message))
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+    try:
+        first = channel.sendmsg([_LENGTH.pack(len(data))], rights)
+        channel.sendall(_LENGTH.pack(len(data))[first:] + data)
+    except OSError as error:
+        raise Closed(f"the other end is gone: {error}") from error
+
+
+def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """The next message, with the files that came with it; `Closed` where there will be none."""
+    files: list[int] = []
+    try:
+        (length,) = _LENGTH.unpack(_exactly(channel, _LENGTH.size, files))
+        return marshal.loads(_exactly(channel, length, files)), files
+    except (OSError, Closed) as error:
+        for file in files:
+            os.close(file)
+        raise Closed(f"the other end is gone: {error}") from error
+
+
+def _exactly(channel: socket.socket, size: int, files: list[int]) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        received, rights, _, _ = channel.recvmsg(size - len(data), socket.CMSG_SPACE(_MOST_FILES * 4))
+        for level, kind, content in rights:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                files.extend(array.array("i", content[: len(content) - len(content) % 4]))
+        if not received:
+            raise Closed("end of stream")
+        data += received
+    return bytes(data)

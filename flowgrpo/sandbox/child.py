@@ -1,0 +1,271 @@
+"""What becomes of a fork of the zygote: the first process of a run, and below it the process of the program.
+
+    zygote -> first process (process 1 of a pid namespace) -> program -> whatever it starts
+
+The first process waits, already isolated, until a request comes; makes the scratch folder, forks the program, buries
+orphans, and says how the program ended. When it ends, the kernel ends everything in its namespace. A program can't
+signal it (the kernel ignores signals to process 1 from inside), trace it, or speak in its name.
+
+The program's process takes on its limits, gives up capabilities, binds itself to the system call filter, closes every
+descriptor but its three streams, and only then reads the first line of what it is to run. Where one of these steps
+fails, nothing is run. Everything after that line is the program's: Python-level tricks on what the zygote left
+in memory meet a process that has no rights.
+
+Standard library only.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import importlib
+import json
+import marshal
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from flowgrpo.sandbox import channel, isolation, seccomp, syscalls
+
+OUT_OF_MEMORY = signal.SIGUSR2  # by which a program's process says that MemoryError ended it
+OPEN_FILES = 256
+MOST_DESCRIPTORS = 4096  # far above any that the zygote holds
+_LONGEST_ERROR = 2000  # characters
+
+
+def first_process(
+    own: socket.socket, proc: int | None, program_filter: seccomp.Filter | None, settings: Mapping[str, Any]
+) -> NoReturn:
+    """Wait for one request and carry it out. Without isolation (`proc` is None), become the program's process."""
+    try:
+        if proc is None:
+            os.setsid()
+        else:
+            syscalls.unshare(syscalls.CLONE_NEWNS)
+            _die_first(proc)
+            os.close(proc)
+        request, files = channel.receive(own)
+        with open(files.pop(0), "rb") as stored:
+            request |= marshal.loads(stored.read())
+        if proc is None:
+            os.chdir(request["scratch"])
+            _write_files(request)
+            _program(request, files, None, settings, lambda text: channel.send(own, {"how": "failed", "text": text}))
+        _make_scratch(request)
+        channel.send(own, _run_isolated(request, files, program_filter, settings))
+    except channel.Closed:
+        pass  # the zygote is gone, or has no more use for this process
+    except Exception as error:
+        with contextlib.suppress(channel.Closed):  # nobody is left to be told
+            channel.send(own, {"how": "failed", "text": f"{type(error).__name__}: {error}"})
+    finally:
+        os._exit(0)
+
+
+def _run_isolated(request: Mapping[str, Any], files: list[int], program_filter, settings) -> dict[str, Any]:
+    """Fork the program, bury whatever ends, and return how the program did."""
+    ready, report = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(ready)
+            _program(request, files, program_filter, settings, lambda text: os.write(report, text.encode()))
+        finally:
+            os._exit(1)
+    for file in [*files, report]:
+        os.close(file)
+    with open(ready, "rb") as trouble:
+        text = trouble.read().decode(errors="replace")
+    if text:
+        return {"how": "failed", "text": text}
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return {"how": "ended", "status": status}
+
+
+def _program(request, files: list[int], program_filter, settings, complain: Callable[[str], Any]) -> NoReturn:
+    """Become the process of the program: give up every right, then run it."""
+    try:
+        streams = _take_streams(request, files)
+        _reset_signals()
+        os.umask(0o022)
+        _limit(request)
+        os.environ.clear()
+        os.environ.update(settings["environment"] | {name: os.getcwd() for name in ("HOME", "TMPDIR")})
+        if program_filter is not None:
+            syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+            syscalls.drop_capabilities()
+            seccomp.install(program_filter)
+    except BaseException as error:
+        complain(f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
+        os._exit(1)
+    os.closerange(streams, MOST_DESCRIPTORS)
+    if "function" in request:
+        _call(request["function"], request["arguments"], 3)
+    _run(request["program"], os.path.join(os.getcwd(), "__main__.py"))
+
+
+def _take_streams(request, files: list[int]) -> int:
+    """Put (stdin, stdout, stderr) at 0, 1, 2; for a call the result at 3. Return the first number that is free."""
+    null = os.open(os.devnull, os.O_RDWR)
+    wanted = [null, null, null, files[1]] if "function" in request else files
+    # First out of the way of 0 to 3, so that none is overwritten before it is moved.
+    parked = [_park(file) for file in wanted]
+    for number, file in enumerate(parked):
+        os.dup2(file, number)
+    return len(parked)
+
+
+def _park(file: int) -> int:
+    return fcntl.fcntl(file, fcntl.F_DUPFD, 10)
+
+
+def _reset_signals() -> None:
+    """The dispositions that a fresh interpreter has."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def _limit(request: Mapping[str, Any]) -> None:
+    """Resource limits, soft and hard; they hold for every descendant."""
+    limits = {
+        "AS": request["address_space"],
+        "CPU": request["cpu_seconds"],
+        "FSIZE": request["file_bytes"],
+        "NPROC": request["processes"],
+        "NOFILE": OPEN_FILES,
+        "CORE": 0,
+        "MEMLOCK": 0,
+        "MSGQUEUE": 0,
+        "RTPRIO": 0,
+    }
+    for name, value in limits.items():
+        kind = getattr(resource, f"RLIMIT_{name}", None)
+        if kind is not None and value is not None:
+            hard = resource.getrlimit(kind)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (value, value))
+
+
+# The first process ------------------------------------------------------------------------------------
+
+
+def _die_first(proc: int) -> None:
+    """Where memory runs out, let the kernel take this run rather than the zygote."""
+    own = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=proc)
+    os.write(own, b"1000")
+    os.close(own)
+
+
+def _make_scratch(request: Mapping[str, Any]) -> None:
+    """A folder in memory with the files of the request, and room for the limit on files beside them."""
+    given = sum(-len(content) // 4096 * -4096 for content in request["files"].values())
+    options = f"size={request['file_bytes'] + given},nr_inodes=4096,mode=700"
+    flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC
+    syscalls.mount("tmpfs", isolation.SCRATCH, "tmpfs", flags, options)
+    os.chdir(isolation.SCRATCH)
+    _write_files(request)
+
+
+def _write_files(request: Mapping[str, Any]) -> None:
+    for name, content in request["files"].items():
+        if os.path.dirname(name):
+            os.makedirs(os.path.dirname(name), exist_ok=True)
+        with open(name, "wb") as file:
+            file.write(content)
+
+
+# The program ------------------------------------------------------------------------------------------
+
+
+def _run(source: bytes, path: str, leave: Callable[[int], NoReturn] = os._exit) -> NoReturn:
+    """Run the source as `python __main__.py` would, to the exit code."""
+    code = 1
+    try:
+        _fresh_main(path)
+        try:
+            exec(compile(source, path, "exec", dont_inherit=True), sys.modules["__main__"].__dict__)
+            code = 0
+        except SystemExit as error:
+            code = _exit_code(error)
+        except BaseException as error:
+            _show(error)
+            code = -OUT_OF_MEMORY if isinstance(error, MemoryError) else 1
+        _finish()
+    finally:
+        if code == -OUT_OF_MEMORY:
+            signal.signal(OUT_OF_MEMORY, signal.SIG_DFL)
+            os.kill(os.getpid(), OUT_OF_MEMORY)
+        leave(code & 0xFF)
+
+
+def _fresh_main(path: str) -> None:
+    """An empty `__main__`, new streams, and nothing of the zygote's own in view."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "flowgrpo"]:
+        del sys.modules[name]
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = module
+    sys.argv = [path]
+    sys.orig_argv = [sys.executable, path]
+    sys.path.insert(0, os.getcwd())
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+
+def _exit_code(error: SystemExit) -> int:
+    """As the interpreter does: None is 0, a number is itself, anything else is printed and is 1."""
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    with contextlib.suppress(Exception):  # its text may be anything, and so may stderr
+        print(error.code, file=sys.stderr)
+    return 1
+
+
+def _show(error: BaseException) -> None:
+    """The traceback, from the first line of the program on."""
+    with contextlib.suppress(BaseException):  # the program may have broken what is needed to show it
+        own = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(type(error), error, own)
+
+
+def _finish() -> None:
+    """Wait for threads, call what was registered with atexit, and flush, as the interpreter does when it ends."""
+    join_threads = getattr(threading, "_shutdown")  # noqa: B009 - no public name
+    for last in (join_threads, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
+        with contextlib.suppress(Exception):  # a closed stream, or a failing handler: the exit code stays
+            last()
+
+
+def _call(function: str, arguments: str, result: int) -> NoReturn:
+    """Call the trusted function, and write what it returned or raised as JSON."""
+    try:
+        try:
+            module, name = function.split(":")
+            value = getattr(importlib.import_module(module), name)(*json.loads(arguments))
+            answer = json.dumps({"value": value})
+        except BaseException as error:
+            answer = json.dumps({"error": [type(error).__name__, _message(error)]})
+        with open(result, "w", encoding="utf-8") as file:
+            file.write(answer)
+    finally:
+        os._exit(0)
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)[:_LONGEST_ERROR]
+    except Exception:
+        return "its message can't be shown"

@@ -1,0 +1,127 @@
+"""A process of its own world: namespaces, a private read-only root, a user without rights. Runs in the zygote.
+
+    root:  mount namespace -> private root -> user 65534 -> user, pid, network, ipc, uts namespaces and mounts again
+    user:  user, pid, network, ipc, uts and mount namespaces -> private root
+
+The order matters. Root has to give up being root before any limit is set, because the limit of processes does not bind
+root; but only root can read an interpreter that lies below /root, so the root of the sandbox is built first. From then
+on both are the same: inside, the user is 65534, and outside an unprivileged user whose rights end at these namespaces.
+
+The private root is a tmpfs with read-only binds of what `visible` names, five device files that give nothing away
+(null, zero, full, random, urandom), and the mount point of the scratch folder. There is no /proc, no /sys and no /etc:
+Python needs none of them, and each tells about the host. The old root is taken away, not hidden.
+
+Standard library only.
+"""
+
+import glob
+import os
+import stat
+import sys
+
+from flowgrpo.sandbox import syscalls
+
+SCRATCH = "/scratch"
+NOBODY = 65534
+DEVICES = ("null", "zero", "full", "random", "urandom")
+LINKS = {"/tmp": SCRATCH, "/dev/shm": SCRATCH}  # programs and the C library know these names
+
+_APART = (
+    syscalls.CLONE_NEWUSER
+    | syscalls.CLONE_NEWNS
+    | syscalls.CLONE_NEWPID
+    | syscalls.CLONE_NEWNET
+    | syscalls.CLONE_NEWIPC
+    | syscalls.CLONE_NEWUTS
+)
+
+
+def interpreter_paths() -> list[str]:
+    """Where this interpreter, its standard library and the shared libraries of the system lie."""
+    libraries = ["/lib", "/lib64", "/usr/lib", "/usr/lib64"]
+    own = [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]
+    standard = [path for path in sys.path if os.path.isdir(path)]
+    return [path for path in [*libraries, *own, *standard, sys.executable] if os.path.exists(path)]
+
+
+def package_folders(paths: list[str]) -> list[str]:
+    """The folders of installed packages below `paths`: no part of the interpreter."""
+    names = ("site-packages", "dist-packages")
+    found = {folder for path in paths for name in names for folder in glob.glob(f"{path}/python*/{name}")}
+    return sorted(found | {folder for path in paths for name in names for folder in glob.glob(f"{path}/{name}")})
+
+
+def isolate(visible: list[str], hidden: list[str], proc: int) -> None:
+    """Move this process into its own world; its next child is the first of a new pid namespace.
+
+    `proc` is a descriptor of /proc, which is out of reach by name afterwards.
+    """
+    if os.geteuid() == 0:
+        syscalls.unshare(syscalls.CLONE_NEWNS)
+        _build_root(visible, hidden)
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # else its own /proc/self would belong to root
+        _new_namespaces(proc)
+    else:
+        _new_namespaces(proc)
+        _build_root(visible, hidden)
+    os.umask(0o077)
+
+
+def _new_namespaces(proc: int) -> None:
+    """New namespaces, in which this user is called 65534."""
+    user, group = os.geteuid(), os.getegid()
+    syscalls.unshare(_APART)
+    _write_at(proc, "self/setgroups", "deny")
+    _write_at(proc, "self/uid_map", f"{NOBODY} {user} 1")
+    _write_at(proc, "self/gid_map", f"{NOBODY} {group} 1")
+    syscalls.sethostname("sandbox")
+
+
+def _build_root(visible: list[str], hidden: list[str]) -> None:
+    """Exchange the root of this mount namespace for one that holds only what is visible."""
+    real = [(path, os.path.realpath(path)) for path in dict.fromkeys(visible)]
+    syscalls.mount("", "/", flags=syscalls.MS_REC | syscalls.MS_PRIVATE)
+    syscalls.mount("tmpfs", "/tmp", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=1m,mode=755")
+    os.chdir("/tmp")
+    os.mkdir("old")
+    syscalls.pivot_root(".", "old")
+    os.chdir("/")
+    for path in sorted({target for _, target in real}):
+        if not os.path.lexists(path):
+            _bind(path, syscalls.READ_ONLY | syscalls.NO_SUID | syscalls.NO_DEVICES)
+    for path in [os.path.realpath(path) for path in hidden if os.path.isdir(path)]:
+        syscalls.mount("tmpfs", path, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=4k,mode=555")
+        syscalls.restrict_mount(path, syscalls.READ_ONLY)
+    for name in DEVICES:
+        _bind(f"/dev/{name}", syscalls.READ_ONLY | syscalls.NO_SUID | syscalls.NO_EXEC)
+    for path, target in [*real, *LINKS.items()]:
+        if path != target and not os.path.lexists(path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.symlink(target, path)
+    os.mkdir(SCRATCH)
+    syscalls.unmount("/old")
+    os.rmdir("/old")
+    syscalls.restrict_mount("/", syscalls.READ_ONLY)
+
+
+def _bind(path: str, attributes: int) -> None:
+    """Show what lies at `path` of the old root at the same path of the new one."""
+    source = "/old" + path
+    if stat.S_ISDIR(os.stat(source).st_mode):
+        os.makedirs(path)
+    else:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o444))
+    syscalls.mount(source, path, flags=syscalls.MS_BIND | syscalls.MS_REC)
+    syscalls.restrict_mount(path, attributes)
+
+
+def _write_at(folder: int, name: str, text: str) -> None:
+    descriptor = os.open(name, os.O_WRONLY, dir_fd=folder)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,205 @@
+"""The pool: programs and calls flow in from any thread, and each comes back as a value within its deadline."""
+
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from flowgrpo.sandbox.child import OUT_OF_MEMORY
+from flowgrpo.sandbox.limits import CallFailed, Isolation, Limits, Ran, SandboxFailure
+from flowgrpo.sandbox.worker import Answer, Worker
+from flowgrpo.types import BadInput
+
+RESULT_BYTES = 16 << 20  # of what a call returns, as JSON
+DEFAULT = Limits()
+MAIN = "__main__.py"  # the program, in its scratch folder
+
+
+class Sandbox:
+    """Runs what nobody trusts. Thread-safe; `workers` requests at once, and further callers wait.
+
+    Processes start when they are needed. `preload` names modules for `call`, imported once; `run` never sees them:
+    its workers are bare interpreters.
+    """
+
+    def __init__(
+        self, *, workers: int = 1, limits: Limits = DEFAULT, preload: Sequence[str] = (), unsafe: bool = False
+    ):
+        if workers < 1:
+            raise BadInput(f"Sandbox: workers is {workers}, but must be at least 1")
+        if isinstance(preload, str):
+            raise BadInput(f"Sandbox: preload is the text {preload!r}, but must be a sequence of module names")
+        self.limits, self.preload, self.unsafe = limits, tuple(preload), unsafe
+        self._slots = threading.BoundedSemaphore(workers)
+        self._lock = threading.Lock()
+        self._idle: dict[tuple[str, ...], list[Worker]] = {(): [], self.preload: []}
+        self._isolation: Isolation | None = None
+        self._closed = False
+
+    def __enter__(self) -> "Sandbox":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all workers; one that is busy ends after its request."""
+        with self._lock:
+            self._closed = True
+            workers = [worker for idle in self._idle.values() for worker in idle]
+            for idle in self._idle.values():
+                idle.clear()
+        for worker in workers:
+            worker.close()
+
+    @property
+    def isolation(self) -> Isolation:
+        """What is active; the first look starts a worker to find out."""
+        if self._isolation is None:
+            with self._slots:
+                self._put((), self._take(()))
+        assert self._isolation is not None
+        return self._isolation
+
+    def run(
+        self, program: str, *, stdin: str = "", files: Mapping[str, str | bytes] = {}, limits: Limits | None = None
+    ) -> Ran:
+        """Run Python source as `__main__`, with `files` (relative path: content) in its folder, to its end."""
+        limits = limits or self.limits
+        if not (self.unsafe or self.isolation.active):
+            raise BadInput(
+                f"Sandbox.run: {self.isolation}; a program could do all that this user can. Use a host with user "
+                "namespaces, or pass unsafe=True to run it all the same"
+            )
+        source = _bytes(program)
+        request = {"program": source, "files": {**_check_files(files), MAIN: source}}
+        return _ran(self._exchange((), request, limits, _bytes(stdin)))
+
+    def call(self, function: str, *arguments: Any, seconds: float = 5.0) -> Any:
+        """`function` ("module:name" of a preloaded module) of the arguments, in a process that dies at the deadline.
+
+        Arguments and result travel as JSON. `TimeoutError` past the deadline, `CallFailed` where it raised or died.
+        """
+        module, _, name = function.partition(":")
+        if not name or module not in self.preload:
+            known = ", ".join(self.preload) or "none"
+            raise BadInput(f"Sandbox.call: {function!r} is not module:name of a preloaded module (preload: {known})")
+        try:
+            text = json.dumps(arguments)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadInput(f"Sandbox.call: the arguments of {function} can't be written as JSON: {error}") from error
+        limits = Limits(seconds, self.limits.memory, self.limits.processes, self.limits.file_bytes, RESULT_BYTES)
+        answer = self._exchange(self.preload, {"function": function, "arguments": text, "files": {}}, limits, b"")
+        return _returned(function, answer, seconds)
+
+    # Workers ------------------------------------------------------------------------------------------
+
+    def _exchange(self, kind: tuple[str, ...], request: Mapping[str, Any], limits: Limits, stdin: bytes) -> Answer:
+        """Have a worker carry out the request. Only the request that a worker was lost with fails."""
+        with self._slots:
+            worker = self._take(kind)
+            try:
+                answer = worker.exchange(request, limits=limits, stdin=stdin)
+            finally:
+                self._put(kind, worker)
+        if answer.how == "lost":
+            raise SandboxFailure("the worker process of the sandbox ended while it carried out this request")
+        return answer
+
+    def _take(self, kind: tuple[str, ...]) -> Worker:
+        """A worker that waits, or a new one."""
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise BadInput("Sandbox: it is closed; make another")
+                idle = self._idle[kind]
+                worker = idle.pop() if idle else None
+            if worker is None:
+                return self._start(kind)
+            if worker.alive():
+                return worker
+            worker.close()
+
+    def _put(self, kind: tuple[str, ...], worker: Worker) -> None:
+        with self._lock:
+            if not (self._closed or worker.lost):
+                self._idle[kind].append(worker)
+                return
+        worker.close()
+
+    def _start(self, kind: tuple[str, ...]) -> Worker:
+        """Start a worker; the first one decides whether there is isolation."""
+        if self._isolation is None or self._isolation.active:
+            try:
+                worker = Worker(isolate=True, preload=kind)
+                _try_out(worker)
+            except SandboxFailure as error:
+                if self._isolation is not None:
+                    raise  # it worked before: this is a failure, and no reason to go on without
+                self._isolation = Isolation(active=False, reason=str(error))
+            else:
+                self._isolation = _describe(worker)
+                return worker
+        return Worker(isolate=False, preload=kind)
+
+
+def _try_out(worker: Worker) -> None:
+    """Carry an empty program through every step of a run; close the worker where one fails."""
+    try:
+        answer = worker.exchange({"program": b"", "files": {}}, limits=Limits())
+        if (answer.how, answer.status) != ("ended", 0):
+            raise SandboxFailure(f"an empty program ended as {answer.how}, wait status {answer.status}")
+    except BaseException:
+        worker.close()
+        raise
+
+
+def _describe(worker: Worker) -> Isolation:
+    user = "user 65534 (nobody)" if os.geteuid() == 0 else f"user {os.geteuid()} of the host, called 65534 inside,"
+    return Isolation(active=True, user=user, memory=worker.memory_bound)
+
+
+# In and out -------------------------------------------------------------------------------------------
+
+
+def _bytes(content: str | bytes) -> bytes:
+    """UTF-8; what a model wrote may hold surrogates, which then are an error of its program and not one of ours."""
+    return content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+
+
+def _check_files(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
+    for name in files:
+        parts = PurePosixPath(name).parts
+        if not parts or name.startswith("/") or ".." in parts or "\0" in name or name.endswith("/") or name == MAIN:
+            raise BadInput(f"Sandbox.run: files has the name {name!r}, but must have relative paths inside the folder")
+    return {name: _bytes(content) for name, content in files.items()}
+
+
+def _ran(answer: Answer) -> Ran:
+    """How a program ended, in the words of `Ran`."""
+    stdout, stderr = (data.decode("utf-8", "replace") for data in answer.outputs)
+    if answer.how != "ended":
+        return Ran(answer.how, None, stdout, stderr, answer.seconds)
+    code = os.waitstatus_to_exitcode(answer.status)
+    if code == -OUT_OF_MEMORY or (code == -9 and answer.out_of_memory):
+        return Ran("memory", None, stdout, stderr, answer.seconds)
+    return Ran("exited" if code >= 0 else "signal", code, stdout, stderr, answer.seconds)
+
+
+def _returned(function: str, answer: Answer, seconds: float) -> Any:
+    """What a call returned; raises what became of it otherwise."""
+    if answer.how == "timeout":
+        raise TimeoutError(f"{function} did not return within {seconds:g} s")
+    if answer.how == "output":
+        raise CallFailed("OverflowError", f"{function} returned more than {RESULT_BYTES >> 20} MB of JSON")
+    try:
+        result = json.loads(answer.outputs[0])
+    except (ValueError, RecursionError) as error:
+        code = os.waitstatus_to_exitcode(answer.status)
+        kind = "MemoryError" if answer.out_of_memory else "ProcessDied"
+        raise CallFailed(kind, f"the process of {function} ended with code {code}, without a result") from error
+    if "error" in result:
+        raise CallFailed(*result["error"])
+    return result["value"]

@@ -1,0 +1,91 @@
+"""What the sandbox asks of the Linux kernel and Python has no name for, through libc.
+
+Every function raises `OSError`, with the name of the call, where the kernel refuses. Nothing here decides anything.
+Standard library only: this runs in the zygote, which never imports the rest of the package.
+"""
+
+import ctypes
+import functools
+import os
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+CLONE_NEWCGROUP = 0x2000000
+
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC = 1, 2, 4, 8  # of mount_setattr
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+
+# The calls that libc has no wrapper for. The second number is of every architecture but x86.
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+MOUNT_SETATTR = 442
+
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_CAPABILITIES_3 = 0x20080522
+
+
+def unshare(flags: int) -> None:
+    """Leave the namespaces that `flags` name for new ones; a new pid namespace begins with the next child."""
+    _check("unshare", _libc().unshare(flags))
+
+
+def enter(namespace: int) -> None:
+    """Enter the namespace of a descriptor; for a pid namespace, with the next child."""
+    _check("setns", _libc().setns(namespace, 0))
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    """Mount `source` at `target`."""
+    arguments = [os.fsencode(text) or None for text in (source, target, kind)]
+    _check(f"mount at {target}", _libc().mount(*arguments, ctypes.c_ulong(flags), os.fsencode(options) or None))
+
+
+def unmount(target: str) -> None:
+    """Take the mount at `target` out of sight, and all below it, even while it is in use."""
+    _check(f"umount of {target}", _libc().umount2(os.fsencode(target), MNT_DETACH))
+
+
+def pivot_root(new: str, old: str) -> None:
+    """Make the mount at `new` the root of this mount namespace; the former one appears at `old`."""
+    _syscall("pivot_root", PIVOT_ROOT[os.uname().machine], os.fsencode(new), os.fsencode(old))
+
+
+def restrict_mount(target: str, attributes: int) -> None:
+    """Add attributes to the mount at `target` and all below it; none is ever taken away (Linux 5.12 or newer)."""
+    wanted = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
+    _syscall("mount_setattr", MOUNT_SETATTR, _AT_FDCWD, os.fsencode(target), _AT_RECURSIVE, wanted, 32)
+
+
+def sethostname(name: str) -> None:
+    """Name the machine, in this uts namespace."""
+    _check("sethostname", _libc().sethostname(name.encode(), len(name)))
+
+
+def prctl(option: int, value, extra=0) -> None:
+    """Change a property of this process; `value` is a number or a structure."""
+    numbers = [item if not isinstance(item, int) else ctypes.c_ulong(item) for item in (value, extra, 0, 0)]
+    _check(f"prctl {option}", _libc().prctl(option, *numbers))
+
+
+def drop_capabilities() -> None:
+    """Give up every capability of this process, for good once no_new_privs is set."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0)
+    _check("capset", _libc().capset(header, (ctypes.c_uint32 * 6)()))
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _syscall(name: str, number: int, *arguments) -> None:
+    longs = [ctypes.c_long(item) if isinstance(item, int) else item for item in arguments]
+    _check(name, _libc().syscall(ctypes.c_long(number), *longs))
+
+
+def _check(name: str, result: int) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")

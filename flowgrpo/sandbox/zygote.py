@@ -1,0 +1,204 @@
+"""The warm interpreter that runs are forked from: one thread, standard library, and what the pool asked to preload.
+
+    pool -> {program, limits} + files -> zygote -> a child that waits, isolated -> how it ended -> pool
+
+It is started by path, in a fresh interpreter without site-packages, so that it holds nothing of the process that
+started it: no environment, no descriptors, no secrets in memory, and no JAX. The process that serves is process 1 of a
+pid namespace of its own, so that its end is the end of everything below it; and it ends when the pool closes its
+channel or dies. A child is always prepared ahead. Deadlines are kept here, where no program can reach.
+
+Standard library only.
+"""
+
+import contextlib
+import functools
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from flowgrpo.sandbox import channel, child, isolation, seccomp, syscalls
+
+# Imported once here rather than in every program.
+COMMON = "bisect collections copy datetime decimal fractions heapq itertools json math operator random re string typing"
+
+
+class Child(NamedTuple):
+    """A process that waits for its request."""
+
+    pid: int
+    channel: socket.socket
+
+
+def main(control_number: int) -> NoReturn:
+    """Take the settings from the channel, isolate where they say so, and serve until the channel closes."""
+    control = socket.socket(fileno=os.dup(control_number))  # dup: the lowest number that is free
+    os.close(control_number)
+    settings, _ = channel.receive(control)
+    proc = None
+    try:
+        program_filter = None
+        if settings["cgroup"]:
+            with open(os.path.join(settings["cgroup"], "cgroup.procs"), "w") as members:
+                members.write(str(os.getpid()))
+        if settings["isolate"]:
+            program_filter = seccomp.make_filter()
+            proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
+            _isolate(settings, proc)
+            _become_child(control)
+        _preload(settings)
+    except Exception as error:
+        channel.send(control, {"error": f"{type(error).__name__}: {error}", "module": getattr(error, "module", "")})
+        os._exit(1)
+    channel.send(control, {"address_space": _address_space(proc)})
+    prepare = functools.partial(_prepare, proc, program_filter, settings, control)
+    _serve(control, prepare, _kill_group if proc is None else _kill)
+
+
+def _isolate(settings: Mapping[str, Any], proc: int) -> None:
+    """Installed packages are in sight only of workers that preload: what is called imports more as it goes."""
+    paths = isolation.interpreter_paths()
+    if settings["preload"]:
+        isolation.isolate([*paths, *settings["path"]], [], proc)
+    else:
+        isolation.isolate(paths, isolation.package_folders(paths), proc)
+
+
+def _become_child(control: socket.socket) -> None:
+    """Go on as process 1 of the new pid namespace. The process that stays behind only waits, and passes SIGTERM on."""
+    pid = os.fork()
+    if pid == 0:
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        return
+    control.close()
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGKILL))
+    os.waitpid(pid, 0)
+    os._exit(0)
+
+
+class _NotImported(Exception):
+    def __init__(self, module: str, error: BaseException):
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.module = module
+
+
+def _preload(settings: Mapping[str, Any]) -> None:
+    """Import what runs share."""
+    sys.path.extend(path for path in settings["path"] if path not in sys.path)
+    for module in settings["preload"]:
+        try:
+            importlib.import_module(module)
+        except BaseException as error:
+            raise _NotImported(module, error) from error
+    for module in COMMON.split():
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # what is here stays shared with the children
+
+
+def _address_space(proc: int | None) -> int:
+    """Bytes of address space in use before any program; 0 where this system does not say."""
+    with (
+        contextlib.suppress(OSError),
+        open(os.open("self/statm" if proc else "/proc/self/statm", 0, dir_fd=proc)) as file,
+    ):
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+# Serving ----------------------------------------------------------------------------------------------
+
+
+def _serve(control: socket.socket, prepare: Callable[[], Child], kill: Callable[[int], None]) -> NoReturn:
+    """One request at a time, for as long as there is a pool. Ends the process, and with it whatever it started."""
+    ended, wake = socket.socketpair()
+    ended.setblocking(False)
+    wake.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    with contextlib.suppress(channel.Closed):
+        while True:
+            waiting = prepare()
+            request, files = channel.receive(control)
+            while request["do"] != "run":  # a kill that came after its run had ended
+                request, files = channel.receive(control)
+            began = time.monotonic()
+            channel.send(waiting.channel, request, files)
+            for file in files:
+                os.close(file)
+            why, status = _watch(waiting.pid, began + request["seconds"], ended, control, kill)
+            seconds = time.monotonic() - began
+            channel.send(control, _how(waiting.channel, why, status) | {"seconds": seconds})
+    os._exit(0)
+
+
+def _watch(pid: int, deadline: float, ended: socket.socket, control: socket.socket, kill) -> tuple[str, int]:
+    """Return when the child and all below it are gone: why it was killed ("" if it was not), and its wait status."""
+    why = ""
+    while True:
+        done, status = os.waitpid(pid, 0 if why else os.WNOHANG)
+        if done:
+            kill(pid)  # without namespaces, something of its process group may be left
+            return why, status
+        left = deadline - time.monotonic()
+        ready = select.select([ended, control], [], [], max(0.0, left))[0]
+        if ended in ready:
+            ended.recv(4096)
+        if control in ready:
+            channel.receive(control)  # the one thing that a pool says during a run is: kill
+            why = "killed"
+        elif left <= 0:
+            why = "timeout"
+        if why:
+            kill(pid)
+
+
+def _how(told: socket.socket, why: str, status: int) -> dict[str, Any]:
+    """What the pool is told: why the child was killed, or what it said before it ended, or how it ended unsaid."""
+    with told:
+        if why:
+            return {"how": why}
+        with contextlib.suppress(channel.Closed):
+            return channel.receive(told)[0]
+        return {"how": "ended", "status": status}
+
+
+def _prepare(
+    proc: int | None,
+    program_filter: seccomp.Filter | None,
+    settings: Mapping[str, Any],
+    control: socket.socket,
+) -> Child:
+    """Fork a child that isolates itself and waits. It is process 1 of a new pid namespace, where there are any."""
+    own, other = socket.socketpair()
+    if proc is not None:
+        syscalls.unshare(syscalls.CLONE_NEWPID)
+    pid = os.fork()
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        own.close()
+        control.close()
+        child.first_process(other, proc, program_filter, settings)
+    other.close()
+    if proc is not None:
+        here = os.open("self/ns/pid", os.O_RDONLY, dir_fd=proc)
+        syscalls.enter(here)  # so that a new one can be made for the next child
+        os.close(here)
+    return Child(pid, own)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of an empty group
+        os.killpg(pid, signal.SIGKILL)
