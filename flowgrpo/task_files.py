@@ -220,17 +220,19 @@ def _metadata(place: str, content: Mapping[str, Any], names: Mapping[str, str], 
             raise BadInput(f"{place}: {name!r} is given twice, as a field and in the metadata; keep one")
     found = {**more, **mapped, **rest}
     images = content.get(names["images"])
-    return found if images is None else {**found, "images": _images(place, names["images"], images, folder)}
+    return found if images is None else {**found, **_images(place, names["images"], images, folder)}
 
 
-def _images(place: str, field: str, value: Any, folder: Path) -> tuple[str, ...]:
+def _images(place: str, field: str, value: Any, folder: Path) -> dict[str, Any]:
+    """`image` for one path, `images` for a list of them; all are of files that are there."""
     paths = [value] if isinstance(value, str) else value
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         raise BadInput(f"{place}: field {field!r} is {_shown(value)}, but must be a path or a list of paths")
     for path in paths:
         if "\0" in path or not (folder / path).is_file():
             raise BadInput(f"{place}: field {field!r} names {path!r}, but there is no file {folder / path}; add it")
-    return tuple(str(folder / path) for path in paths)
+    found = tuple(str(folder / path) for path in paths)
+    return {"image": found[0]} if isinstance(value, str) else {"images": found}
 
 
 def _shown(value: Any) -> str:

@@ -149,7 +149,9 @@ def test_ids_made_of_the_content_tell_contents_apart(write):
 def test_images_are_found_beside_the_task_file(write, tmp_path):
     (tmp_path / "cat.png").write_bytes(b"x")
     (task,) = read_tasks(write({**GOOD, "image": "cat.png"}))
-    assert task.metadata == {"images": (str(tmp_path / "cat.png"),)}
+    assert task.metadata == {"image": str(tmp_path / "cat.png")}
+    (task,) = read_tasks(write({**GOOD, "images": ["cat.png", "cat.png"]}))
+    assert task.metadata == {"images": (str(tmp_path / "cat.png"),) * 2}
     with pytest.raises(BadInput, match=r"tasks.jsonl, line 2: field 'images' names 'dog.png', but there is no file"):
         read_tasks(write(GOOD, {**GOOD, "id": "b", "images": ["cat.png", "dog.png"]}))
 

@@ -1,0 +1,309 @@
+"""Tests in Python, split so that the model's code and what the tests expect are never in one process.
+
+    test sources -> Plan: steps for the candidate's run, given values, items for the tests' run
+
+In `assert sorted(f(x)) == [1, 2]` the part `sorted(f(x))` is a step: it is evaluated in the candidate's run, which gets
+the value of x and nothing else of the tests. What it comes to returns as plain data, and stands for it in the tests'
+run, where the rest is evaluated. What is understood, besides docstrings and prints:
+
+    imports         of the standard library; names imported from elsewhere are the candidate's
+    assignments     of data, of a call into the candidate (`s = Stack()`: the object stays there), or of both mixed
+    statements      calls into the candidate (`s.push(1)`; it may change what it is handed), or of other things
+    assert          expressions over calls into the candidate, names, literals, builtins and imports
+    for             over a literal, a name that holds one, or a range: unrolled
+    functions       `def test_…():`, and what asserts about its arguments where it is called, are read as if they
+                    stood there (`def check(candidate):` is called with the one entry point where nothing calls it);
+                    other functions are the tests' own, and may not call the candidate
+    pytest.raises   `with pytest.raises(ValueError):` over one call
+
+Names that nothing defines are the candidate's, and so are the entry points, even where they are named like builtins.
+An argument is handed over as a copy; where a later assert is about the argument alone, or about a slice of it, it stays
+in the candidate's run. Anything else raises `Unsplittable` with its line: `while`, `if`, `try`, classes, a call into
+the candidate inside a comprehension (unless it is what the comprehension collects), the candidate's functions or
+classes compared themselves, and the candidate asked whether its own value is right (`assert same(f(2), 3)`).
+"""
+
+import ast
+import copy
+import sys
+from collections.abc import Collection, Sequence
+
+from flowgrpo.rewards.scope import THEIRS, Plan, Scope, Unsplittable, is_literal, names_in, stores
+
+UNROLLED = 2000  # statements of all loops of a task's tests
+UNSTEADY = {"random", "secrets", "time", "uuid"}  # give something else in each run
+
+
+def split(sources: Sequence[str], entry_points: Collection[str] = ()) -> Plan:
+    """The plan of the tests in some sources, which share their names."""
+    kept: set[str] = set()
+    while True:  # ends, because a name is added each time
+        reader = _Reader(entry_points, kept)
+        for number, source in enumerate(sources, 1):
+            reader.read(source, f"test {number}, " if len(sources) > 1 else "")
+        if reader.scope.wanted <= kept:
+            return reader.scope.plan
+        kept |= reader.scope.wanted
+
+
+class _Reader:
+    """Reads statements in their order; its scope knows what names hold by then, and keeps the plan."""
+
+    def __init__(self, entry_points: Collection[str], kept: Collection[str]):
+        self.scope = Scope(entry_points, kept)
+        self.entry_points = list(entry_points)
+        self.templates: dict[str, ast.FunctionDef] = {}  # functions that are read where they are called
+        self.called: set[str] = set()
+        self.unrolled = self.renamed = 0
+
+    def read(self, source: str, where: str) -> None:
+        """Add a source to the plan."""
+        self.scope.where = where
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise Unsplittable(f"{where}the tests can't be parsed ({error}); mend them") from None
+        for statement in tree.body:
+            self.statement(statement)
+        for name in self.templates.keys() - self.called:
+            if len(self.entry_points) != 1:
+                self.scope.refuse(
+                    self.templates[name], f"defines {name}, which nothing calls; call it, or name one entry_point"
+                )
+            self.inline(self.templates[name], [ast.Name(self.entry_points[0], ast.Load())])
+
+    def statement(self, node: ast.stmt) -> None:
+        """Add a statement to the plan."""
+        readers = {
+            ast.Pass: self.skip,
+            ast.Import: self.read_import,
+            ast.ImportFrom: self.read_import_from,
+            ast.Assign: self.read_assign,
+            ast.AnnAssign: self.read_annotated,
+            ast.AugAssign: self.read_augmented,
+            ast.Expr: self.read_expression,
+            ast.Assert: self.read_assert,
+            ast.With: self.read_with,
+            ast.If: self.read_if,
+            ast.For: self.read_for,
+            ast.FunctionDef: self.read_function,
+        }
+        if type(node) not in readers:
+            self.scope.refuse(
+                node, f"holds `{type(node).__name__.lower()}`, which can't be split into calls and checks"
+            )
+        readers[type(node)](node)
+
+    def skip(self, node: ast.Pass) -> None:
+        """Nothing comes of it."""
+
+    # Imports ------------------------------------------------------------------------------------------
+
+    def read_import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            top = alias.name.split(".")[0]
+            if top not in sys.stdlib_module_names - UNSTEADY and top != "pytest":
+                self.scope.refuse(
+                    node, f"imports {alias.name}; only steady modules of the standard library can be used"
+                )
+            if top != "pytest":
+                self.shared(ast.copy_location(ast.Import([alias]), node), alias.asname or top)
+
+    def read_import_from(self, node: ast.ImportFrom) -> None:
+        top = (node.module or "").split(".")[0]
+        for alias in node.names:
+            if top in sys.stdlib_module_names - UNSTEADY and not node.level and alias.name != "*":
+                made = ast.copy_location(ast.ImportFrom(node.module, [alias], 0), node)
+                self.shared(made, alias.asname or alias.name)
+            elif alias.asname or top == "pytest" or top in sys.stdlib_module_names:
+                self.scope.refuse(node, f"imports {alias.name} from {node.module} in a way that can't be split")
+            elif alias.name != "*":
+                self.scope.names[alias.name] = "candidate"
+
+    def shared(self, node: ast.stmt, name: str) -> None:
+        """An import that both runs make."""
+        self.scope.names[name] = "shared"
+        self.scope.plan.steps.append((None, ast.unparse(node)))
+        self.setup(node)
+
+    # Assignments --------------------------------------------------------------------------------------
+
+    def read_assign(self, node: ast.Assign) -> None:
+        if len(node.targets) > 1 and self.scope.theirs(node.value):
+            self.scope.refuse(node, "assigns what the candidate returns to several names at once; write one for each")
+        for target in node.targets:
+            self.assign(node, target, node.value)
+
+    def read_annotated(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.assign(node, node.target, node.value)
+
+    def read_augmented(self, node: ast.AugAssign) -> None:
+        if self.scope.kinds(node) & {*THEIRS, "derived"}:
+            self.scope.refuse(node, "changes in place what comes from the candidate; assign it anew")
+        self.setup(node)
+
+    def assign(self, node: ast.stmt, target: ast.expr, value: ast.expr) -> None:
+        """One target and one value; `a, b = 1, f(2)` part by part, so that nobody gets what isn't meant for him."""
+        parts, values = getattr(target, "elts", None), getattr(value, "elts", None)
+        ordered = isinstance(target, ast.Tuple | ast.List) and isinstance(value, ast.Tuple | ast.List)
+        if ordered and not names_in(target) & names_in(value) and len(parts or ()) == len(values or ()):
+            for one, other in zip(parts or (), values or (), strict=True):
+                self.assign(node, one, other)
+            return
+        if any(isinstance(part, ast.Starred) for part in ast.walk(target)):
+            self.scope.refuse(node, "assigns to a starred name; write it without")
+        loaded = [part for part in ast.walk(target) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)]
+        into = {self.scope.kind(part.id) for part in loaded}
+        kind = self.place(node, target, value, into)
+        stored = {
+            part.id for part in ast.walk(target) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+        }
+        for name in stored:
+            self.scope.names[name] = kind
+            self.scope.literals.pop(name, None)
+        if kind == "pure" and isinstance(target, ast.Name) and is_literal(value):
+            self.scope.literals[target.id] = value
+
+    def place(self, node: ast.stmt, target: ast.expr, value: ast.expr, into: set[str]) -> str:
+        """Add an assignment to the run where it belongs, and say what its names hold from then on."""
+        scope, kinds = self.scope, self.scope.kinds(value)
+        if into & THEIRS or (scope.is_step(value) and not into):
+            scope.keep_handed(value, always=False)
+            made = ast.Assign([scope.child(target) if into else target], scope.child(value))
+            scope.plan.steps.append((None, ast.unparse(ast.fix_missing_locations(made))))
+            return "remote"
+        if kinds & {*THEIRS, "derived"} or "derived" in into:
+            made = ast.Assign([target], scope.checked(value, []))
+            scope.plan.items.append(("derive", node.lineno, ast.unparse(ast.fix_missing_locations(made))))
+            return "derived"
+        self.setup(ast.copy_location(ast.Assign([target], value), node))
+        return "pure"
+
+    def setup(self, node: ast.stmt) -> None:
+        """A statement of the tests' own; what it mentions may hold something else after it."""
+        for name in names_in(node):
+            self.scope.literals.pop(name, None)
+        item = ("setup", node.lineno, ast.unparse(node))
+        self.scope.plan.given.append(item)
+        self.scope.plan.items.append(item)
+
+    # Calls and checks ---------------------------------------------------------------------------------
+
+    def read_expression(self, node: ast.Expr) -> None:
+        scope, call = self.scope, node.value
+        name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
+        if isinstance(call, ast.Constant) or name == "print":
+            return
+        if isinstance(call, ast.Call) and name in self.templates:
+            self.called.add(name)
+            self.inline(self.templates[name], call.args)
+        elif isinstance(call, ast.Call) and scope.is_step(call):
+            scope.keep_handed(call, always=True)
+            scope.plan.steps.append((None, ast.unparse(scope.child(call))))
+        elif scope.theirs(node):
+            scope.refuse(node, "mixes a call into the candidate with other things; assign its value first")
+        elif "derived" in scope.kinds(node):
+            scope.plan.items.append(("derive", node.lineno, ast.unparse(node)))
+        else:
+            self.setup(node)
+
+    def read_assert(self, node: ast.Assert) -> None:
+        scope = self.scope
+        for part in ast.walk(node.test):
+            if isinstance(part, ast.Subscript) and isinstance(part.slice, ast.Slice):
+                scope.wanted |= names_in(part.value) & scope.passed
+        if not scope.kinds(node.test) & {*THEIRS, "derived"}:
+            # About the tests' own data: either about what the candidate did to it, or no test of the candidate.
+            scope.wanted |= names_in(node.test) & scope.passed
+            return
+        scope.check_judges(node.test)
+        uses: list[int] = []
+        source = ast.unparse(scope.checked(node.test, uses))
+        scope.plan.check(source, self.words(node, node.test), uses)
+
+    def read_with(self, node: ast.With) -> None:
+        context, body = node.items[0].context_expr, node.body[0]
+        raises = isinstance(context, ast.Call) and ast.unparse(context.func) == "pytest.raises" and context.args
+        call = body.value if isinstance(body, ast.Expr | ast.Assign) else None
+        if not raises or len(node.items) + len(node.body) > 2 or call is None or not self.scope.is_step(call):
+            self.scope.refuse(node, "is a `with` other than pytest.raises(…) over one call into the candidate")
+        expected = context.args[0]  # type: ignore
+        names = [ast.unparse(part) for part in (expected.elts if isinstance(expected, ast.Tuple) else [expected])]
+        number = self.scope.plan.value(ast.unparse(self.scope.child(call)))
+        self.scope.plan.check(f"__raised__({number}, {names!r})", self.words(node, body), [number])
+
+    def words(self, node: ast.stmt, shown: ast.AST) -> str:
+        text = ast.unparse(shown)
+        return f"{self.scope.where}line {node.lineno}: {text if len(text) <= 80 else text[:77] + '…'}"
+
+    # Blocks -------------------------------------------------------------------------------------------
+
+    def read_if(self, node: ast.If) -> None:
+        if not ast.unparse(node.test).startswith("__name__ ==") or node.orelse:
+            self.scope.refuse(node, "holds `if`, which can't be split into calls and checks")
+        for statement in node.body:
+            self.statement(statement)
+
+    def read_for(self, node: ast.For) -> None:
+        values = self.known(node.iter)
+        if values is None or node.orelse:
+            self.scope.refuse(node, "loops over something other than a literal, a name of one, or a range")
+        for value in values or ():
+            self.unrolled += len(node.body)
+            if self.unrolled > UNROLLED:
+                self.scope.refuse(node, f"loops over more than {UNROLLED} statements")
+            self.assign(node, copy.deepcopy(node.target), ast.parse(repr(value), mode="eval").body)
+            for statement in copy.deepcopy(node.body):
+                self.statement(statement)
+
+    def known(self, node: ast.expr) -> Sequence | None:
+        """The values that a loop goes over, where they stand in the source."""
+        if isinstance(node, ast.Name):
+            node = self.scope.literals.get(node.id, node)
+        ranges = isinstance(node, ast.Call) and ast.unparse(node.func) == "range" and not node.keywords
+        if isinstance(node, ast.Call) and ranges and node.args and all(map(is_literal, node.args)):
+            return range(*map(ast.literal_eval, node.args))
+        value = ast.literal_eval(node) if is_literal(node) else None
+        return list(value) if isinstance(value, list | tuple | dict | str) else None
+
+    def read_function(self, node: ast.FunctionDef) -> None:
+        arguments = [part.arg for part in node.args.args]
+        free = self.scope.kinds(node, frozenset({*stores(node), node.name}))
+        if node.name.startswith("test") and not arguments:
+            self.inline(node, [])
+            self.templates[node.name] = ast.FunctionDef(node.name, node.args, [], [])  # a call does nothing more
+            self.called.add(node.name)
+        elif arguments and _tests(node):
+            self.templates[node.name] = node
+        elif free & {*THEIRS, "derived"}:
+            self.scope.refuse(node, f"defines {node.name}, a helper that uses the candidate")
+        else:
+            self.setup(node)
+            self.scope.names[node.name] = "pure"
+
+    def inline(self, template: ast.FunctionDef, values: list[ast.expr]) -> None:
+        """Read the body of a test function as if it stood here, with names of its own."""
+        parameters = [part.arg for part in template.args.args]
+        if len(parameters) != len(values):
+            self.scope.refuse(template, f"defines {template.name}, which is called with {len(values)} arguments")
+        self.renamed += 1
+        new = {name: f"{name}__{self.renamed}" for name in stores(template)}
+        for parameter, value in zip(parameters, values, strict=True):
+            if isinstance(value, ast.Name) and self.scope.kind(value.id) == "candidate":
+                new[parameter] = value.id
+            else:
+                self.assign(template, ast.Name(new[parameter], ast.Store()), value)
+        for statement in copy.deepcopy(template.body):
+            for part in ast.walk(statement):
+                if isinstance(part, ast.Name) and part.id in new:
+                    part.id = new[part.id]
+            if not isinstance(statement, ast.Return):
+                self.statement(statement)
+
+
+def _tests(node: ast.FunctionDef) -> bool:
+    """Whether a function tests what it is given: it asserts, and returns nothing."""
+    inside = list(ast.walk(node))
+    returns = any(isinstance(part, ast.Return) and part.value is not None for part in inside)
+    return any(isinstance(part, ast.Assert) for part in inside) and not returns and not node.args.defaults

@@ -1,0 +1,226 @@
+"""Code, judged by calls: a plan and the model's code flow in, a verdict for each check flows out.
+
+    given values -> the candidate's run: steps -> values (claims, as text) -> the tests' run: checks -> verdicts
+
+The runs are programs of `plain.py`, each in a sandbox of its own; what the candidate's run wrote is only cut into lines
+here, and read in the tests' run, so a hostile value can at worst fail its check. A step that hangs or ends the process
+is lost, and the steps after it go on in a new run, with the statements before them.
+"""
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from flowgrpo.rewards import plain
+from flowgrpo.rewards.asserts import split
+from flowgrpo.rewards.scope import Plan
+from flowgrpo.sandbox import Limits, Ran, Sandbox
+from flowgrpo.types import BadInput, Task
+
+VALUE_BYTES = 8 << 20  # of all that the calls of a task return
+ENDINGS = {
+    "timeout": "ran out of time",
+    "memory": "used too much memory",
+    "output": "wrote too much output",
+    "signal": "was killed by a signal",
+    "exited": "ended the process",
+}
+CODE, STATEMENT = -1, -2  # numbers of records that are no values
+
+
+class BadTests(BadInput):
+    """The tests of a task can't be used; no fault of the answer."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How code is judged."""
+
+    sandbox: Sandbox
+    tolerance: float
+    limits: Limits
+    patience: int
+
+
+class Verdict(NamedTuple):
+    """Whether a test was passed, and in words why it was not."""
+
+    passed: bool
+    why: str
+
+
+class Records(NamedTuple):
+    """What the candidate's runs wrote: encoded values, names of exceptions, and what became of the rest."""
+
+    values: dict[int, str]
+    raised: dict[int, list[str]]
+    fault: str  # why the code or a statement of the tests ended it all; "" where none did
+
+
+# Plans --------------------------------------------------------------------------------------------------
+
+
+def plan_of(task: Task, tests: Sequence[str | Mapping], tolerance: float) -> Plan:
+    """The plan of a task's calls and asserts; the same object for the same tests."""
+    points = task.metadata.get("entry_point") or ()
+    names = (points,) if isinstance(points, str) else tuple(points)  # type: ignore
+    try:
+        return _plan(json.dumps(list(tests)), names, tolerance)
+    except (BadInput, TypeError, ValueError) as error:
+        raise BadTests(str(error)) from error
+
+
+@lru_cache(maxsize=4096)
+def _plan(text: str, entry_points: tuple[str, ...], tolerance: float) -> Plan:
+    tests = json.loads(text)
+    plan = split([test for test in tests if isinstance(test, str)], entry_points)
+    if tests and any(isinstance(test, str) for test in tests) and not plan.checks:
+        raise BadTests("its tests hold no assert about the candidate")
+    for test in tests:
+        if not isinstance(test, str):
+            source = _call_source(test)
+            number = plan.value(source)
+            plan.check(f"agree(__value__({number}), {test['equals']!r}, {tolerance!r})", source[:80], [number])
+    return plan
+
+
+def _call_source(test: Mapping) -> str:
+    """The expression that a test calls."""
+    if "equals" not in test:
+        raise BadTests(f"the test {dict(test)} has no `equals`; give the value that the call must return")
+    if test.get("call"):
+        source = test["call"]
+    else:
+        parts = [repr(value) for value in test.get("arguments") or []]
+        parts += [f"{name}={value!r}" for name, value in (test.get("keywords") or {}).items()]
+        source = f"{test['function']}({', '.join(parts)})"
+    try:
+        ast.parse(source.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError, AttributeError) as error:
+        raise BadTests(f"the call {source!r} of a test can't be parsed ({error}); mend it") from error
+    return source.strip()
+
+
+# Programs -----------------------------------------------------------------------------------------------
+
+
+@cache
+def _text() -> str:
+    return Path(plain.__file__).read_text()
+
+
+def program(entry: str, *arguments) -> str:
+    """Python source that calls a function of `plain.py` with arguments that JSON can hold."""
+    return f"{_text()}\n\n{entry}(*json.loads({json.dumps(arguments)!r}))\n"
+
+
+# Runs ---------------------------------------------------------------------------------------------------
+
+
+def judge_calls(source: str, plan: Plan, settings: Settings) -> list[Verdict]:
+    """A verdict for each check of a plan."""
+    if not plan.checks:
+        return []
+    records = run_steps(source, plan, hand_over(plan, settings), settings)
+    known = {"values": records.values, "raised": records.raised}
+    ran = _run(settings, program("run_tests", plan.items), json.dumps(known))
+    lines = _lines(ran)
+    _check_setups(ran, lines)
+    passed = {int(number) for word, number, *_ in lines if word == "passed"}
+    return [Verdict(check in passed, _why(plan, check, records)) for check in range(len(plan.checks))]
+
+
+def hand_over(plan: Plan, settings: Settings) -> list[str]:
+    """The values that the tests hand to the candidate and that don't stand in their source."""
+    if not plan.handed:
+        return []
+    ran = _run(settings, program("run_tests", plan.given))
+    lines = _lines(ran)
+    _check_setups(ran, lines)
+    found = {int(line[1]): line[2] for line in lines if line[0] == "given"}
+    for kind, number, source in plan.given:
+        if kind == "given" and number not in found:
+            raise BadTests(f"the tests hand the candidate `{source}`, which can't be computed or isn't plain data")
+    return [found[number] for number in range(plan.handed)]
+
+
+def run_steps(source: str, plan: Plan, given: Sequence[str], settings: Settings) -> Records:
+    """The values that the steps claim, in as many runs as it takes, up to the patience."""
+    records = Records({}, {}, "")
+    for _ in range(settings.patience):
+        todo = [(number, step) for number, step in plan.steps if number is None or not _settled(records, number)]
+        ran = _run(settings, program("run_candidate", source, todo, list(given)))
+        ready, fault = _record(ran, {number for number, _ in todo if number is not None}, records)
+        left = [number for number, _ in todo if number is not None and not _settled(records, number)]
+        if fault or not ready or not left:
+            fault = fault or ("" if ready else f"the code {ENDINGS[ran.ended]} before any test")
+            return records._replace(fault=fault)
+        records.raised[left[0]] = [ENDINGS[ran.ended]]
+    return records
+
+
+def _settled(records: Records, number: int) -> bool:
+    return number in records.values or number in records.raised
+
+
+def _record(ran: Ran, todo: set[int], records: Records) -> tuple[bool, str]:
+    """Take down what a candidate's run wrote; whether its code got ready, and the fault that ended it."""
+    ready = False
+    for number, sign, *rest in _lines(ran):
+        at = int(number) if number.lstrip("-").isdigit() and len(number) < 9 else None
+        text = rest[0] if rest else ""
+        ready = ready or (at == CODE and sign == "=")
+        if at in (CODE, STATEMENT) and sign == "!":
+            return True, f"{'the code' if at == CODE else 'a statement of the tests'} raised {_exception(text)[0]}"
+        if at in todo and not _settled(records, at):
+            if sign == "=":
+                records.values[at] = text
+            else:
+                records.raised[at] = _exception(text)
+    return ready, ""
+
+
+def _exception(text: str) -> list[str]:
+    """The names that a record holds; a hostile one may hold anything."""
+    try:
+        names = json.loads(text)
+    except (ValueError, RecursionError):
+        names = None
+    fine = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+    return [name[:200] for name in names] if fine else ["something unreadable"]  # type: ignore
+
+
+def _run(settings: Settings, program: str, stdin: str = "") -> Ran:
+    room = max(settings.limits.output_bytes, VALUE_BYTES)
+    return settings.sandbox.run(program, stdin=stdin, limits=replace(settings.limits, output_bytes=room))
+
+
+def _lines(ran: Ran) -> list[list[str]]:
+    """The complete lines that a run wrote, each of two or three parts."""
+    lines = ran.stdout.split("\n")[:-1]
+    return [parts for line in lines if line.isascii() and len(parts := line.split(" ", 2)) > 1]
+
+
+def _check_setups(ran: Ran, lines: list[list[str]]) -> None:
+    """Raise `BadTests` where what the tests set up themselves fails, hangs or dies."""
+    for word, number, *_ in lines:
+        if word == "broken":
+            raise BadTests(f"line {number} of its tests fails by itself; mend the tests")
+    if not lines or lines[-1][0] == "setup":
+        where = f"at line {lines[-1][1]}" if lines else "before they began"
+        raise BadTests(
+            f"its tests, run by themselves, ended {where} ({ENDINGS[ran.ended]}: {ran.stderr[-200:].strip()})"
+        )
+
+
+def _why(plan: Plan, check: int, records: Records) -> str:
+    """Why a check fails, if it does."""
+    names = [records.raised[number] for number in plan.uses[check] if number in records.raised]
+    unknown = any(number not in records.values for number in plan.uses[check])
+    fault = f"{names[0][-1] if names[0][0] == 'NotPlain' else names[0][0]}" if names else ""
+    fault = fault or (records.fault or "it was not reached" if unknown else "it is not so")
+    return f"{plan.checks[check]}: {fault}"

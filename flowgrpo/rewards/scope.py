@@ -1,0 +1,228 @@
+"""Expressions of tests: which part of one leads into the candidate's run, and what stands for it in the tests' run.
+
+A `Scope` knows what kind of thing each name holds by now, and adds to the `Plan` as expressions are taken apart. Kinds:
+
+    candidate   from the model's code           pure      computed by the tests alone
+    remote      lives in the candidate's run    derived   computed by the tests from the candidate's values
+    shared      an import, in both runs         builtin   in both runs; bound: by a comprehension or a lambda
+"""
+
+import ast
+import builtins
+import copy
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from flowgrpo.types import BadInput
+
+# Methods whose answer is the verdict itself: they are called on the plain value, in the tests' run.
+VERDICTS = {name for kind in (str, set, float) for name in dir(kind) if name.startswith("is")}
+VERDICTS |= {"startswith", "endswith"}
+# Functions of one argument that only make plain data of a value, so they may run beside the candidate.
+CONVERTERS = {"list", "tuple", "set", "frozenset", "dict", "str", "repr", "len", "next", "sorted", "sum", "min", "max"}
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+THEIRS = {"candidate", "remote"}  # kinds of names that lead into the candidate's run
+NONE = frozenset()
+
+
+class Unsplittable(BadInput):
+    """The tests hold something that can't be split; the message names the line."""
+
+
+@dataclass
+class Plan:
+    """What is run where. Numbers lead from an item to its value, its verdict or its line."""
+
+    steps: list[tuple[int | None, str]] = field(default_factory=list)  # (number of the value or None, source)
+    given: list[tuple[str, int, str]] = field(default_factory=list)  # setups, and what the candidate is handed
+    items: list[tuple[str, int, str]] = field(default_factory=list)  # (setup, derive or check; number; source)
+    checks: list[str] = field(default_factory=list)  # each check in words
+    uses: list[list[int]] = field(default_factory=list)  # the values that each check looks at
+
+    @property
+    def handed(self) -> int:
+        """How many values the tests have to compute before the candidate runs."""
+        return sum(kind == "given" for kind, _, _ in self.given)
+
+    def value(self, source: str) -> int:
+        """Add a step whose value comes back; its number."""
+        number = sum(known is not None for known, _ in self.steps)
+        self.steps.append((number, source))
+        return number
+
+    def check(self, source: str, words: str, uses: list[int]) -> None:
+        """Add a check to the tests' run."""
+        self.items.append(("check", len(self.checks), source))
+        self.checks.append(words)
+        self.uses.append(uses)
+
+
+class Scope:
+    """What names hold, statement by statement."""
+
+    def __init__(self, entry_points: Collection[str], kept: Collection[str]):
+        self.plan = Plan()
+        self.names = dict.fromkeys(entry_points, "candidate")
+        self.literals: dict[str, ast.expr] = {}  # of pure names whose value is known here
+        self.kept = kept  # arguments that stay in the candidate's run
+        self.wanted: set[str] = set()  # those that turn out to have to
+        self.passed: set[str] = set()  # those that the candidate was handed
+        self.where = ""  # which source is read
+
+    def refuse(self, node: ast.AST, why: str) -> NoReturn:
+        raise Unsplittable(f"{self.where}line {getattr(node, 'lineno', '?')} of the tests {why}")
+
+    # Names --------------------------------------------------------------------------------------------
+
+    def kind(self, name: str) -> str:
+        known = self.names.get(name)
+        return known or ("builtin" if hasattr(builtins, name) or name == "__name__" else "candidate")
+
+    def kinds(self, node: ast.AST, bound: frozenset[str] = NONE) -> set[str]:
+        """The kinds of the names in a node."""
+        if isinstance(node, ast.Name):
+            return {"bound" if node.id in bound else self.kind(node.id)}
+        inner = bound | binds(node)
+        return set().union(*(self.kinds(child, inner) for child in ast.iter_child_nodes(node)))
+
+    def theirs(self, node: ast.AST, bound: frozenset[str] = NONE) -> bool:
+        return bool(self.kinds(node, bound) & THEIRS)
+
+    # Where an expression belongs ----------------------------------------------------------------------
+
+    def is_step(self, node: ast.expr, bound: frozenset[str] = NONE) -> bool:
+        """Whether an expression is evaluated in the candidate's run, as a whole."""
+        match node:
+            case ast.Name():
+                return node.id not in bound and self.kind(node.id) == "remote"
+            case ast.Attribute():
+                return self.leads(node.value, bound) and node.attr not in VERDICTS and not node.attr.startswith("__")
+            case ast.Subscript():
+                return self.leads(node.value, bound)
+            case ast.ListComp():
+                inside = bound | binds(node)
+                return self.is_step(node.elt, inside) and not any(self.theirs(g, inside) for g in node.generators)
+            case ast.Call(func=ast.Name(id=name), args=[only], keywords=[]) if name in CONVERTERS:
+                if self.kind(name) == "builtin":
+                    return self.is_step(only, bound)
+        return isinstance(node, ast.Call) and self.leads(node.func, bound)
+
+    def leads(self, node: ast.expr, bound: frozenset[str] = NONE) -> bool:
+        """Whether a call, an attribute or an item of it is the candidate's."""
+        if isinstance(node, ast.Name):
+            return node.id not in bound and self.kind(node.id) in THEIRS
+        return self.is_step(node, bound)
+
+    def check_judges(self, node: ast.expr) -> None:
+        """Refuse tests in which the candidate says itself whether what it computed is right."""
+        if isinstance(node, ast.BoolOp):
+            for part in node.values:
+                self.check_judges(part)
+        elif isinstance(node, ast.UnaryOp):
+            self.check_judges(node.operand)
+        elif isinstance(node, ast.Compare) and isinstance(node.comparators[0], ast.Constant):
+            self.check_judges(node.left)
+        elif isinstance(node, ast.Call) and self.is_step(node):
+            arguments = [*node.args, *(word.value for word in node.keywords)]
+            receiver = node.func.value if isinstance(node.func, ast.Attribute) else None
+            made = isinstance(receiver, ast.Call) and isinstance(receiver.func, ast.Name) and receiver.func.id.islower()
+            if (made and arguments) or (_says(node) and any(self.asks(part) for part in arguments)):
+                self.refuse(node, "has the candidate judge its own value; compare it with == instead")
+
+    def asks(self, node: ast.expr) -> bool:
+        return any(isinstance(part, ast.Call) and self.is_step(part) for part in ast.walk(node))
+
+    # Expressions, taken apart -------------------------------------------------------------------------
+
+    def checked(self, node, uses: list[int], bound: frozenset[str] = NONE):
+        """The expression for the tests' run: what is evaluated in the candidate's is replaced by the value."""
+        if isinstance(node, ast.expr) and self.is_step(node, bound):
+            if "bound" in self.kinds(node, bound):
+                self.refuse(node, "calls the candidate inside a comprehension or lambda; write a `for` over a literal")
+            self.keep_handed(node, always=False)
+            uses.append(self.plan.value(ast.unparse(self.child(node))))
+            return ast.parse(f"__value__({uses[-1]})", mode="eval").body
+        if isinstance(node, ast.Name) and node.id not in bound and self.kind(node.id) == "candidate":
+            imported = node.id in sys.stdlib_module_names
+            mend = "import it in the tests" if imported else "compare what it returns"
+            self.refuse(node, f"uses {node.id} itself, which is the candidate's; {mend}")
+        if isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom):
+            self.refuse(node, "holds an assignment or a yield inside an expression")
+        return _replaced(node, self.checked, uses, bound=bound | binds(node))
+
+    def child(self, node, bound: frozenset[str] = NONE):
+        """The expression for the candidate's run: what the tests computed is replaced by its value."""
+        kinds = self.kinds(node, bound)
+        if "derived" in kinds:
+            self.refuse(node, "hands the candidate what was computed from its own values; write a call inside the call")
+        if isinstance(node, ast.Name) and node.id in sys.stdlib_module_names and self.kind(node.id) == "candidate":
+            self.refuse(node, f"uses {node.id} without importing it")
+        if isinstance(node, ast.Name) and node.id in self.literals and node.id not in bound:
+            return copy.deepcopy(self.literals[node.id])
+        whole = isinstance(node, ast.expr) and not isinstance(node, ast.Starred | ast.Slice)
+        if whole and "pure" in kinds and not kinds & {*THEIRS, "bound"}:
+            number = self.plan.handed
+            self.plan.given.append(("given", number, ast.unparse(node)))
+            return ast.parse(f"__given__({number})", mode="eval").body
+        return _replaced(node, self.child, bound=bound | binds(node))
+
+    def keep_handed(self, node: ast.expr, *, always: bool) -> None:
+        """Note the names that a step is handed; let those live in the candidate's run that it may change."""
+        calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+        for value in (value for part in calls for value in [*part.args, *(word.value for word in part.keywords)]):
+            if not isinstance(value, ast.Name) or self.names.get(value.id) != "pure":
+                continue
+            self.passed.add(value.id)
+            fixed = isinstance(self.literals.get(value.id), ast.Constant)
+            if (always or value.id in self.kept) and not fixed:
+                self.plan.steps.append((None, f"{value.id} = {ast.unparse(self.child(value))}"))
+                self.names[value.id] = "remote"
+                self.literals.pop(value.id, None)
+
+
+def _says(node: ast.Call) -> bool:
+    """Whether the call is of a function or of a method, and not of a class."""
+    return not (isinstance(node.func, ast.Name) and node.func.id[:1].isupper())
+
+
+def _replaced(node, function, *arguments, bound: frozenset[str]):
+    """A copy of a node whose children went through a function."""
+    made = copy.copy(node)
+    for name, value in ast.iter_fields(node):
+        if isinstance(value, list):
+            parts = [function(part, *arguments, bound) if isinstance(part, ast.AST) else part for part in value]
+            setattr(made, name, parts)
+        elif isinstance(value, ast.AST):
+            setattr(made, name, function(value, *arguments, bound))
+    return made
+
+
+def binds(node: ast.AST) -> frozenset[str]:
+    """The names that a comprehension, one of its parts or a lambda binds."""
+    if isinstance(node, COMPREHENSIONS):
+        return frozenset().union(*(binds(part) for part in node.generators))
+    if isinstance(node, ast.comprehension):
+        return frozenset(names_in(node.target))
+    if isinstance(node, ast.Lambda):
+        return frozenset(part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg))
+    return NONE
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def stores(node: ast.AST) -> set[str]:
+    """The names that a function binds: its arguments and what it assigns."""
+    assigned = {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Load)}
+    return assigned | {part.arg for part in ast.walk(node) if isinstance(part, ast.arg)}
+
+
+def is_literal(node: ast.expr) -> bool:
+    try:
+        ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return False
+    return True
