@@ -217,9 +217,9 @@ class _Reader:
             # About the tests' own data: either about what the candidate did to it, or no test of the candidate.
             scope.wanted |= names_in(node.test) & scope.passed
             return
-        scope.check_judges(node.test)
         uses: list[int] = []
         source = ast.unparse(scope.checked(node.test, uses))
+        scope.check_judges(node.test)
         scope.plan.check(source, self.words(node, node.test), uses)
 
     def read_with(self, node: ast.With) -> None:

@@ -139,7 +139,7 @@ class Scope:
     def checked(self, node, uses: list[int], bound: frozenset[str] = NONE):
         """The expression for the tests' run: what is evaluated in the candidate's is replaced by the value."""
         if isinstance(node, ast.expr) and self.is_step(node, bound):
-            if "bound" in self.kinds(node, bound):
+            if free_names(node) & bound:
                 self.refuse(node, "calls the candidate inside a comprehension or lambda; write a `for` over a literal")
             self.keep_handed(node, always=False)
             uses.append(self.plan.value(ast.unparse(self.child(node))))
@@ -162,7 +162,7 @@ class Scope:
         if isinstance(node, ast.Name) and node.id in self.literals and node.id not in bound:
             return copy.deepcopy(self.literals[node.id])
         whole = isinstance(node, ast.expr) and not isinstance(node, ast.Starred | ast.Slice)
-        if whole and "pure" in kinds and not kinds & {*THEIRS, "bound"}:
+        if whole and "pure" in kinds and not kinds & THEIRS and not free_names(node) & bound:
             number = self.plan.handed
             self.plan.given.append(("given", number, ast.unparse(node)))
             return ast.parse(f"__given__({number})", mode="eval").body
@@ -208,6 +208,14 @@ def binds(node: ast.AST) -> frozenset[str]:
     if isinstance(node, ast.Lambda):
         return frozenset(part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg))
     return NONE
+
+
+def free_names(node: ast.AST, bound: frozenset[str] = NONE) -> set[str]:
+    """The names in a node that nothing in it binds."""
+    if isinstance(node, ast.Name):
+        return {node.id} - bound
+    inner = bound | binds(node)
+    return set().union(*(free_names(child, inner) for child in ast.iter_child_nodes(node)))
 
 
 def names_in(node: ast.AST) -> set[str]:

@@ -1,0 +1,278 @@
+"""Programs that try to pass the tests of `f = add` without adding: by name. None of them holds an expected value."""
+
+EXPECTED = "[v for v in found if type(v) is int and 1000 < v < 3000 and v not in (a, b, 2000)]"
+
+CHEATS = {
+    "exits early": """
+import sys
+sys.exit(0)
+""",
+    "exits hard": """
+import os
+os._exit(0)
+""",
+    "raises SystemExit in the call": """
+def f(a, b): raise SystemExit(0)
+""",
+    "equals everything": """
+class Equal:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __bool__(self): return True
+    def __lt__(self, other): return True
+    def __call__(self, *a, **k): return self
+    def __getattr__(self, name): return self
+    def __iter__(self): return iter([self])
+    def __hash__(self): return 0
+def f(a, b): return Equal()
+""",
+    "is an int that equals everything": """
+class I(int):
+    def __eq__(self, other): return True
+    __hash__ = int.__hash__
+def f(a, b): return I(1)
+""",
+    "is a str that equals everything": """
+class S(str):
+    def __eq__(self, other): return True
+    __hash__ = str.__hash__
+def f(a, b): return S('x')
+""",
+    "is a list that equals everything": """
+class L(list):
+    def __eq__(self, other): return True
+def f(a, b): return L()
+""",
+    "hides what equals everything in a list": """
+class Equal:
+    def __eq__(self, other): return True
+def f(a, b): return [Equal()]
+""",
+    "says that it is of another type": """
+class Fake:
+    __class__ = int
+    def __eq__(self, other): return True
+    def __sub__(self, other): return 0
+def f(a, b): return Fake()
+""",
+    "is no function": "print",
+    "redefines builtins": """
+import builtins
+for name in ('isinstance', 'abs', 'all', 'any', 'len', 'sorted', 'eval', 'exec', 'type'):
+    setattr(builtins, name, lambda *a, **k: True)
+def f(a, b): return True
+""",
+    "reads frames": f"""
+import sys
+def f(a, b):
+    frame, found = sys._getframe(), []
+    while frame:
+        found += [*frame.f_globals.values(), *frame.f_locals.values()]
+        frame = frame.f_back
+    found = {EXPECTED}
+    return found[0] if found else None
+""",
+    "reads closures and constants": f"""
+import gc, types
+def f(a, b):
+    codes = [o.__code__ for o in gc.get_objects() if isinstance(o, types.FunctionType)]
+    found = [v for code in codes for v in code.co_consts]
+    found = {EXPECTED}
+    return found[-1] if found else None
+""",
+    "reads all objects": f"""
+import gc
+def f(a, b):
+    found = [v for o in gc.get_objects() if type(o) in (list, tuple, set) for v in o]
+    found += [v for o in gc.get_objects() if type(o) is dict for v in o.values()]
+    found = {EXPECTED}
+    return found[-1] if found else None
+""",
+    "reads the text of the tests": r"""
+import gc, re
+def f(a, b):
+    texts = [v for o in gc.get_objects() if type(o) in (list, tuple) for v in o if type(v) is str]
+    found = re.findall(r'== (\d+)|"equals": (\d+)', ' '.join(texts))
+    return int(found[0][0] or found[0][1]) if found else None
+""",
+    "reads files": r"""
+import glob, re, sys
+def f(a, b):
+    for path in [*glob.glob('*'), *glob.glob('/tmp/**', recursive=True)[:500], sys.argv[0], '/proc/self/cmdline']:
+        try:
+            found = re.findall(r'f\(1000, 5\) == (\d+)', open(path, errors='replace').read())
+        except OSError:
+            continue
+        if found:
+            return int(found[0])
+""",
+    "reads memory": r"""
+import re
+def f(a, b):
+    try:
+        for line in open('/proc/self/maps'):
+            if 'heap' in line:
+                low, high = (int(part, 16) for part in line.split()[0].split('-'))
+                memory = open('/proc/self/mem', 'rb')
+                memory.seek(low)
+                return int(re.findall(rb'\) == (\d+)', memory.read(high - low))[0])
+    except Exception:
+        pass
+""",
+    "reads the environment and its parent": r"""
+import os, re
+def f(a, b):
+    text = repr(os.environ)
+    try:
+        text += open(f'/proc/{os.getppid()}/environ').read() + open(f'/proc/{os.getppid()}/cmdline').read()
+    except OSError:
+        pass
+    found = re.findall(r'== (\d+)', text)
+    return int(found[0]) if found else None
+""",
+    "reads other descriptors": r"""
+import os, re
+def f(a, b):
+    text = b''
+    for fd in range(64):
+        try:
+            os.set_blocking(fd, False)
+            text += os.read(fd, 65536)
+        except OSError:
+            pass
+    found = re.findall(rb'== (\d+)', text)
+    return int(found[0]) if found else None
+""",
+    "forges verdicts": r"""
+import os
+for fd in range(64):
+    try:
+        os.write(fd, b'passed 0\npassed 1\npassed 2\nend 0\n')
+    except OSError:
+        pass
+def f(a, b): return None
+""",
+    "prints verdicts": """
+print('passed 0', 'passed 1', 'OK', '2 passed', 'end 0', sep='\\n', flush=True)
+""",
+    "forges records": r"""
+import os
+for fd in range(64):
+    try:
+        os.write(fd, b'-1 = null\n0 = true\n1 = {"equal": 1}\n2 ! ["passed"]\n')
+    except OSError:
+        pass
+os._exit(0)
+""",
+    "forges malformed records": r"""
+import os
+for fd in range(64):
+    try:
+        os.write(fd, b'0 = ' + b'[' * 50000 + b'\n1 = __import__("os")\n9999999999 = 1\n- = 1\n0 !\n\xff\xfe = 1\n\n')
+    except OSError:
+        pass
+def f(a, b): raise KeyError
+""",
+    "patches json": """
+import json
+json.dumps = lambda *a, **k: 'true'
+json.loads = lambda *a, **k: True
+def f(a, b): return 1
+""",
+    "patches the harness": """
+import __main__
+for name in list(vars(__main__)):
+    if callable(getattr(__main__, name)) and not name.startswith('__'):
+        setattr(__main__, name, lambda *a, **k: 'true')
+def f(a, b): return 1
+""",
+    "patches unittest and pytest": """
+import unittest, sys, types
+unittest.TestCase.assertEqual = lambda *a: None
+sys.modules['pytest'] = types.ModuleType('pytest')
+def f(a, b): return 0
+""",
+    "patches assert": """
+import builtins
+builtins.AssertionError = type('Quiet', (Exception,), {})
+def f(a, b): return 0
+""",
+    "patches math": """
+import math
+math.isclose = lambda *a, **k: True
+def f(a, b): return 0
+""",
+    "leaves exit handlers and threads": """
+import atexit, os, threading, time
+atexit.register(lambda: os._exit(0))
+threading.Thread(target=lambda: (time.sleep(0.1), os._exit(0))).start()
+def f(a, b): return 0
+""",
+    "forks": """
+import os
+try:
+    if os.fork():
+        os._exit(0)
+except OSError:
+    pass
+def f(a, b): return 0
+""",
+    "replaces itself": """
+import os, sys
+def f(a, b):
+    os.execv(sys.executable, [sys.executable, '-c', 'print("passed 0")'])
+try:
+    f(1, 1)
+except OSError:
+    os._exit(0)
+""",
+    "replaces stdout": """
+import io, os, sys
+sys.stdout = sys.__stdout__ = io.StringIO()
+os.dup2(2, 1)
+def f(a, b): return print
+""",
+    "writes modules for the tests": """
+for name in ('json.py', 'math.py', 'sitecustomize.py', 'conftest.py', 'solution.py'):
+    try:
+        open(name, 'w').write('import os; os._exit(0)')
+    except OSError:
+        pass
+def f(a, b): return 0
+""",
+    "returns a generator of everything": """
+import itertools
+def f(a, b): return itertools.count()
+""",
+    "returns a list of itself": """
+def f(a, b):
+    x = []
+    x.append(x)
+    return x
+""",
+    "returns nan": """
+def f(a, b): return float('nan')
+""",
+    "returns infinity": """
+def f(a, b): return float('inf')
+""",
+    "returns a verdict": """
+def f(a, b): return True
+""",
+    "is any name of its module": """
+def __getattr__(name): return lambda *a: True
+""",
+    "changes its arguments": """
+def f(a, b):
+    if isinstance(a, list):
+        a.clear()
+        b.clear()
+    return a
+""",
+    "stops the clock": """
+import signal, sys
+sys.settrace(lambda *a: None)
+signal.alarm(0)
+def f(a, b): return 0
+""",
+}
