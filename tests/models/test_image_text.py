@@ -1,0 +1,401 @@
+"""CLIP and SigLIP: embeddings, scores and pixels equal transformers' own; folders that are none are refused."""
+
+import json
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_text import byte_level
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
+
+from flowgrpo.models import image_files
+from flowgrpo.models.image_files import load_image_text, make_score_pairs, probability, read_config
+from flowgrpo.models.image_text import (
+    as_scores,
+    image_embeddings,
+    image_text_scores,
+    init_params,
+    text_embeddings,
+)
+from flowgrpo.models.image_text_config import layers_of, parameters
+from flowgrpo.models.pixels import Preparation, centre_crop, prepare, read_preparation, resize
+from flowgrpo.rewards.drawing import make_drawings, oracle, picture_of
+from flowgrpo.rewards.vision import picture_score
+from flowgrpo.types import BadInput
+
+TOLERANCE = 1e-4
+VISION = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
+VISION |= {"image_size": 28, "patch_size": 7}
+WORDS = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 2}
+WORDS |= {"vocab_size": 320, "max_position_embeddings": 12, "bos_token_id": 300, "eos_token_id": 301}
+
+
+def made(kind, vision=None, text=None, **more):
+    """A config.json."""
+    parts = {"vision_config": VISION | (vision or {}), "text_config": WORDS | (text or {})}
+    return {"model_type": kind, **parts, **more}
+
+
+CASES = {
+    "clip": made("clip", projection_dim=20),
+    "clip gelu, uneven patches": made(
+        "clip",
+        {"hidden_act": "gelu", "image_size": 30, "layer_norm_eps": 1e-3},
+        {"hidden_act": "gelu"},
+        projection_dim=16,
+    ),
+    "clip with the old end token": made("clip", text={"eos_token_id": 2, "vocab_size": 302}, projection_dim=20),
+    "siglip": made("siglip", text={"projection_size": 24}),
+    "siglip, one patch a side more": made(
+        "siglip", {"image_size": 35}, {"projection_size": 24, "layer_norm_eps": 1e-3}
+    ),
+}
+PREPROCESSOR = {"resample": 3, "rescale_factor": 1 / 255, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.3, 0.2, 0.25]}
+
+
+def preprocessor(source):
+    """A preprocessor_config.json that goes with a config.json."""
+    side = source["vision_config"]["image_size"]
+    if source["model_type"] == "clip":
+        return PREPROCESSOR | {"size": {"shortest_edge": side + 3}, "crop_size": {"height": side, "width": side}}
+    return PREPROCESSOR | {"size": {"height": side, "width": side}}
+
+
+def tokens_of(config, rows=5, seed=0):
+    """Texts of unequal lengths with an end token, the largest id, and padding after it."""
+    random = np.random.default_rng(seed)
+    tokens_js = random.integers(3, 300, (rows, config.positions)).astype(np.int32)
+    for row, length in zip(tokens_js, random.integers(2, config.positions, rows), strict=True):
+        row[length - 1 :] = 1
+        row[length - 1] = 301
+    return tokens_js
+
+
+def pixels_of(config, rows=3):
+    return np.random.default_rng(1).normal(size=(rows, 3, config.side, config.side)).astype(np.float32)
+
+
+def random_params(config, seed=0):
+    """Parameters none of which is zero or one."""
+    random, params = np.random.default_rng(seed), {}
+    for name, parameter in parameters(config).items():
+        layers = layers_of(parameter, config)
+        shape = parameter.shape if layers is None else (layers, *parameter.shape)
+        noise = random.normal(size=shape) * (parameter.deviation + 0.1)
+        params[name] = jnp.asarray((parameter.constant + noise).astype(np.float32))
+    return params
+
+
+def write(folder, source, params=None, **extra):
+    """A folder as it is published, with tensors under their names there."""
+    from safetensors.numpy import save_file
+
+    config = read_config(source)
+    params, tensors = params or random_params(config), {}
+    for name, parameter in parameters(config).items():
+        layers, value = layers_of(parameter, config), np.asarray(params[name])
+        for n, one in enumerate(value if layers is not None else [value]):
+            whole = one.T if parameter.transposed else one
+            tensors[parameter.file.format(n=n)] = np.ascontiguousarray(whole).reshape(parameter.file_shape)
+    save_file(tensors | extra, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(source))
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor(source)))
+    return config, params
+
+
+def write_tokenizer(folder):
+    """Byte-level BPE with an end token after every text."""
+    backend = byte_level()
+    backend.add_special_tokens(["<pad>", "<end>"])
+    end = backend.token_to_id("<end>")
+    backend.post_processor = processors.TemplateProcessing(single="$A <end>", special_tokens=[("<end>", end)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
+    tokenizer.save_pretrained(folder)
+    return end
+
+
+# The arithmetic ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_scores_are_scaled_cosines_and_no_example_sees_another(name):
+    config = read_config(CASES[name])
+    params, pixels, tokens = random_params(config), pixels_of(config), tokens_of(config)
+    scores = jax.jit(partial(image_text_scores, config=config))(params, pixels, tokens)
+    image = jax.jit(partial(image_embeddings, config=config))
+    text = jax.jit(partial(text_embeddings, config=config))
+    image_ip = np.concatenate([image(params, pixels[i : i + 1]) for i in range(3)])
+    text_jp = np.concatenate([text(params, tokens[j : j + 1]) for j in range(5)])
+    np.testing.assert_allclose((image_ip**2).sum(1), 1.0, rtol=1e-5)
+    shift = float(params["bias"]) if name == "siglip" else 0.0
+    expected = image_ip @ text_jp.T * np.exp(float(params["scale"])) + shift
+    np.testing.assert_allclose(scores, expected, atol=1e-4)
+
+
+def test_clip_reads_nothing_after_the_end_token_and_siglip_reads_padding():
+    for name, reads in (("clip", False), ("siglip", True)):
+        config = read_config(CASES[name])
+        params, tokens = random_params(config), tokens_of(config, rows=2)
+        tokens[:, 5], tokens[:, 6:] = 301, 1
+        changed = tokens.copy()
+        changed[:, 8] = 7
+        text = jax.jit(partial(text_embeddings, config=config))
+        found = [np.asarray(text(params, each)) for each in (tokens, changed)]
+        assert (np.abs(found[0] - found[1]).max() > 1e-4) == reads
+
+
+def test_pixels_of_another_size_are_refused():
+    config = read_config(CASES["clip"])
+    with pytest.raises(BadInput, match="28, 28"):
+        image_embeddings(random_params(config), np.zeros((1, 3, 27, 28), np.float32), config=config)
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_the_module_declares_the_same_parameters(name):
+    config = read_config(CASES[name])
+    shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
+    assert {key: value.shape for key, value in shapes.items()} == {
+        key: value.shape for key, value in random_params(config).items()
+    }
+
+
+# Folders ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_every_tensor_of_a_folder_is_read_where_it_belongs(tmp_path, name):
+    config, params = write(tmp_path, CASES[name])
+    loaded = load_image_text(tmp_path, text=False)
+    assert loaded.config == config
+    assert loaded.params.keys() == params.keys()
+    for key, value in params.items():
+        np.testing.assert_array_equal(loaded.params[key], value)
+
+
+def test_half_precision_gives_nearly_the_same_embeddings_in_float32(tmp_path):
+    config, params = write(tmp_path, CASES["clip"])
+    half = load_image_text(tmp_path, text=False, dtype="bfloat16").params
+    assert {value.dtype.name for value in half.values()} == {"bfloat16"}
+    embed = jax.jit(partial(image_embeddings, config=config))
+    image_ip = embed(half, pixels_of(config))
+    assert image_ip.dtype == jnp.float32
+    np.testing.assert_allclose(image_ip, embed(params, pixels_of(config)), atol=0.05)
+
+
+def test_old_buffers_and_a_scale_in_a_list_are_read(tmp_path):
+    positions = {"text_model.embeddings.position_ids": np.arange(12)[None], "logit_scale": np.array([2.0], np.float32)}
+    write(tmp_path, CASES["clip"], **positions)
+    assert float(load_image_text(tmp_path, text=False).params["scale"]) == 2.0
+
+
+def change_config(folder, **changes):
+    source = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(source | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "bert"}, "bert is not an image-text model"),
+        ({"vision_config": VISION | {"image_size": 35}}, r"images of \(28, 28\), but the model reads 35"),
+        ({"vision_config": VISION | {"num_hidden_layers": 4}}, r"layers\.3\..* is missing"),
+        ({"vision_config": VISION | {"num_hidden_layers": 2}}, r"layers\.2\..* is unexpected"),
+        ({"vision_config": VISION | {"num_attention_heads": 5}}, "5"),
+        ({"vision_config": VISION | {"hidden_act": "relu6"}}, "relu6"),
+        ({"vision_config": VISION | {"intermediate_size": 41}}, r"shape \[40, 24\] and not \[41, 24\]"),
+        ({"vision_config": VISION | {"num_channels": 4}}, "three channels"),
+        ({"text_config": WORDS | {"eos_token_id": [1, 2]}}, "one end token"),
+    ],
+)
+def test_folders_that_cant_be_read_are_refused_with_one_sentence(tmp_path, changes, message):
+    write(tmp_path, CASES["clip"])
+    change_config(tmp_path, **changes)
+    with pytest.raises(BadInput, match=message):
+        load_image_text(tmp_path, text=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"size": None}, "has no size"),
+        ({"image_mean": [1, 2]}, "image_mean is .* three channels"),
+        ({"size": {"shortest_edge": 9, "longest_edge": 20}}, "height and width"),
+        ({"crop_size": 27}, r"\(27, 27\)"),
+        ({"do_center_crop": False}, "images of 31"),
+    ],
+)
+def test_preparations_that_cant_be_followed_are_refused(changes, message):
+    with pytest.raises(BadInput, match=message):
+        read_preparation(preprocessor(CASES["clip"]) | changes, "p.json", kind="clip", side=28)
+
+
+def test_a_missing_preprocessor_config_is_named_and_a_new_one_is_found(tmp_path):
+    write(tmp_path, CASES["clip"])
+    (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(BadInput, match=r"preprocessor_config\.json"):
+        load_image_text(tmp_path, text=False)
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": preprocessor(CASES["clip"])}))
+    image = np.random.default_rng(0).integers(0, 256, (40, 33, 3)).astype(np.uint8)
+    assert load_image_text(tmp_path, text=False).prepare(image).shape == (3, 28, 28)
+
+
+# Pairs ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """A SigLIP folder with its tokenizer, loaded."""
+    folder = tmp_path_factory.mktemp("siglip")
+    write(folder, CASES["siglip"])
+    end = write_tokenizer(folder)
+    loaded = load_image_text(folder)
+    return SimpleNamespace(loaded=loaded, end=end, score=make_score_pairs(loaded, rows=2))
+
+
+IMAGES = [np.random.default_rng(i).integers(0, 256, (30 + i, 50 - i, 3)).astype(np.uint8) for i in range(3)]
+TEXTS = ["the capital", "a line", "the number of the line is long, long, long, and longer"]
+
+
+def test_pairs_are_scored_in_one_shape_with_the_values_of_the_whole(pairs):
+    loaded, score_pairs = pairs.loaded, pairs.score
+    found = score_pairs(IMAGES, TEXTS)
+    pixels = np.stack([loaded.prepare(image) for image in IMAGES])
+    scores = jax.jit(partial(image_text_scores, config=loaded.config))(loaded.params, pixels, loaded.encode(TEXTS))
+    np.testing.assert_allclose(as_scores(loaded.params, jnp.asarray(found)), np.diag(scores), atol=1e-5)
+    share = probability(loaded.params, jnp.asarray(found))
+    np.testing.assert_allclose(share, 1 / (1 + np.exp(-np.diag(scores))), atol=1e-5)
+    np.testing.assert_array_equal(score_pairs(IMAGES[2:], TEXTS[2:]), found[2:])
+    assert score_pairs([], []).shape == (0,)
+
+
+def test_it_serves_the_vision_rewards(pairs):
+    (task,) = make_drawings(0, 1)
+    reward = picture_score(pairs.score, picture_of)
+    drawn, other = reward.many([task] * 2, [oracle(task), "rect 0 0 64 64 black"])
+    assert drawn.value == pytest.approx(pairs.score([picture_of(oracle(task))], [task.query])[0])
+    assert -1 <= min(drawn.value, other.value) < max(drawn.value, other.value) <= 1
+
+
+def test_an_end_token_within_a_text_does_not_end_it(pairs):
+    tokens = pairs.loaded.encode(["a<end>b", "<en<end>d>", "\ud800", "x" * 10_000_000])
+    assert ((tokens == pairs.end).sum(axis=1) == 1).all()
+    assert tokens.shape == (4, 12)
+
+
+def test_texts_without_a_tokenizer_are_refused(pairs):
+    with pytest.raises(BadInput, match="text=True"):
+        make_score_pairs(pairs.loaded._replace(encode=None))
+
+
+# Pixels -----------------------------------------------------------------------------------------------
+
+
+def test_a_preparation_by_hand():
+    image = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+    found = prepare(image, preparation=Preparation(None, 3, (2, 2), 0.5, (1.0, 2.0, 3.0), (2.0, 4.0, 8.0)))
+    expected = (image[1:3, 2:4] * 0.5 - np.array([1, 2, 3])) / np.array([2, 4, 8])
+    np.testing.assert_allclose(found, expected.transpose(2, 0, 1), rtol=1e-6)
+    assert found.dtype == np.float32
+
+
+def test_a_small_image_is_cropped_with_black_around_it():
+    found = centre_crop(np.full((1, 5, 3), 9, np.uint8), (4, 2))
+    assert found[..., 0].tolist() == [[0, 0], [0, 0], [9, 9], [0, 0]]
+
+
+def test_an_image_too_narrow_to_resize_is_refused():
+    with pytest.raises(BadInput, match="too narrow"):
+        resize(np.zeros((1, 400_000, 3), np.uint8), 224, 3)
+
+
+@pytest.mark.parametrize(
+    "image", [np.zeros((3, 3), np.uint8), np.zeros((3, 3, 3), np.float32), np.zeros((0, 3, 3), np.uint8)]
+)
+def test_what_is_no_image_is_refused(image):
+    with pytest.raises(BadInput, match="an image is bytes"):
+        prepare(image, preparation=Preparation(None, 3, None, None, None, None))
+
+
+# Against transformers ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def peer():
+    """PyTorch and transformers, imported here: collecting this file needs no PyTorch."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    return SimpleNamespace(torch=torch, hf=transformers)
+
+
+def make_theirs(peer, source):
+    """A random PyTorch model in which no bias is zero and no norm one."""
+    config = peer.hf.AutoConfig.for_model(**json.loads(json.dumps(source)))
+    model = peer.hf.AutoModel.from_config(config, attn_implementation="eager")
+    generator = peer.torch.Generator().manual_seed(1)
+    with peer.torch.no_grad():
+        for name, value in model.named_parameters():
+            noise = peer.torch.randn(value.shape, generator=generator)
+            value.copy_(noise * (0.3 if value.ndim <= 1 else 0.15) + (1.0 if "norm" in name and value.ndim else 0.0))
+        model.logit_scale.fill_(4.6052)  # 100, as in CLIP's published models
+    return model.eval()
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.parametrize("name", CASES)
+def test_embeddings_and_scores_equal_those_of_transformers(peer, tmp_path, name):
+    theirs = make_theirs(peer, CASES[name])
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(preprocessor(CASES[name])))
+    ours = load_image_text(tmp_path, text=False)
+    pixels, tokens = pixels_of(ours.config), tokens_of(ours.config)
+    with peer.torch.no_grad():
+        out = theirs(input_ids=peer.torch.tensor(tokens).long(), pixel_values=peer.torch.tensor(pixels))
+    found = {
+        "image_embeds": image_embeddings(ours.params, pixels, config=ours.config),
+        "text_embeds": text_embeddings(ours.params, tokens, config=ours.config),
+        "logits_per_image": image_text_scores(ours.params, pixels, tokens, config=ours.config),
+    }
+    errors = {key: float(np.abs(value - getattr(out, key).numpy()).max()) for key, value in found.items()}
+    print(f"{name:32s} " + ", ".join(f"{key} {error:.1e}" for key, error in errors.items()))
+    assert out.logits_per_image.numpy().std() > 0.3, "the scores are too flat to compare"
+    assert max(errors.values()) <= TOLERANCE
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.parametrize("shape", [(40, 50), (50, 40), (31, 31), (28, 28), (9, 200), (200, 8), (1, 1)])
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+@pytest.mark.usefixtures("peer")
+def test_pixels_equal_those_of_transformers(name, shape):
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    settings = preprocessor(CASES[name])
+    theirs = {"clip": CLIPImageProcessorPil, "siglip": SiglipImageProcessorPil}[name](**settings)
+    preparation = read_preparation(settings, "p.json", kind=name, side=28)
+    image = np.random.default_rng(0).integers(0, 256, (*shape, 3)).astype(np.uint8)
+    expected = theirs(images=image, return_tensors="np", input_data_format="channels_last")["pixel_values"][0]
+    np.testing.assert_allclose(prepare(image, preparation=preparation), expected, atol=1e-6)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.usefixtures("peer")
+def test_what_transformers_saves_as_a_preprocessor_is_read(tmp_path):
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    theirs = CLIPImageProcessorPil(size={"shortest_edge": 31}, crop_size={"height": 28, "width": 28})
+    theirs.save_pretrained(tmp_path)
+    source, where = image_files._preparation_file(tmp_path)
+    image = np.random.default_rng(0).integers(0, 256, (40, 50, 3)).astype(np.uint8)
+    expected = theirs(images=image, return_tensors="np", input_data_format="channels_last")["pixel_values"][0]
+    found = prepare(image, preparation=read_preparation(source, where, kind="clip", side=28))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
