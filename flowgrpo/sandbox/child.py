@@ -48,6 +48,7 @@ def first_process(
             os.setsid()
         else:
             syscalls.unshare(syscalls.CLONE_NEWNS)
+            syscalls.ask_for_short_turns()
             _die_first(proc)
             os.close(proc)
         request, files = channel.receive(own)
@@ -266,6 +267,6 @@ def _call(function: str, arguments: str, result: int) -> NoReturn:
 
 def _message(error: BaseException) -> str:
     try:
-        return str(error)[:_LONGEST_ERROR]
+        return str(error)[:_LONGEST_ERROR] or "no message"
     except Exception:
         return "its message can't be shown"

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
@@ -37,6 +38,7 @@ class Sandbox:
         self._idle: dict[tuple[str, ...], list[Worker]] = {(): [], self.preload: []}
         self._isolation: Isolation | None = None
         self._closed = False
+        self._end = weakref.finalize(self, _close_all, self._idle)  # a forgotten sandbox leaves no process behind
 
     def __enter__(self) -> "Sandbox":
         return self
@@ -48,11 +50,7 @@ class Sandbox:
         """End all workers; one that is busy ends after its request."""
         with self._lock:
             self._closed = True
-            workers = [worker for idle in self._idle.values() for worker in idle]
-            for idle in self._idle.values():
-                idle.clear()
-        for worker in workers:
-            worker.close()
+        self._end()
 
     @property
     def isolation(self) -> Isolation:
@@ -145,6 +143,12 @@ class Sandbox:
         return Worker(isolate=False, preload=kind)
 
 
+def _close_all(waiting: Mapping[tuple[str, ...], list[Worker]]) -> None:
+    for workers in waiting.values():
+        while workers:
+            workers.pop().close()
+
+
 def _try_out(worker: Worker) -> None:
     """Carry an empty program through every step of a run; close the worker where one fails."""
     try:
@@ -170,8 +174,11 @@ def _bytes(content: str | bytes) -> bytes:
 
 
 def _check_files(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
+    folders = {str(folder) for name in files for folder in PurePosixPath(name).parents} - {"."}
     for name in files:
         parts = PurePosixPath(name).parts
+        if name in folders:
+            raise BadInput(f"Sandbox.run: files has {name!r} as a file and as a folder; rename one")
         if not parts or name.startswith("/") or ".." in parts or "\0" in name or name.endswith("/") or name == MAIN:
             raise BadInput(f"Sandbox.run: files has the name {name!r}, but must have relative paths inside the folder")
     return {name: _bytes(content) for name, content in files.items()}

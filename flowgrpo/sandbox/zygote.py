@@ -41,6 +41,7 @@ def main(control_number: int) -> NoReturn:
     control = socket.socket(fileno=os.dup(control_number))  # dup: the lowest number that is free
     os.close(control_number)
     settings, _ = channel.receive(control)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 of a namespace can be reached only by what it handles
     proc = None
     try:
         program_filter = None
@@ -52,6 +53,7 @@ def main(control_number: int) -> NoReturn:
             proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
             _isolate(settings, proc)
             _become_child(control)
+            syscalls.ask_for_short_turns()
         _preload(settings)
     except Exception as error:
         channel.send(control, {"error": f"{type(error).__name__}: {error}", "module": getattr(error, "module", "")})
