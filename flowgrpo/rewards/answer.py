@@ -1,0 +1,147 @@
+"""The answer matcher: a task and an output flow in, 1 or 0 flows out, and by which rule.
+
+    output -> find_answer -> readings x gold answers x rules -> Scored
+
+A rule is a function `(task, gold, answer)` that says right or wrong, or None where it has nothing to say about this
+gold; the first that speaks decides. One gold answer that matches is enough. A task without a gold answer, or with one
+that a rule can't read, is invalid unless another one matches. `school.py` has the rules of schools, `symbolic.py` those
+of mathematics.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from flowgrpo.contracts import Reward, Scored
+from flowgrpo.rewards.final import LOOK, Found, find_answer, readings
+from flowgrpo.rewards.numbers import Close, Number, read_plain, rounded
+from flowgrpo.rewards.spelling import bare, plain
+from flowgrpo.types import Task
+
+
+class Rule(NamedTuple):
+    """One way in which an answer can be the gold answer. `judge` returns None where it has nothing to say."""
+
+    name: str
+    judge: Callable[[Task, str, str], Scored | None]
+
+
+RIGHT, WRONG = Scored(1.0), Scored(0.0)
+
+
+def verdict(same: bool) -> Scored:
+    """Right or wrong."""
+    return RIGHT if same else WRONG
+
+
+def match_answers(rules: Sequence[Rule], *, find: Callable[[str], Found] = find_answer) -> Reward:
+    """1 where the final answer of an output is one of the gold answers by one of the rules, else 0."""
+    return Reward(partial(score_answer, tuple(rules), find))
+
+
+def score_answer(rules: Sequence[Rule], find: Callable[[str], Found], task: Task, output: str) -> Scored:
+    """What `match_answers` says of one output; `reason` and `parts` name the rule that decided."""
+    golds = [gold for gold in task.answers if gold.strip()]
+    if not golds:
+        return Scored(None, f"task {task.id!r} has no gold answer: give it one")
+    if any(_equal_whole(gold, output) for gold in golds):
+        return Scored(1.0, "exact: the whole output", {"exact": 1.0})
+    found = find(output)
+    if not found.text.strip():
+        return Scored(0.0, "no answer: the output is empty" if not output.strip() else "no answer was found")
+    invalid = None
+    said = ""
+    for gold in golds:
+        name, scored = judge(rules, task, gold, readings(found) or (found.text,))
+        if scored.value is None:
+            invalid = scored
+        elif scored.value > 0:
+            return Scored(scored.value, f"{name}, in the {found.where}: {_shown(found.text)}", {name: scored.value})
+        else:
+            said = said or f"{name}: {scored.reason}".strip(": ")
+    return invalid or Scored(0.0, f"not the gold answer, in the {found.where}: {_shown(found.text)} ({said})")
+
+
+def judge(rules: Sequence[Rule], task: Task, gold: str, answers: Sequence[str]) -> tuple[str, Scored]:
+    """The rule that decided, and what it said: the best over the readings of an answer."""
+    decided = ("no rule", Scored(0.0))
+    for rule in rules:
+        for answer in answers:
+            scored = rule.judge(task, gold, answer)
+            if scored is None:
+                continue
+            if scored.value is None or scored.value > 0:
+                return rule.name, scored
+            decided = (rule.name, scored)
+        if decided[0] == rule.name:
+            break
+    return decided
+
+
+def _equal_whole(gold: str, output: str) -> bool:
+    return len(output) <= len(gold) + LOOK and output.strip() == gold.strip()
+
+
+def _shown(text: str) -> str:
+    """A short piece of a text, on one line, to be shown in a reason."""
+    text = " ".join(text[:200].split())
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+# Rules that need nothing but the text -------------------------------------------------------------------
+
+
+def exact(task: Task, gold: str, answer: str) -> Scored | None:  # noqa: ARG001
+    """Right where the two are spelled alike, typography aside; says nothing of others."""
+    return RIGHT if plain(gold) == plain(answer) else None
+
+
+def same_text(task: Task, gold: str, answer: str) -> Scored | None:  # noqa: ARG001
+    """The same words, where case, accents, articles, plurals and punctuation don't count."""
+    gold_words = bare(plain(gold))
+    return verdict(gold_words == bare(plain(answer))) if gold_words else None
+
+
+def numeric(task: Task, gold: str, answer: str, *, close: Close = rounded) -> Scored | None:
+    """Two numbers, close enough; says nothing where one of them is none, or where a comma may part a list."""
+    (gold_name, gold), (name, answer) = named(plain(gold)), named(plain(answer))
+    wanted, given = read_plain(gold), read_plain(answer)
+    if wanted is None or given is None or (name != gold_name and name and gold_name):
+        return None
+    same = same_number(task, wanted, given, close=close)
+    return None if not same and (wanted.doubtful or given.doubtful) else verdict(same)
+
+
+def same_number(task: Task, gold: Number, answer: Number, *, close: Close = rounded) -> bool:
+    """Close, where the sign of percent may be missing or too much if the question asks for percent."""
+    if close(gold, answer):
+        return True
+    asked = any(word in task.query.lower() for word in ("percent", "per cent", "%"))
+    if gold.percent == answer.percent or not asked:
+        return False
+    return close(*(number.scaled(100) if number.percent else number for number in (gold, answer)))
+
+
+def named(text: str) -> tuple[str, str]:
+    """The variable that a plain text assigns (`x = 5`), and what it is; no variable where it assigns none."""
+    name, sign, value = text.partition("=")
+    name = name.strip()
+    if not sign or not name.isalpha() or len(name) > 1 or "=" in value:
+        return "", text
+    return name, value.strip()
+
+
+def equal(rules: Sequence[Rule], task: Task, gold: str, answer: str) -> bool | None:
+    """Whether two values are the same by the first rule that speaks; None where none does."""
+    name, scored = judge(rules, task, gold, (answer,))
+    return None if name == "no rule" else bool(scored.value)
+
+
+EXACT = Rule("exact", exact)
+NUMERIC = Rule("numeric", numeric)
+TEXT = Rule("text", same_text)
+
+
+def answer(*, close: Close = rounded) -> Reward:
+    """The plain matcher: exact, numeric by `close`, or the same words."""
+    return match_answers((EXACT, Rule("numeric", partial(numeric, close=close)), TEXT))

@@ -1,0 +1,170 @@
+"""The final answer in a long output: text flows in, the answer and the place where it was found flow out.
+
+Looked for in this order, the last of each, in the last `LOOK` characters and after the end of any thinking:
+
+    <answer> ... </answer>    \\boxed{ ... }    #### ...    Answer: ... / the answer is ...    the last line
+
+Boxes that share a line are one answer of several parts, so that naming two answers names both. What was found is looked
+into again, so a box inside a tag is opened. One pass over bounded text, without regular expressions.
+"""
+
+from typing import NamedTuple
+
+from flowgrpo.rewards.spelling import ASCII_LOWER, peel
+
+LOOK = 2000  # characters of the end of an output that are looked at
+SHORT = 400  # characters of an answer that rules beyond equality read
+THINKING = ("</think>", "</thinking>", "</reasoning>")
+LEADS = ("final answer", "answer", "correct option", "correct choice", "result", "solution")
+LINKS = ("is", "are", "was", "=", ":", "would be", "must be", "should be", "will be", "equals")
+HEDGES = {"or", "either", "maybe", "perhaps", "possibly", "alternatively", "probably", "might", "could", "unsure"}
+QUALIFIERS = {"approximately", "about", "approx", "roughly", "exactly", "just", "only", "in", "on", "at"}
+DENIALS = {"not", "never", "neither", "nor", "cannot", "no", "isn't", "aren't", "wasn't", "don't", "doesn't", "can't"}
+
+
+class Found(NamedTuple):
+    """An answer, and where it was found."""
+
+    text: str
+    where: str
+
+
+def find_answer(output: str) -> Found:
+    """The final answer of an output; empty where there is none."""
+    text = _after_thinking(output[-LOOK:])
+    found = _tagged(text) or _boxed(text) or _marked(text) or Found(_last_line(text), "last line")
+    if found.where == "tag":
+        found = Found((_boxed(found.text) or found).text.strip(), "tag")
+    return found
+
+
+def readings(found: Found) -> tuple[str, ...]:
+    """What may be meant by an answer: all of it, and what a sentence says after its last `=` or `is`.
+
+    A sentence that hedges is read only whole, so that naming two answers is naming none.
+    """
+    text = peel(found.text[:SHORT])
+    if len(found.text) > SHORT or set(_tokens(text)) & HEDGES:
+        return (text,) if len(found.text) <= SHORT else ()
+    lower = text.translate(ASCII_LOWER)
+    cuts = [0, _after(lower, (" is ", " are ", " was ", ": "))]
+    if not _names(text):
+        cuts.append(_after(lower, ("=", "≈")))
+    spans = [text[cut:] for cut in cuts if cut or not cuts.index(cut)]
+    spans += [span[: span.index(", not ")] for span in spans if ", not " in span]
+    spans += [span.partition(" ")[2] for span in spans if span.partition(" ")[0].lower() in QUALIFIERS]
+    if text.count("$") == 2 and not denies(text):
+        spans.append(text.split("$")[1])
+    return tuple(dict.fromkeys(peel(span) for span in spans if peel(span)))
+
+
+def _names(text: str) -> bool:
+    """Whether a text assigns a variable (`x = 5`), which rules read for themselves."""
+    return len(text.partition("=")[0].strip()) == 1 and text.count("=") == 1
+
+
+def _tokens(text: str) -> list[str]:
+    return "".join(
+        mark if mark.isalnum() or mark == "'" else " " for mark in text.lower().replace("\u2019", "'")
+    ).split()
+
+
+def hedges(text: str) -> bool:
+    """Whether a text doubts."""
+    return bool(set(_tokens(text)) & HEDGES)
+
+
+def denies(text: str) -> bool:
+    """Whether a text denies something."""
+    return bool(set(_tokens(text)) & DENIALS)
+
+
+def _after(lower: str, marks: tuple[str, ...]) -> int:
+    """Where the text goes on after the last of these marks; 0 where none is in it."""
+    return max((lower.rfind(mark) + len(mark) for mark in marks if mark in lower), default=0)
+
+
+def _after_thinking(text: str) -> str:
+    return text[_after(text.translate(ASCII_LOWER), THINKING) :]
+
+
+def _tagged(text: str) -> Found | None:
+    lower = text.translate(ASCII_LOWER)
+    end = lower.rfind("</answer>")
+    start = lower.rfind("<answer>", 0, end) if end >= 0 else -1
+    return Found(text[start + len("<answer>") : end], "tag") if start >= 0 else None
+
+
+def _boxed(text: str) -> Found | None:
+    """The boxes of the last line that has any."""
+    closing = _closing_braces(text)
+    boxes: list[tuple[int, int]] = []
+    for name in ("\\boxed{", "\\fbox{"):
+        at = text.find(name)
+        while at >= 0:
+            brace = at + len(name) - 1
+            if brace in closing:
+                boxes.append((brace + 1, closing[brace]))
+            at = text.find(name, brace)
+    boxes.sort()
+    outer = [box for place, box in enumerate(boxes) if place == 0 or box[0] > max(end for _, end in boxes[:place][-1:])]
+    if not outer:
+        return None
+    line = text.rfind("\n", 0, outer[-1][0])
+    return Found(", ".join(text[start:end].strip() for start, end in outer if start > line), "box")
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    """For each open brace that is closed, where."""
+    closing: dict[int, int] = {}
+    open_braces: list[int] = []
+    skip = False
+    for at, mark in enumerate(text):
+        if skip:
+            skip = False
+        elif mark == "\\":
+            skip = True
+        elif mark == "{":
+            open_braces.append(at)
+        elif mark == "}" and open_braces:
+            closing[open_braces.pop()] = at
+    return closing
+
+
+def _marked(text: str) -> Found | None:
+    """What follows the last `####`, or the last `answer` that a link follows."""
+    lower = text.translate(ASCII_LOWER)
+    hashes = lower.rfind("####")
+    if hashes >= 0 and text[hashes + 4 :].strip():
+        return Found(_first_line(text[hashes + 4 :]), "marker")
+    best = -1
+    for lead in LEADS:
+        at = lower.rfind(lead)
+        while at >= 0:
+            start = _linked(lower, at + len(lead))
+            if start >= 0 and text[start:].strip():
+                best = max(best, start)
+                break
+            at = lower.rfind(lead, 0, at)
+    return Found(_first_line(text[best:]), "marker") if best >= 0 else None
+
+
+def _linked(lower: str, at: int) -> int:
+    """Where the text goes on after a link (`:`, `is`) that begins here, stars aside; -1 where there is none."""
+    start = at + (lower[at : at + 1] == "s")
+    rest = lower[start : start + 40].lstrip(" *")
+    link = next((link for link in LINKS if rest.startswith(link)), None)
+    if link is None or (link.isalpha() and rest[len(link) : len(link) + 1].isalnum()):
+        return -1
+    end = lower.index(link, start) + len(link)
+    while lower[end : end + 1] in ("*", " ", ":") and end < len(lower):
+        end += 1
+    return end
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0].strip()
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2].strip()
