@@ -1,0 +1,207 @@
+"""The score command: values with reasons as they come, faults named, and nothing lost that was written."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments import domains, score
+from flowgrpo.contracts import Reward, Scored
+from flowgrpo.report.progress import Progress
+from flowgrpo.sandbox import Sandbox
+from flowgrpo.types import BadInput, Task
+
+ROOT = Path(__file__).parent.parent.parent
+TASKS = [
+    {"id": "sum", "query": "2 + 2?", "answer": "4", "domain": "math"},
+    {"id": "half", "query": "Write 0.5 as a fraction.", "answers": ["1/2"], "domain": "math"},
+    {"id": "town", "query": "The capital of France?", "answers": ["Paris"], "domain": "answer"},
+    {
+        "id": "add",
+        "query": "Write f that adds.",
+        "domain": "code",
+        "tests": ["assert f(1, 2) == 3", "assert f(0, 0) == 1"],
+    },
+    {"id": "poem", "query": "A poem?", "answers": [], "domain": "poetry"},
+    {"id": "left", "query": "?", "answers": ["1"], "domain": "answer"},
+]
+ANSWERS = [
+    {"id": "sum", "output": "It is \\boxed{4}."},
+    {"id": "half", "output": "\\boxed{\\frac{2}{3}}"},
+    {"id": "town", "output": "<answer>Paris</answer>"},
+    {"id": "add", "output": "```python\ndef f(a, b): return a + b\n```"},
+    {"id": "poem", "output": "Roses"},
+    {"id": "who", "output": "me"},
+]
+
+
+def put(path: Path, records) -> Path:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return path
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command(folder, *arguments), capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    paths = [f"--{name}={folder / name}.jsonl" for name in ("tasks", "answers", "out")]
+    return [sys.executable, "-m", "experiments.score", *paths, "--unsafe_sandbox", *arguments]
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_answers_of_several_domains_are_scored_and_a_second_run_goes_on(tmp_path):
+    put(tmp_path / "tasks.jsonl", TASKS)
+    put(tmp_path / "answers.jsonl", ANSWERS)
+    kept = {"id": "town", "value": 0.25, "reason": "of an earlier run", "parts": {}}
+    (tmp_path / "out.jsonl").write_text(json.dumps(kept) + "\n" + '{"id": "sum", "val')
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = lines(tmp_path / "out.jsonl")
+    assert found[0] == kept
+    values = {line["id"]: line["value"] for line in found}
+    assert values == {"town": 0.25, "sum": 1.0, "half": 0.0, "add": 0.5, "poem": None}
+    assert all(set(line) == {"id", "value", "reason", "parts"} for line in found)
+    assert "1 answers are of no task, and not scored: 'who'" in done.stderr
+    assert "1 tasks have no answer: 'left'" in done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert (figures["valid"], figures["invalid"], figures["unknown"], figures["unanswered"]) == (4, 1, 1, 1)
+    assert figures["mean"] == pytest.approx(1.75 / 4)
+    assert figures["domains"]["math"] == {"mean": 0.5, "valid": 2, "invalid": 0}
+    assert "of domain 'poetry', which has no reward" in figures["reasons"]["invalid"][0][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--domain=maths"], "--domain=maths is unknown; choose from answer, math,"),
+        ([], "answers.jsonl, line 2: isn't JSON"),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_nothing_is_written(tmp_path, arguments, words):
+    put(tmp_path / "tasks.jsonl", TASKS)
+    put(tmp_path / "answers.jsonl", [ANSWERS[0], "{", ANSWERS[2]])
+    done = run(tmp_path, *arguments)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_loses_nothing_and_the_same_command_finishes(tmp_path):
+    tasks = [{"id": n, "query": "?", "domain": "code", "tests": [{"stdout": "1"}]} for n in range(60)]
+    put(tmp_path / "tasks.jsonl", tasks)
+    put(tmp_path / "answers.jsonl", [{"id": n, "output": "import time; time.sleep(0.1); print(1)"} for n in range(60)])
+    process = subprocess.Popen(command(tmp_path), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    out = tmp_path / "out.jsonl"
+    deadline = time.monotonic() + 60
+    while not (out.exists() and len(out.read_text().splitlines()) >= 8):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert said.strip().splitlines()[-1].endswith("interrupted")
+    before = out.read_text()
+    assert 8 <= len(before.splitlines()) < 60
+    assert run(tmp_path).returncode == 0
+    assert out.read_text().startswith(before)
+    assert sorted(int(line["id"]) for line in lines(out)) == list(range(60))
+
+
+# Parts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("[1]", "isn't a JSON object"),
+        ("[" * 100_000, "isn't JSON"),
+        ({"output": "x"}, "field 'id' must be"),
+        ({"id": True, "output": "x"}, "field 'id' must be"),
+        ({"id": "b", "output": None}, "field 'output' must be a text"),
+        ({"id": "a", "output": "again"}, "the id 'a' is there twice"),
+    ],
+)
+def test_a_bad_answer_is_named_and_can_be_left_out(tmp_path, line, words):
+    path = put(tmp_path / "answers.jsonl", [{"id": "a", "output": "x"}, line, {"id": 3, "output": "y"}])
+    with pytest.raises(BadInput) as caught:
+        score.read_answers(path, skip_bad=False)
+    assert str(caught.value).startswith(f"{path}, line 2: ")
+    assert words in str(caught.value)
+    assert score.read_answers(path, skip_bad=True) == ({"a": "x", "3": "y"}, [str(caught.value)])
+
+
+def test_a_file_that_holds_no_scores_is_refused_and_left_as_it_is(tmp_path):
+    for content in ('{"id": "a", "output": "x"}\n', "notes\n", '{"id": "a", "value": "1"}\n'):
+        (tmp_path / "out.jsonl").write_text(content)
+        with pytest.raises(BadInput, match=r"line 1: isn't"):
+            score.read_scores(tmp_path / "out.jsonl")
+        assert (tmp_path / "out.jsonl").read_text() == content
+
+
+def test_a_crash_keeps_every_line_that_was_written(tmp_path):
+    def judge(task, _output):
+        if task.id == "9":
+            raise RuntimeError("crash")
+        return Scored(1.0)
+
+    todo = [(Task(str(number), "?", (), "a"), "x") for number in range(20)]
+    out = tmp_path / "out.jsonl"
+    with out.open("w") as file, pytest.raises(RuntimeError):
+        score.write_scores(score.score_all(Reward(judge), todo, workers=2), file, 20, Progress(1))
+    assert list(score.read_scores(out)) == [str(number) for number in range(8)]  # the chunk before the crash
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 100])
+def test_scores_come_in_order_whatever_the_workers(count):
+    todo = [(Task(str(number), "?", (), "a"), f"{number}") for number in range(count)]
+    reward = Reward(lambda _task, output: Scored(float(output)))
+    found = list(score.score_all(reward, todo, workers=3))
+    assert [(task.id, scored.value) for task, scored in found] == [(str(n), float(n)) for n in range(count)]
+
+
+def test_values_that_are_no_numbers_are_invalid_and_the_line_stays_ascii():
+    line = score.line_of("é\ud800", Scored(float("nan"), "why", {"a": float("inf")}))
+    assert line.isascii()
+    assert json.loads(line) == {"id": "é\ud800", "value": None, "reason": "the reward gave nan", "parts": {"a": None}}
+
+
+def test_the_summary_counts_invalid_ones_apart():
+    scores = {"a": Scored(1.0), "b": Scored(0.0, "wrong"), "c": Scored(None, "lost"), "d": Scored(None, "lost")}
+    found = score.summary(scores, {"a": "x", "b": "x", "c": "y", "d": "y"}.__getitem__)
+    assert (found["mean"], found["valid"], found["invalid"]) == (0.5, 2, 2)
+    assert found["domains"] == {
+        "x": {"mean": 0.5, "valid": 2, "invalid": 0},
+        "y": {"mean": None, "valid": 0, "invalid": 2},
+    }
+    assert found["reasons"] == {"invalid": [("lost", 2)], "zero": [("wrong", 1)]}
+    assert "y                          -       0        2" in score.report(found)
+
+
+def test_every_domain_has_a_reward_that_answers():
+    with Sandbox(unsafe=True, preload=domains.preload(["reasoning_gym"])) as sandbox:
+        means = domains.Means(sandbox=sandbox, tolerance=0.1)
+        for name in set(domains.DOMAINS) - {"math", "mathematics"}:
+            scored = domains.DOMAINS[name].make(means)
+            task = Task("t", "?", ("1",), name, {"tests": ["assert f() == 1"]})
+            assert isinstance(domains.route(means).score(task, "1"), Scored)
+            assert isinstance(scored, Reward)
+        assert domains.route(means).score(Task("t", "?", ("100",), "answer"), "104").value == 1.0
+        assert domains.route(means).score(Task("t", "?", ("100",), "poem"), "104").value is None
+        assert domains.route(means, default="answer").score(Task("t", "?", ("100",), "poem"), "104").value == 1.0
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setattr(domains, "find_spec", lambda _name: None)
+    with pytest.raises(BadInput, match=r"needs math_verify: pip install 'flowgrpo\[math\]'"):
+        domains.preload(["math", "code"])
+    assert domains.preload(["code", "poem"]) == ()

@@ -1,0 +1,52 @@
+"""The verifiers of reasoning-gym, in a child process."""
+
+import pytest
+
+from flowgrpo.rewards import reasoning_child
+from flowgrpo.rewards.reasoning import reasoning
+from flowgrpo.sandbox import CallFailed, SandboxFailure
+from flowgrpo.task_files import read_tasks
+from flowgrpo.types import Task
+
+TASK = Task("t", "?", (), "reasoning_gym", {"reasoning_gym": {"name": "chain_sum", "options": {"seed": 1}, "index": 0}})
+
+
+def here(function, *arguments, seconds):  # noqa: ARG001
+    """`Sandbox.call` without a process."""
+    return getattr(reasoning_child, function.split(":")[1])(*arguments)
+
+
+def failing(error):
+    def call(*_, **__):
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "base_conversion", "ab", "countdown", "maze"])
+def test_the_verifier_knows_its_own_answers(name):
+    pytest.importorskip("reasoning_gym")
+    reward = reasoning(here)
+    for task in read_tasks(f"reasoning_gym:{name}?size=3&seed=5"):
+        assert reward.score(task, f"<answer>{task.answers[0]}</answer>").value == 1.0
+        assert reward.score(task, "<answer>no idea</answer>").value < 0.5
+        assert reward.score(task, "").value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("error", "value"),
+    [
+        (TimeoutError("late"), 0.0),
+        (CallFailed("ProcessDied", "killed"), 0.0),
+        (CallFailed("ImportError", "no reasoning_gym"), None),
+        (SandboxFailure("lost"), None),
+    ],
+)
+def test_what_the_answer_caused_is_0_and_what_it_did_not_is_invalid(error, value):
+    scored = reasoning(failing(error)).score(TASK, "The answer is 3")
+    assert scored.value == value
+    assert scored.reason
+
+
+def test_a_task_of_another_kind_is_invalid():
+    assert reasoning(here).score(Task("t", "?", ("1",), "math"), "1").value is None
