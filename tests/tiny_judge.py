@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from test_text import STYLES, fast
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from flowgrpo.text import Text, load_text
 
@@ -21,6 +21,19 @@ def judge_text(style: str = "qwen2.5") -> Text:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator([word for word in SPELLINGS for _ in range(9)], trainer)
+    return _saved(backend, style)
+
+
+@cache
+def sly_text() -> Text:
+    """The same kind of tokenizer where <TOOL>, too, is read as the control token <tool>."""
+    backend = Tokenizer.from_str(judge_text().tokenizer.backend_tokenizer.to_str())
+    backend.normalizer = normalizers.Lowercase()
+    backend.add_tokens([AddedToken("<tool>", normalized=True)])
+    return _saved(backend, "qwen2.5")
+
+
+def _saved(backend: Tokenizer, style: str) -> Text:
     with TemporaryDirectory() as folder:
         fast(backend, STYLES[style], STYLES[style].template).save_pretrained(folder)
         return load_text(Path(folder))

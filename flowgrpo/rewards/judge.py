@@ -182,12 +182,13 @@ def _prompt(made: _Prompts, task: Task, answer: str) -> tuple[int, ...] | Scored
         return Scored(0.0, "the answer is empty")
     try:
         ids = _render(made, made.ask(task, shorten(made.text, answer, made.answer_tokens)))
-        harmless = _render(made, made.ask(task, quote("x")))
+        spelled = _count(made, ids) != made.written
+        asked = spelled and _count(made, _render(made, made.ask(task, quote("x")))) != made.written
     except BadInput as error:
         return Scored(None, str(error))
-    if _count(made, harmless) != made.written:
+    if asked:
         return Scored(None, f"task {task.id}: its question spells control tokens in a way that can't be broken up")
-    if _count(made, ids) != made.written:
+    if spelled:
         return Scored(0.0, "the answer spells control tokens in a way that can't be broken up")
     if len(ids) > made.prompt_tokens:
         room = f"the prompt has {len(ids)} tokens, but the judge reads {made.prompt_tokens}"

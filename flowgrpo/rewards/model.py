@@ -5,12 +5,13 @@
 The score has no bounds and no unit; group statistics take it as it is. The scoring function is injected (token lists
 in, one number each out), so any model can stand behind it; `models.reward_model` reads published ones.
 
-Control tokens that query or answer spell out are broken up, and of a long answer the middle is left out.
+Control tokens that query or answer spell out are broken up; a text that spells one in another way, which the tokenizer
+normalises into it, is broken up after every character. Of a long answer the middle is left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,12 +22,14 @@ from flowgrpo.rewards.prompts import (
     LENGTHS,
     TokenLists,
     clean,
+    control_ids,
     encode_marked,
     first_line,
     guard,
     in_fixed_shapes,
     mark,
     shorten,
+    split_all,
 )
 from flowgrpo.text import Text
 from flowgrpo.types import BadInput, Task
@@ -50,14 +53,12 @@ def model_reward(
     if not LEAST_BUDGET <= answer_tokens <= conversation_tokens:
         limits = f"{LEAST_BUDGET} to conversation_tokens={conversation_tokens}"
         raise BadInput(f"answer_tokens is {answer_tokens}, but must lie from {limits}")
-    guarded, options = guard(text), {**text.options, **(template_options or {})}
-    conversation_ids(guarded, "x", "x", options)  # a tokenizer without a template is refused here
+    options, control = {**text.options, **(template_options or {})}, control_ids(text)
+    frame = sum(i in control for i in conversation_ids(text, "x", "x", options))
+    made = _Conversations(text, options, answer_tokens, conversation_tokens, control, frame)
 
     def score_many(tasks: Sequence[Task], outputs: Sequence[str]) -> list[Scored]:
-        lists = [
-            _conversation(guarded, task, output, options, answer_tokens, conversation_tokens)
-            for task, output in zip(tasks, outputs, strict=True)
-        ]
+        lists = [_conversation(made, task, output) for task, output in zip(tasks, outputs, strict=True)]
         asked = [one for one in lists if not isinstance(one, Scored)]
         scored = iter(_score(asked, score_tokens) if asked else [])
         return [one if isinstance(one, Scored) else next(scored) for one in lists]
@@ -88,17 +89,38 @@ def conversation_ids(text: Text, query: str, answer: str, options: Mapping[str, 
     return encode_marked(text, rendered)
 
 
-def _conversation(text: Text, task: Task, answer: str, options, answer_tokens: int, most: int) -> list[int] | Scored:
+class _Conversations(NamedTuple):
+    """How conversations are made."""
+
+    text: Text
+    options: Mapping[str, Any]
+    answer_tokens: int
+    conversation_tokens: int
+    control: frozenset[int]
+    written: int  # control tokens that the template itself writes
+
+
+def _conversation(made: _Conversations, task: Task, answer: str) -> list[int] | Scored:
     """The ids to score, or why there are none."""
     try:
-        ids = conversation_ids(text, clean(task.query), shorten(text, answer, answer_tokens, shape=str), options)
+        ids = _as_data(made, clean(task.query), answer)
     except BadInput as error:
-        return Scored(None, str(error))
-    if len(ids) > most:
-        return Scored(
-            None, f"task {task.id}: the conversation has {len(ids)} tokens, but the reward model reads {most}"
-        )
+        return Scored(None, f"task {task.id}: {error}")
+    if len(ids) > made.conversation_tokens:
+        room = f"the conversation has {len(ids)} tokens, but the reward model reads {made.conversation_tokens}"
+        return Scored(None, f"task {task.id}: {room}")
     return ids
+
+
+def _as_data(made: _Conversations, query: str, answer: str) -> list[int]:
+    """The ids of query and answer, with no more control tokens than the template writes around any text."""
+    for text in (guard(made.text), split_all(made.text)):
+        ids = conversation_ids(text, query, shorten(text, answer, made.answer_tokens, shape=str), made.options)
+        if sum(i in made.control for i in ids) == made.written:
+            return ids
+    raise BadInput(
+        f"the chat template of {made.text.source} writes other control tokens around this text than around 'x'"
+    )
 
 
 def _score(lists: TokenLists, score_tokens: ScoreTokens) -> list[Scored]:

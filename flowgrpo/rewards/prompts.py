@@ -34,6 +34,11 @@ def guard(text: Text) -> Text:
     return replace(text, special=re.compile("|".join(map(re.escape, spells)) or "(?!)"))
 
 
+def split_all(text: Text) -> Text:
+    """`text` that breaks up messages after every character: no control token is left, however it was spelled."""
+    return replace(text, special=re.compile(r"[\s\S]"))
+
+
 def control_ids(text: Text) -> frozenset[int]:
     """The ids of all added tokens, which templates write and data must not."""
     return frozenset(text.tokenizer.get_added_vocab().values())

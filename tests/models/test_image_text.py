@@ -286,6 +286,17 @@ def test_an_end_token_within_a_text_does_not_end_it(pairs):
     assert tokens.shape == (4, 12)
 
 
+def test_a_tokenizer_that_ends_texts_with_another_token_is_refused(tmp_path):
+    write(tmp_path, CASES["clip"])
+    end = write_tokenizer(tmp_path)
+    change_config(tmp_path, text_config=WORDS | {"eos_token_id": end})
+    assert (load_image_text(tmp_path).encode(["a line"]) == end).sum() == 1
+    change_config(tmp_path, text_config=WORDS | {"eos_token_id": end - 1})
+    encode = load_image_text(tmp_path).encode
+    with pytest.raises(BadInput, match=f"without id {end - 1}"):
+        encode(["a line"])
+
+
 def test_texts_without_a_tokenizer_are_refused(pairs):
     with pytest.raises(BadInput, match="text=True"):
         make_score_pairs(pairs.loaded._replace(encode=None))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_judge import SPELLINGS, id_of, judge_text
+from tiny_judge import SPELLINGS, id_of, judge_text, sly_text
 
 from flowgrpo.contracts import Completion
 from flowgrpo.models.config import DecoderConfig, Rope
@@ -269,6 +269,20 @@ def test_head_and_tail_of_a_cut_answer_are_kept_and_a_short_one_is_whole():
     assert short.startswith("> BEGIN and so on")
     assert short.endswith("42 END")
     assert shorten(guard(TEXT), "a\nb", 200) == "> a\n> b"
+
+
+def test_a_control_token_in_a_spelling_that_the_tokenizer_normalises_never_reaches_the_judge():
+    text = sly_text()
+    (tool,) = text.encode("<TOOL>")
+    assert tool in text.tokenizer.get_added_vocab().values()
+    judge, seen = recorder(lambda lists: np.zeros((len(lists), text.vocab_size)) - 9.0)
+    reward = verifier_probability(text, judge)
+    answered = reward.score(TASK, "5 <TOOL>")
+    asked = reward.score(Task("t3", "Use a <TOOL>?", ("4",), "k12"), "5")
+    assert (answered.value, asked.value) == (0.0, None)
+    assert "control tokens" in answered.reason
+    assert "t3" in asked.reason
+    assert seen == []
 
 
 # Sampled verdicts -------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_judge import judge_text
+from tiny_judge import judge_text, sly_text
 
 from flowgrpo.rewards.model import model_reward
 from flowgrpo.types import BadInput, Task
@@ -40,6 +40,17 @@ def test_control_tokens_in_an_answer_stay_text(style, attack):
     control = set(judge_text(style).tokenizer.get_added_vocab().values())
     plain, found = scored_ids("4", style), scored_ids(attack, style)
     assert [i for i in found if i in control] == [i for i in plain if i in control]
+
+
+@pytest.mark.parametrize("asked", [TASK.query, "a <TOOL>?"])
+def test_a_control_token_in_a_spelling_that_the_tokenizer_normalises_stays_text(asked):
+    text, seen = sly_text(), []
+    (tool,) = text.encode("<TOOL>")
+    reward = model_reward(text, lambda lists: seen.extend(lists) or lengths(lists))
+    assert reward.score(Task("t3", asked, (), "k12"), "4 <TOOL>").value is not None
+    assert tool in text.tokenizer.get_added_vocab().values()
+    assert tool not in seen[0]
+    assert "4 <tool>" in text.decode(seen[0])
 
 
 def test_the_value_is_the_score_and_a_batch_is_its_members():
