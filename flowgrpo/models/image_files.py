@@ -234,4 +234,8 @@ def _encode(texts: Sequence[str], *, tokenizer, special: re.Pattern[str], config
         raise BadInput(
             f"the tokenizer gives id {tokens_js.max()}, but the model has {config.v}: they don't belong together"
         )
+    if config.kind == "clip" and config.eos_id != 2 and not (tokens_js == config.eos_id).any(axis=1).all():
+        raise BadInput(
+            f"the tokenizer ends a text without id {config.eos_id}, the eos_token_id of config.json: mend one"
+        )
     return tokens_js

@@ -291,9 +291,9 @@ def test_a_tokenizer_that_ends_texts_with_another_token_is_refused(tmp_path):
     end = write_tokenizer(tmp_path)
     change_config(tmp_path, text_config=WORDS | {"eos_token_id": end})
     assert (load_image_text(tmp_path).encode(["a line"]) == end).sum() == 1
-    change_config(tmp_path, text_config=WORDS | {"eos_token_id": end - 1})
+    change_config(tmp_path, text_config=WORDS | {"eos_token_id": 5})
     encode = load_image_text(tmp_path).encode
-    with pytest.raises(BadInput, match=f"without id {end - 1}"):
+    with pytest.raises(BadInput, match="without id 5"):
         encode(["a line"])
 
 
