@@ -66,11 +66,11 @@ class _Reader:
         for statement in tree.body:
             self.statement(statement)
         for name in self.templates.keys() - self.called:
-            if len(self.entry_points) != 1:
-                self.scope.refuse(
-                    self.templates[name], f"defines {name}, which nothing calls; call it, or name one entry_point"
-                )
-            self.inline(self.templates[name], [ast.Name(self.entry_points[0], ast.Load())])
+            template = self.templates[name]
+            if len(self.entry_points) != 1 or [part.arg for part in template.args.args] != ["candidate"]:
+                self.scope.refuse(template, f"defines {name}, which nothing calls; call it, or name one entry_point")
+            self.called.add(name)
+            self.inline(template, [ast.Name(self.entry_points[0], ast.Load())])
 
     def statement(self, node: ast.stmt) -> None:
         """Add a statement to the plan."""
@@ -172,6 +172,7 @@ class _Reader:
             scope.keep_handed(value, always=False)
             made = ast.Assign([scope.child(target) if into else target], scope.child(value))
             scope.plan.steps.append((None, ast.unparse(ast.fix_missing_locations(made))))
+            scope.returned |= stores(target) if scope.is_made(value) else set()
             return "remote"
         if kinds & {*THEIRS, "derived"} or "derived" in into:
             made = ast.Assign([target], scope.checked(value, []))
@@ -224,10 +225,11 @@ class _Reader:
 
     def read_with(self, node: ast.With) -> None:
         context, body = node.items[0].context_expr, node.body[0]
-        raises = isinstance(context, ast.Call) and ast.unparse(context.func) == "pytest.raises" and context.args
+        bare = isinstance(context, ast.Call) and not context.keywords and node.items[0].optional_vars is None
+        raises = bare and ast.unparse(context.func) == "pytest.raises" and len(context.args) == 1  # type: ignore
         call = body.value if isinstance(body, ast.Expr | ast.Assign) else None
         if not raises or len(node.items) + len(node.body) > 2 or call is None or not self.scope.is_step(call):
-            self.scope.refuse(node, "is a `with` other than pytest.raises(…) over one call into the candidate")
+            self.scope.refuse(node, "is a `with` other than pytest.raises(ERROR) over one call into the candidate")
         expected = context.args[0]  # type: ignore
         names = [ast.unparse(part) for part in (expected.elts if isinstance(expected, ast.Tuple) else [expected])]
         number = self.scope.plan.value(ast.unparse(self.scope.child(call)))
@@ -270,6 +272,8 @@ class _Reader:
     def read_function(self, node: ast.FunctionDef) -> None:
         arguments = [part.arg for part in node.args.args]
         free = self.scope.kinds(node, frozenset({*stores(node), node.name}))
+        if node.decorator_list:
+            self.scope.refuse(node, f"decorates {node.name}; write its cases out")
         if node.name.startswith("test") and not arguments:
             self.inline(node, [])
             self.templates[node.name] = ast.FunctionDef(node.name, node.args, [], [])  # a call does nothing more
@@ -296,8 +300,10 @@ class _Reader:
                 self.assign(template, ast.Name(new[parameter], ast.Store()), value)
         for statement in copy.deepcopy(template.body):
             for part in ast.walk(statement):
-                if isinstance(part, ast.Name) and part.id in new:
-                    part.id = new[part.id]
+                if isinstance(part, ast.Name):
+                    part.id = new.get(part.id, part.id)
+                elif isinstance(part, ast.arg):
+                    part.arg = new.get(part.arg, part.arg)
             if not isinstance(statement, ast.Return):
                 self.statement(statement)
 

@@ -141,7 +141,7 @@ def hand_over(plan: Plan, settings: Settings) -> list[str]:
     ran = _run(settings, program("run_tests", plan.given))
     lines = _lines(ran)
     _check_setups(ran, lines)
-    found = {int(line[1]): line[2] for line in lines if line[0] == "given"}
+    found = {int(line[1]): line[2] for line in lines if line[0] == "plain"}
     for kind, number, source in plan.given:
         if kind == "given" and number not in found:
             raise BadTests(f"the tests hand the candidate `{source}`, which can't be computed or isn't plain data")
@@ -210,7 +210,7 @@ def _check_setups(ran: Ran, lines: list[list[str]]) -> None:
     for word, number, *_ in lines:
         if word == "broken":
             raise BadTests(f"line {number} of its tests fails by itself; mend the tests")
-    if not lines or lines[-1][0] == "setup":
+    if not lines or lines[-1][0] in ("setup", "given"):
         where = f"at line {lines[-1][1]}" if lines else "before they began"
         raise BadTests(
             f"its tests, run by themselves, ended {where} ({ENDINGS[ran.ended]}: {ran.stderr[-200:].strip()})"

@@ -111,7 +111,7 @@ def run_candidate(source: str, steps: list, given: list[str]) -> None:
     try:
         exec(compile(source, "solution.py", "exec"), space)
         _write(out, "-1 = null")
-        space["__given__"] = lambda place: decode(given[place])
+        space = {**space, "__given__": lambda place: decode(given[place])}  # the tests' names are not the module's
         for number, step in steps:
             if number is None:
                 number = -2
@@ -159,9 +159,9 @@ def _write(out: int, line: str) -> None:
 def run_tests(items: list) -> None:
     """Run the items (kind, number, source) of the tests over the values that stdin holds.
 
-    A setup writes `setup number` before it runs and `broken number` where it raises: the tests' own fault. A check
-    writes `passed number` or `failed number`; `given` writes a value that the tests hand to the candidate, or
-    `unplain number`; and `end 0` comes last.
+    Each writes `kind number` before it runs. A setup that raises writes `broken number`: the tests' own fault. A check
+    writes `passed number` or `failed number`; `given` writes `plain number value`, which the tests hand to the
+    candidate, or `unplain number`; and `end 0` comes last.
     """
     held = json.loads(sys.stdin.read() or "{}")
     values, raised = held.get("values", {}), held.get("raised", {})
@@ -170,14 +170,13 @@ def run_tests(items: list) -> None:
     space["__value__"] = lambda number: decode(values[str(number)])
     space["__raised__"] = lambda number, names: any(name in raised.get(str(number), ()) for name in names)
     for kind, number, source in items:
-        if kind == "setup":
-            _write(out, f"setup {number}")
+        _write(out, f"{kind} {number}")
         try:
             if kind in ("setup", "derive"):
                 exec(compile(source, "tests", "exec"), space)
                 continue
             value = eval(compile(source, "tests", "eval"), space)
-            _write(out, f"given {number} {encode(value)}" if kind == "given" else f"{_verdict(value)} {number}")
+            _write(out, f"plain {number} {encode(value)}" if kind == "given" else f"{_verdict(value)} {number}")
         except BaseException as error:
             _write(out, f"failed {number}" if kind == "check" else f"{_blame(kind)} {number} {_names(error)}")
     _write(out, "end 0")

@@ -69,6 +69,7 @@ class Scope:
         self.kept = kept  # arguments that stay in the candidate's run
         self.wanted: set[str] = set()  # those that turn out to have to
         self.passed: set[str] = set()  # those that the candidate was handed
+        self.returned: set[str] = set()  # remote names of what a function of the candidate returned
         self.where = ""  # which source is read
 
     def refuse(self, node: ast.AST, why: str) -> NoReturn:
@@ -126,10 +127,15 @@ class Scope:
             self.check_judges(node.left)
         elif isinstance(node, ast.Call) and self.is_step(node):
             arguments = [*node.args, *(word.value for word in node.keywords)]
-            receiver = node.func.value if isinstance(node.func, ast.Attribute) else None
-            made = isinstance(receiver, ast.Call) and isinstance(receiver.func, ast.Name) and receiver.func.id.islower()
+            made = isinstance(node.func, ast.Attribute) and self.is_made(node.func.value)
             if (made and arguments) or (_says(node) and any(self.asks(part) for part in arguments)):
                 self.refuse(node, "has the candidate judge its own value; compare it with == instead")
+
+    def is_made(self, node: ast.expr) -> bool:
+        """Whether a value is what a function of the candidate returned, and not an object of a class."""
+        if isinstance(node, ast.Name):
+            return node.id in self.returned
+        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.func.id[:1].isupper()
 
     def asks(self, node: ast.expr) -> bool:
         return any(isinstance(part, ast.Call) and self.is_step(part) for part in ast.walk(node))

@@ -1,10 +1,15 @@
 """Code by its tests: honest code gets its share, no cheat gets anything, and bad tests are nobody's failure."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rewards.cheats import CHEATS
 
 from flowgrpo.contracts import Scored
+from flowgrpo.rewards.asserts import split
+from flowgrpo.rewards.calls import Settings, run_steps
 from flowgrpo.rewards.code import all_passed, code, find_code, same_output
+from flowgrpo.rewards.plain import decode, encode
 from flowgrpo.sandbox import Limits, Ran, Sandbox, SandboxFailure
 from flowgrpo.types import BadInput, Task
 
@@ -68,7 +73,10 @@ HONEST = {
                "for i in range(3):\n    assert f(i, i) == 2 * i", ADD),
     "functions": ("def test_a():\n    x = 1\n    assert f(x, 1) == 2\n"
                   "def test_b():\n    x = 5\n    assert f(x, 1) == 6\n"
+                  "def test_c():\n    assert f(*map(lambda x: x * 2, [1, 2])) == 6\n"
                   "if __name__ == '__main__':\n    test_a()", ADD),
+    "names that the code has, too": ("result = f(1, 2)\nmemo = [1]\nassert result == 3\nassert f(memo, [2]) == [1, 2]",
+                                     "result, memo = 0, {}\ndef f(a, b):\n    memo[1] = result\n    return a + b"),
     "a helper": ("def close(a, b):\n    assert abs(a - b) < 1e-6\ndef double(x):\n    return 2 * x\n"
                  "close(f(.1, .2), .3)\nassert f(3, 3) == double(3)", ADD),
     "check": ("METADATA = {}\ndef check(candidate):\n    assert candidate(1, 2) == 3\ncheck(f)", ADD),
@@ -133,10 +141,18 @@ DOOMED = {
 
 @pytest.mark.parametrize("name", DOOMED)
 def test_a_call_that_goes_wrong_fails_its_own_test_only(judge, name):
+    """R2 and F5: what the policy's code does is scored, within its deadline."""
     line, words = DOOMED[name]
     scored = judge("assert f(1) == 1\nassert f(2) == 2\nassert f(3) == 3", f"def f(x):\n    {line}\n    return x")
     assert scored.value == pytest.approx(2 / 3)
     assert scored.reason == f"2 of 3 tests passed; line 2: f(2) == 2: {words}"
+
+
+@pytest.mark.parametrize("value", ["10 ** 10", "'x' * 10", "float('nan')", "[[]] * 5", "10 ** 4500"])
+def test_a_value_that_is_aimed_at_the_check_fails_it(judge, value):
+    """R2: what the candidate returns may make a check hang or die; that is its failure, and never invalid."""
+    scored = judge("want = 3\nassert 10 ** (10 ** f(1)) == want", f"def f(x): return {value}")
+    assert scored.value == 0.0
 
 
 def test_a_program_that_hangs_on_one_input_fails_that_test_only(judge):
@@ -158,11 +174,14 @@ def test_patience_bounds_what_a_hanging_program_costs(sandbox, tests):
 
 BY_WAY = {
     "stdin": [{"stdin": "1000 5\n", "stdout": "1005\n"}, {"stdin": "2000 5\n", "stdout": "2005\n"}],
-    "calls": [{"call": "f(1000, 5)", "equals": 1005}, {"call": "f(2000, 5)", "equals": 2005}],
-    "asserts": "import math\nwant = 2005\nassert f(1000, 5) == 1005\nassert math.isclose(f(2000, 5), want)\n"
-               "assert f([3], [1, 2]) == [3] + [1, 2] and abs(f(0, 1) - 1) < 1e-9\nassert f('a', 'b').endswith('b')\n"
-               "assert isinstance(f(5, 5), int) and f(5, 5) in (10,)",
-}  # fmt: skip
+    "calls": [
+        {"call": "f(1000, 5)", "equals": 1005},
+        {"call": "f(2000, 5)", "equals": 2005},
+        "import math\nwant = 2005\nassert f(1000, 5) == 1005\nassert math.isclose(f(2000, 5), want)",
+        "assert f([3], [1, 2]) == [3] + [1, 2] and abs(f(0, 1) - 1) < 1e-9\nassert f('a', 'b').endswith('b')",
+        "assert isinstance(f(5, 5), int) and f(5, 5) in (10,)",
+    ],
+}
 
 
 @pytest.mark.parametrize("way", BY_WAY)
@@ -174,7 +193,7 @@ def test_cheats_are_scored_as_failures(judge, name, way):
 
 def test_the_tests_that_the_cheats_face_can_be_passed(judge):
     honest = ADD + "\nif __name__ == '__main__':\n    print(f(*map(int, input().split())))"
-    assert [judge(tests, honest).value for tests in BY_WAY.values()] == [1.0] * 3
+    assert [judge(tests, honest).value for tests in BY_WAY.values()] == [1.0] * len(BY_WAY)
 
 
 def test_what_the_candidates_run_is_given_holds_no_expected_value():
@@ -217,6 +236,10 @@ UNSPLITTABLE = {
     "assert math.isclose(f(1), 1)": "uses math without importing it",
     "assert same(f(1), 1)": "has the candidate judge its own value",
     "assert f(1).equals(3)": "has the candidate judge its own value",
+    "r = f(1)\nassert r.equals(3)": "has the candidate judge its own value",
+    "import pytest\nwith pytest.raises(ValueError, match='x'):\n    f(1)": "is a `with` other than",
+    "@parametrize('x', [1])\ndef test_f(x):\n    assert f(x)": "decorates test_f",
+    "def test_f(tmp):\n    assert f(tmp)": "defines test_f, which nothing calls",
     "import numpy": "imports numpy",
     "from math import *\nassert f(1) == 1": "in a way that can't be split",
     "assert f(": "can't be parsed",
@@ -257,6 +280,8 @@ def test_tests_that_cant_be_used_are_invalid(judge, tests, words):
 
 
 def test_a_sandbox_that_fails_is_no_failure_of_the_code():
+    """F5: infrastructure makes a reward invalid, and never 0."""
+
     class Lost:
         def run(self, *_, **__):
             raise SandboxFailure("it was lost")
@@ -277,6 +302,49 @@ def test_malformed_answers_are_failures(judge, name):
 
 
 # Parts ------------------------------------------------------------------------------------------------
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers(),
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+) | st.sets(st.integers() | st.text()) | st.integers(10**300, 10**400)  # fmt: skip
+
+
+@given(PLAIN)
+def test_plain_values_come_back_as_they_were(value):
+    again = decode(encode(value))
+    assert repr(again) == repr(value)
+    assert encode(value).isascii()
+
+
+@pytest.mark.parametrize("text", ["", "1.5", "NaN", '{"a": 1}', '{"float": "x", "int": "1"}', "[" * 100_000,
+                                  '{"set": [[]]}', '{"dict": [[1]]}', '{"int": 1}', '{"bytes": "zz"}', "9" * 5000])  # fmt: skip
+def test_what_is_no_encoded_value_is_refused(text):
+    with pytest.raises((ValueError, TypeError, KeyError, RecursionError)):
+        decode(text)
+
+
+@given(st.binary(max_size=200) | st.from_regex(rb"(-?[0-9]{1,3} [=!] [\[\]{}\"a-z0-9:, ]{0,20}\n){0,4}"))
+def test_whatever_the_candidates_run_writes_nothing_raises(written):
+    """Records are claims of a hostile process: any bytes give verdicts, and none passes by itself."""
+    ran = Ran("exited", 0, written.decode("utf-8", "replace"), "", 0.0)
+    plan = split(["assert f(1) == 2\nassert f(2) == 3"])
+    settings = Settings(Fixed(ran), 0.0, Limits(), 3)  # type: ignore[arg-type]
+    records = run_steps("", plan, [], settings)
+    assert set(records.values) | set(records.raised) <= {0, 1}
+
+
+class Fixed:
+    """A sandbox in which every run comes to the same."""
+
+    def __init__(self, ran):
+        self.ran = ran
+
+    def run(self, *_, **__):
+        return self.ran
+
+
+# What is compared ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
