@@ -1,7 +1,38 @@
 """Runs what nobody trusts: programs that a model wrote, and trusted functions over hostile input.
 
-with Sandbox(workers=2) as sandbox:
-    ran = sandbox.run("print(input())", stdin="hello")          # Ran("exited", 0, "hello\\n", "", 0.01)
+    with Sandbox(workers=2, preload=["math_verify"]) as sandbox:
+        ran = sandbox.run("print(input())", stdin="hello")        # Ran("exited", 0, "hello\\n", "", 0.01)
+        sandbox.call("math_verify:parse", "$x$", seconds=3)       # JSON in, JSON out; killed at its deadline
+
+    pool.py -> worker.py (host) -> zygote.py -> child.py (process 1 of a namespace, and the program below it)
+
+Guaranteed where `sandbox.isolation.active`, and tested with programs that try (tests/hostile.py), whether root or an
+ordinary user started it:
+
+  * Files: the interpreter, its standard library and the system's shared libraries (/lib, /usr/lib), read-only; a
+    scratch folder in memory, empty at the start and gone at the end; five device files. No /proc, /sys, /etc or home,
+    no installed packages, no repository. A *called* function, which is trusted and imports more as it goes, also sees
+    what `sys.path` names, read-only.
+  * No network: a network namespace without a device, and no socket but AF_UNIX.
+  * No environment, descriptor or memory of the host process: runs are forked from an interpreter started anew.
+  * No rights: an unprivileged user, no capabilities, none to be had (no_new_privs), and no system call that makes
+    namespaces, mounts, traces, keys, BPF programs or rings.
+  * No view of other processes; none but descendants can be signalled. No run sees another.
+  * Wall clock, processes and threads, output, files and memory are bounded (`Limits`). What is left at the end or at
+    the deadline is killed with its whole tree before `run` returns. A run can fail or lose only itself.
+
+Not guaranteed:
+
+  * Anything against an error in the kernel: this is no virtual machine.
+  * That a program learns nothing: system calls tell the kernel's version, the clock, the load and the number of
+    processors; files tell the path of the interpreter and what is installed below /usr/lib.
+  * CPU time of all processes of a run together: each may use as much as the wall clock allows, and a second more.
+  * Memory of all processes of a run together, unless `str(isolation)` names a control group; else each has its own
+    bound, and so has the scratch folder, but not what the kernel keeps for pipes and sockets.
+  * That a program tells the truth. How it ended, and when, is observed from outside; what it wrote is its own word. A
+    program may end itself by SIGUSR2, which counts as "memory".
+  * Anything at all with `unsafe=True` on a host without namespaces: then only deadlines, limits of a process and an
+    empty environment are left, and a process that leaves its group outlives its run.
 """
 
 from flowgrpo.sandbox.limits import CallFailed, Isolation, Limits, Ran, SandboxFailure

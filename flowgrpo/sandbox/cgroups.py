@@ -7,6 +7,7 @@ that asks for another, and removes the group when the worker has ended.
 import contextlib
 import itertools
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +34,18 @@ class Group:
         return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill "))
 
     def remove(self) -> None:
-        with contextlib.suppress(OSError):  # a process of it may still be ending; an empty group is left behind
-            self.path.rmdir()
+        """Remove the group; where a process of it takes long to end, the next sandbox does that."""
+        for _ in range(20):
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+                break
+            time.sleep(0.005)
 
 
 def make_group() -> Group | None:
     """A new group below the one of this process, or None where that is not allowed."""
     for version, parent in _parents():
+        _sweep(parent)
         path = parent / f"flowgrpo-{os.getpid()}-{next(_numbers)}"
         group = Group(path, version)
         try:
@@ -53,6 +59,15 @@ def make_group() -> Group | None:
         except (OSError, ValueError):
             group.remove()
     return None
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what processes that were killed have left. The kernel refuses where a group is in use."""
+    for path in parent.glob("flowgrpo-*-*"):
+        owner = path.name.split("-")[1]
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 def _parents() -> list[tuple[int, Path]]:

@@ -37,6 +37,7 @@ OUT_OF_MEMORY = signal.SIGUSR2  # by which a program's process says that MemoryE
 OPEN_FILES = 256
 MOST_DESCRIPTORS = 4096  # far above any that the zygote holds
 _LONGEST_ERROR = 2000  # characters
+_kept: list[types.ModuleType] = []  # to free them would cost time: their memory is shared with the zygote
 
 
 def first_process(
@@ -211,7 +212,7 @@ def _run(source: bytes, path: str, leave: Callable[[int], NoReturn] = os._exit) 
 def _fresh_main(path: str) -> None:
     """An empty `__main__`, new streams, and nothing of the zygote's own in view."""
     for name in [name for name in sys.modules if name.split(".")[0] == "flowgrpo"]:
-        del sys.modules[name]
+        _kept.append(sys.modules.pop(name))
     module = types.ModuleType("__main__")
     module.__file__ = path
     module.__dict__["__builtins__"] = __builtins__

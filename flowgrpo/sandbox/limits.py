@@ -55,7 +55,7 @@ class Isolation:
 
 
 class SandboxFailure(RuntimeError):
-    """The sandbox itself failed, through no fault of what it ran: no verdict follows from it."""
+    """The sandbox itself failed, through no fault of what it ran: no verdict follows from it (F5)."""
 
 
 class CallFailed(Exception):

@@ -75,14 +75,25 @@ class Worker:
 
     def alive(self) -> bool:
         """Whether the zygote still waits for requests."""
-        return not self.lost and not select.select([self._control], [], [], 0)[0]
+        if self.lost:
+            return False
+        poll = select.poll()  # unlike select, it knows descriptors of any number
+        poll.register(self._control, select.POLLIN)
+        return not poll.poll(0)
 
     def exchange(self, request: Mapping[str, Any], *, limits: Limits, stdin: bytes = b"") -> Answer:
         """Carry out one request; it is "lost" where the zygote went down with it."""
+        try:
+            return self._exchange(request, limits, stdin)
+        except OSError as error:
+            raise SandboxFailure(f"the sandbox could not set up a run: {error}") from error
+
+    def _exchange(self, request: Mapping[str, Any], limits: Limits, stdin: bytes) -> Answer:
         kills = self._set_memory(limits)
         with contextlib.ExitStack() as stack:
             if not self.isolate:
-                request = {**request, "scratch": stack.enter_context(tempfile.TemporaryDirectory())}
+                folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+                request = {**request, "scratch": folder}
             streams = stack.enter_context(Streams(limits.output_bytes))
             began = time.monotonic()
             try:

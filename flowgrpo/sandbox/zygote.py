@@ -49,6 +49,8 @@ def main(control_number: int) -> NoReturn:
             with open(os.path.join(settings["cgroup"], "cgroup.procs"), "w") as members:
                 members.write(str(os.getpid()))
         if settings["isolate"]:
+            if sys.platform != "linux":
+                raise OSError(f"namespaces are a feature of Linux, and this is {sys.platform}")
             program_filter = seccomp.make_filter()
             proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
             _isolate(settings, proc)

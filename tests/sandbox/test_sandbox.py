@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -43,6 +45,14 @@ def end_zygote(sandbox, kind=()):
     pid = idle(sandbox, kind).pid
     (serving,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     os.kill(int(serving), signal.SIGKILL)
+
+
+def ended(pid):
+    """Whether a process is gone, or has nobody yet who buries it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 # Programs ---------------------------------------------------------------------------------------------
@@ -281,6 +291,29 @@ def test_a_sandbox_that_is_forgotten_leaves_no_process():
     assert not os.path.exists(f"/proc/{pid}")
 
 
+@pytest.mark.slow
+def test_when_the_host_process_is_killed_nothing_goes_on():
+    program = """
+import threading
+from flowgrpo.sandbox import Limits, Sandbox
+sandbox = Sandbox(limits=Limits(seconds=60))
+sandbox.run("")
+print(sandbox._idle[()][0].pid, flush=True)
+sandbox.run("import os; os.fork(); [os.setsid() for _ in range(1) if os.getpid() > 2]; [None for _ in iter(int, 1)]")
+"""
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=root) as process:
+        pid = int(process.stdout.readline())
+        time.sleep(0.2)
+        process.kill()
+    for _ in range(100):
+        if ended(pid):
+            break
+        time.sleep(0.01)
+    assert ended(pid), "the worker, which waits for all below it, is still there"
+
+
+@pytest.mark.slow
 def test_a_zygote_that_is_stuck_is_ended_and_the_run_counts_as_late(sandbox):
     sandbox.run("")
     pid = idle(sandbox).pid
