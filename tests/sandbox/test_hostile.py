@@ -101,7 +101,7 @@ def marked(hostile: Hostile):
     return pytest.param(hostile, id=hostile.name, marks=[pytest.mark.slow] if slow else [])
 
 
-@pytest.mark.parametrize("hostile", map(marked, HOSTILE))
+@pytest.mark.parametrize("hostile", [marked(hostile) for hostile in HOSTILE])
 def test_a_hostile_program_is_contained_and_the_pool_goes_on(host, hostile: Hostile):
     sandbox, known, folder, servers = host
     before = worker(sandbox).pid
