@@ -4,7 +4,7 @@
 
 The pairs of gold answer and output in `tests/rewards/pairs.txt` were judged by hand. `ours` is the matcher of schools
 or of mathematics, by domain; `math-verify` is its own `parse` and `verify` over the output, as it is and between dollar
-signs; `plain` compares the stripped strings. What may hang runs in a process that is killed. Prints a table and one JSON
+signs; `plain` compares stripped strings. What may hang runs in a process that is killed. Prints a table and one JSON
 line; `--show` lists each disagreement of ours.
 """
 

@@ -145,7 +145,7 @@ def _is_letter(words: list[str], marks: list[str], place: int) -> bool:
     if "(" + word + ")" in mark or len(words) == 1 or (place and words[place - 1].lower() in CALLED - {"is", "are"}):
         return True
     following = words[place + 1] if place + 1 < len(words) else ""
-    if word in "AI" and following.isalpha() and following.lower() not in AFTER_A:
+    if word in "AI" and len(following) > 1 and following.isalpha() and following.lower() not in AFTER_A:
         return False
     return word.isupper() and not (word == "I" and following in AFTER_A)
 

@@ -87,7 +87,7 @@ def second_check(reward: Reward, check: Reward) -> Reward:
 
 
 def _check_many(reward: Reward, check: Reward, tasks: Sequence[Task], outputs: Sequence[str]) -> list[Scored]:
-    """The reward's own verdicts. A check that is invalid leaves no part, so that a mean is over those that are valid."""
+    """The verdicts of the reward. A check that is invalid leaves no part, so that a mean is over valid ones."""
     said, checked = reward.many(tasks, outputs), check.many(tasks, outputs)
     return [
         scored if second.value is None else scored._replace(parts={**scored.parts, CHECK: second.value})

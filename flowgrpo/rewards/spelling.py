@@ -49,7 +49,9 @@ SINGULAR_ENDS = ("ss", "us", "is", "news", "series", "species")
 def plain(text: str) -> str:
     """The text without typography, on one line."""
     text = _raise(peel(text)).translate(TABLE)
-    text = unicodedata.normalize("NFKC", unlatex(text)).translate(TABLE)
+    text = unlatex(text)
+    composed = unicodedata.normalize("NFKC", text)
+    text = (composed if len(composed) <= 2 * len(text) + 64 else text).translate(TABLE)  # one sign can become eighteen
     kept = (" " if mark.isspace() else mark for mark in text if mark.isspace() or mark.isprintable())
     return peel(" ".join("".join(kept).split()))
 

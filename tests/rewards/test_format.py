@@ -1,0 +1,99 @@
+"""The format checker: each piece once, in order; JSON of a schema; bounded whatever it is given."""
+
+import pytest
+
+from flowgrpo.rewards.format import MOST, check_format, check_json, heading, literal, tag
+from flowgrpo.types import BadInput, Task
+
+TASK = Task("t", "", (), "format")
+TAGS = check_format(tag("think"), tag("answer"))
+JSON = check_json({"answer": str, "steps": list, "sure": (float, type(None))})
+GOOD = '{"answer": "5", "steps": [1], "sure": 0.5}'
+
+
+def score(reward, output):
+    return reward.score(TASK, output)
+
+
+def test_the_declared_form_is_paid():
+    assert score(TAGS, "<think>a</think>\n<answer>5</answer>") == (1.0, "", {"think": 1.0, "answer": 1.0})
+
+
+BROKEN = {
+    "": "think: <think> is missing",
+    "<think>a</think>": "answer: <answer> is missing",
+    "<think>a</think><answer>5": "answer: </answer> is missing",
+    "<think></think><answer>5</answer>": "think: nothing inside",
+    "<answer>5</answer><think>a</think>": "answer: out of order",
+    "<think>a<answer>5</answer></think>": "answer: out of order",
+    "<think>a</think><answer>5</answer><answer>6</answer>": "answer: <answer> is more than once",
+    "</think>a<think><answer>5</answer>": "think: </think> comes before <think>",
+    "<think>" * 10_000: "think: <think> is more than once",
+    "x" * (MOST + 1): f"the output is longer than {MOST} characters",
+}
+
+
+@pytest.mark.parametrize("output", BROKEN, ids=range(len(BROKEN)))
+def test_any_other_form_is_not_paid_and_says_why(output):
+    scored = score(TAGS, output)
+    assert scored.value == 0
+    assert scored.reason == BROKEN[output]
+
+
+def test_parts_say_which_piece_is_there():
+    assert score(TAGS, "<think>a</think>").parts == {"think": 1.0, "answer": 0.0}
+
+
+def test_headings_and_literal_text():
+    reward = check_format(heading("Plan"), heading("Answer"), literal("####"))
+    assert score(reward, "## Plan\nwalk\n**Answer:**\n#### 5").value == 1
+    assert score(reward, "Plan\nAnswer\n#### 5").value == 1
+    assert score(reward, "My Plan\nAnswer\n#### 5").reason == "Plan: missing"
+    assert score(reward, "Plan\nPlan\nAnswer\n#### 5").reason == "Plan: more than once"
+    assert score(reward, "Plan\nAnswer\n#### 5 ####").value == 0
+
+
+def test_what_can_not_be_a_format_is_said():
+    for make in (check_format, lambda: tag("a b"), lambda: tag(""), lambda: heading(" "), lambda: literal("")):
+        with pytest.raises(BadInput):
+            make()
+    with pytest.raises(BadInput, match="name of its own"):
+        check_format(tag("a"), tag("a"))
+    with pytest.raises(BadInput, match="JSON knows"):
+        check_json({"a": set})
+
+
+@pytest.mark.parametrize(
+    "output", [GOOD, f"```json\n{GOOD}\n```", GOOD.replace("0.5", "null"), GOOD.replace("0.5", "1")]
+)
+def test_json_of_the_schema_is_paid(output):
+    assert score(JSON, output).value == 1
+
+
+BAD_JSON = {
+    "": "not JSON: empty",
+    "[" * 10_000: "not JSON",
+    '{"answer": ' * 10_000: "not JSON",
+    "1" * 10_000: "not JSON",
+    "[1]": "no object",
+    '{"answer": "5", "steps": [1]}': "'sure' is missing",
+    GOOD.replace("0.5", "true"): "'sure' is not a number or null",
+    GOOD.replace("0.5", "NaN"): "NaN is not JSON",
+    GOOD.replace('"5"', "5"): "'answer' is not text",
+    GOOD.replace("}", ', "answer": "6"}'): "twice",
+    GOOD.replace("}", ', "more": 1}'): "'more' is not in the schema",
+    GOOD + " and so on": "not JSON",
+    "\x00": "not JSON",
+}
+
+
+@pytest.mark.parametrize("output", BAD_JSON, ids=range(len(BAD_JSON)))
+def test_any_other_json_is_not_paid_and_says_why(output):
+    scored = score(JSON, output)
+    assert scored.value == 0
+    assert BAD_JSON[output] in scored.reason
+
+
+def test_more_keys_are_allowed_where_it_is_said():
+    assert score(check_json({"a": int}, extra=True), '{"a": 1, "b": 2}').value == 1
+    assert score(check_json({"a": int}), '{"a": true}').value == 0
