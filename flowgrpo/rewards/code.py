@@ -52,7 +52,7 @@ def code(
     credit: Callable[[int, int], float] = share_passed,
     tolerance: float = 1e-6,
     limits: Limits = Limits(),  # noqa: B008
-    patience: int = 3,
+    patience: int = 2,
     workers: int = 1,
 ) -> Reward:
     """The reward of code that passes its task's tests.
