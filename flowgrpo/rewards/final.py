@@ -13,7 +13,7 @@ from typing import NamedTuple
 from flowgrpo.rewards.spelling import ASCII_LOWER, peel
 
 LOOK = 2000  # characters of the end of an output that are looked at
-SHORT = 400  # characters of an answer that rules beyond equality read
+SHORT = 400  # characters of an answer up to which its parts are read too
 THINKING = ("</think>", "</thinking>", "</reasoning>")
 LEADS = ("final answer", "answer", "correct option", "correct choice", "result", "solution")
 LINKS = ("is", "are", "was", "=", ":", "would be", "must be", "should be", "will be", "equals")

@@ -9,6 +9,7 @@ is not sent: to math-verify, `Paris` is a product of five symbols, and equal to 
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any
@@ -117,6 +118,17 @@ def mathematics_rules(call: Call, *, seconds: float = 5.0, close: Close = rounde
     return (EXACT, CHOICE, number, parts, symbolic_rule(call, seconds=seconds), TEXT)
 
 
-def mathematics(call: Call, *, seconds: float = 5.0, close: Close = rounded) -> Reward:
-    """1 where the final answer of an output is a gold answer by the rules of mathematics, else 0."""
-    return match_answers(mathematics_rules(call, seconds=seconds, close=close))
+def mathematics(call: Call, *, seconds: float = 5.0, close: Close = rounded, workers: int = 1) -> Reward:
+    """1 where the final answer of an output is a gold answer by the rules of mathematics, else 0.
+
+    `score_many` judges `workers` answers at once, which pays with a sandbox of as many workers.
+    """
+    if workers < 1:
+        raise BadInput(f"mathematics: workers is {workers}, but must be at least 1")
+    reward = match_answers(mathematics_rules(call, seconds=seconds, close=close))
+    return reward if workers == 1 else reward._replace(score_many=partial(_score_many, reward.score, workers))
+
+
+def _score_many(score: Callable, workers: int, tasks: Sequence[Task], outputs: Sequence[str]) -> list[Scored]:
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(score, tasks, outputs))

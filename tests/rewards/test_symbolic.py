@@ -133,3 +133,12 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(symbolic, "find_spec", lambda _: None)
     with pytest.raises(BadInput, match=r"pip install 'flowgrpo\[math\]'"):
         mathematics(Scripted())
+
+
+def test_several_answers_are_judged_at_once_in_their_order():
+    with Sandbox(workers=2, preload=PRELOAD) as two:
+        reward = mathematics(two.call, workers=2)
+        outputs = ["x \\cdot x", "x^3", "\\frac{x^3}{x}", "5"]
+        assert [scored.value for scored in reward.many([task("x^2")] * 4, outputs)] == [1, 0, 1, 0]
+    with pytest.raises(BadInput, match="workers"):
+        mathematics(Scripted(), workers=0)
