@@ -40,9 +40,7 @@ _LONGEST_ERROR = 2000  # characters
 _kept: list[types.ModuleType] = []  # to free them would cost time: their memory is shared with the zygote
 
 
-def first_process(
-    own: socket.socket, proc: int | None, program_filter: seccomp.Filter | None, settings: Mapping[str, Any]
-) -> NoReturn:
+def first_process(own: socket.socket, proc: int | None, program_filter: seccomp.Filter | None) -> NoReturn:
     """Wait for one request and carry it out. Without isolation (`proc` is None), become the program's process."""
     try:
         if proc is None:
@@ -58,9 +56,9 @@ def first_process(
         if proc is None:
             os.chdir(request["scratch"])
             _write_files(request)
-            _program(request, files, None, settings, lambda text: channel.send(own, {"how": "failed", "text": text}))
+            _program(request, files, None, lambda text: channel.send(own, {"how": "failed", "text": text}))
         _make_scratch(request)
-        channel.send(own, _run_isolated(request, files, program_filter, settings))
+        channel.send(own, _run_isolated(request, files, program_filter))
     except channel.Closed:
         pass  # the zygote is gone, or has no more use for this process
     except Exception as error:
@@ -70,14 +68,14 @@ def first_process(
         os._exit(0)
 
 
-def _run_isolated(request: Mapping[str, Any], files: list[int], program_filter, settings) -> dict[str, Any]:
+def _run_isolated(request: Mapping[str, Any], files: list[int], program_filter) -> dict[str, Any]:
     """Fork the program, bury whatever ends, and return how the program did."""
     ready, report = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.close(ready)
-            _program(request, files, program_filter, settings, lambda text: os.write(report, text.encode()))
+            _program(request, files, program_filter, lambda text: os.write(report, text.encode()))
         finally:
             os._exit(1)
     for file in [*files, report]:
@@ -92,15 +90,14 @@ def _run_isolated(request: Mapping[str, Any], files: list[int], program_filter, 
             return {"how": "ended", "status": status}
 
 
-def _program(request, files: list[int], program_filter, settings, complain: Callable[[str], Any]) -> NoReturn:
+def _program(request, files: list[int], program_filter, complain: Callable[[str], Any]) -> NoReturn:
     """Become the process of the program: give up every right, then run it."""
     try:
         streams = _take_streams(request, files)
         _reset_signals()
         os.umask(0o022)
         _limit(request)
-        os.environ.clear()
-        os.environ.update(settings["environment"] | {name: os.getcwd() for name in ("HOME", "TMPDIR")})
+        os.environ["HOME"] = os.environ["TMPDIR"] = os.getcwd()
         if program_filter is not None:
             syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
             syscalls.drop_capabilities()

@@ -82,8 +82,13 @@ def ask_for_short_turns() -> None:
 
 def drop_capabilities() -> None:
     """Give up every capability of this process, for good once no_new_privs is set."""
-    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0)
-    _check("capset", _libc().capset(header, (ctypes.c_uint32 * 6)()))
+    _check("capset", _libc().capset(struct.pack("=II", _CAPABILITIES_3, 0), bytes(24)))
+
+
+def look_up() -> None:
+    """Find in libc what every run calls, so that each finds it done."""
+    for name in ("capset", "prctl", "mount", "unshare", "setns", "syscall"):
+        getattr(_libc(), name)
 
 
 @functools.cache

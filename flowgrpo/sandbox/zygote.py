@@ -61,7 +61,7 @@ def main(control_number: int) -> NoReturn:
         channel.send(control, {"error": f"{type(error).__name__}: {error}", "module": getattr(error, "module", "")})
         os._exit(1)
     channel.send(control, {"address_space": _address_space(proc)})
-    prepare = functools.partial(_prepare, proc, program_filter, settings, control)
+    prepare = functools.partial(_prepare, proc, program_filter, control)
     _serve(control, prepare, _kill_group if proc is None else _kill)
 
 
@@ -102,6 +102,10 @@ def _preload(settings: Mapping[str, Any]) -> None:
             raise _NotImported(module, error) from error
     for module in COMMON.split():
         importlib.import_module(module)
+    if settings["isolate"]:
+        syscalls.look_up()
+    os.environ.clear()
+    os.environ.update(settings["environment"])
     gc.collect()
     gc.freeze()  # what is here stays shared with the children
 
@@ -173,12 +177,7 @@ def _how(told: socket.socket, why: str, status: int) -> dict[str, Any]:
         return {"how": "ended", "status": status}
 
 
-def _prepare(
-    proc: int | None,
-    program_filter: seccomp.Filter | None,
-    settings: Mapping[str, Any],
-    control: socket.socket,
-) -> Child:
+def _prepare(proc: int | None, program_filter: seccomp.Filter | None, control: socket.socket) -> Child:
     """Fork a child that isolates itself and waits. It is process 1 of a new pid namespace, where there are any."""
     own, other = socket.socketpair()
     if proc is not None:
@@ -189,7 +188,7 @@ def _prepare(
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         own.close()
         control.close()
-        child.first_process(other, proc, program_filter, settings)
+        child.first_process(other, proc, program_filter)
     other.close()
     if proc is not None:
         here = os.open("self/ns/pid", os.O_RDONLY, dir_fd=proc)
