@@ -16,14 +16,14 @@ FLOORS = [
     ["types"],
     ["masked", "text", "sandbox", "spread", "launch"],
     ["contracts", "ragged", "layouts", "tasks", "schedule", "replay", "report"],
-    ["packing"],
+    ["packing", "task_files"],
     ["algorithms", "models", "envs", "agent", "generate", "tools", "rewards", "evaluate"],
     ["learner", "rollout"],
     ["loop"],
     ["distributed"],
 ]
 PURE = ["types", "contracts", "masked", "algorithms", "layouts", "ragged", "packing", "envs", "evaluate"]
-PURE_FILES = [f"models.{name}" for name in ("attention", "cache", "config", "critic", "decoder")]
+PURE_FILES = [f"models.{name}" for name in ("attention", "cache", "config", "critic", "decoder", "image_text")]
 PURE_FILES += [f"generate.{name}" for name in ("jobs", "pieces", "programs", "sampler", "slots", "stops")]
 PURE_FILES += [f"learner.{name}" for name in ("micro", "state", "update", "warmstart")]
 EFFECTS = {"ray", "absl", "transformers", "subprocess", "os", "io", "pathlib", "time", "datetime", "random", "torch"}

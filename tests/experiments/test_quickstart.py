@@ -16,7 +16,7 @@ import pytest
 
 from experiments import setups
 from experiments.session import Session
-from flowgrpo import loop
+from flowgrpo import launch, loop
 from flowgrpo.report.metrics import Metrics
 from flowgrpo.types import BadInput
 
@@ -89,11 +89,15 @@ def test_saving_without_a_validation_keeps_the_note_of_one(tmp_path):
     assert session.checkpoints.note(0) == {"validation": 0.5}
 
 
-def test_another_run_is_refused_with_what_differs(command, whole):
-    refused = command("quickstart", f"--workdir={whole}", "--updates=4", "--seed=5", *SMALL, check=False)
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [("--seed=5", "seed: there 0, here 5"), ("--cpu_devices=3", f"devices: there {launch.cores()}, here 3")],
+)
+def test_another_run_is_refused_with_what_differs(command, whole, other, difference):
+    refused = command("quickstart", f"--workdir={whole}", "--updates=4", other, *SMALL, check=False)
     assert refused.returncode == 1
     assert "holds another run" in refused.stderr
-    assert "seed: there 0, here 5" in refused.stderr
+    assert difference in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
