@@ -20,10 +20,14 @@ from flowgrpo.types import Task
 
 
 class Rule(NamedTuple):
-    """One way in which an answer can be the gold answer. `judge` returns None where it has nothing to say."""
+    """One way in which an answer can be the gold answer. `judge` returns None where it has nothing to say.
+
+    `choose`, where there is one, leaves out readings of an answer, of which the first is all of it.
+    """
 
     name: str
     judge: Callable[[Task, str, str], Scored | None]
+    choose: Callable[[Sequence[str]], Sequence[str]] | None = None
 
 
 RIGHT, WRONG = Scored(1.0), Scored(0.0)
@@ -66,7 +70,7 @@ def judge(rules: Sequence[Rule], task: Task, gold: str, answers: Sequence[str]) 
     """The rule that decided, and what it said: the best over the readings of an answer."""
     decided = ("no rule", Scored(0.0))
     for rule in rules:
-        for answer in answers:
+        for answer in rule.choose(answers) if rule.choose else answers:
             scored = rule.judge(task, gold, answer)
             if scored is None:
                 continue

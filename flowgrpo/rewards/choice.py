@@ -156,4 +156,9 @@ def _several(rest: str) -> bool:
     return bool(named) and any(word in rest.split() for word in ("or", "and", "or,"))
 
 
-CHOICE = Rule("choice", choice)
+def whole_where_named(answers: Sequence[str]) -> Sequence[str]:
+    """The whole answer alone where it names letters: the end of `B is better than A` names another."""
+    return answers if named_letters(plain(answers[0])) is None else answers[:1]
+
+
+CHOICE = Rule("choice", choice, whole_where_named)

@@ -259,7 +259,7 @@ def _large(text: str) -> Number | None:
 def _in_words(text: str) -> Number | None:
     """`two hundred and five`, `twenty-one`, `three quarters`, `two and a half`."""
     found = text.lower().replace("-", " ").split()
-    if not 1 <= len(found) <= 16:
+    if not 1 <= len(found) <= 16 or found[-1] in ("a", "an"):
         return None
     last, before = found[-1], found[:-1]
     part = PARTS.get(last) or PARTS.get(last.removesuffix("s"))

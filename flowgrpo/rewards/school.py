@@ -33,7 +33,7 @@ def read_truth(text: str) -> bool | None:
     found = words(text)
     if not found:
         return None
-    first, rest = found[0].strip("."), found[1:]
+    first, rest = found[0].strip(".:"), found[1:]
     if first in DENIALS and first not in FALSE and rest and rest[0] in TRUE | FALSE:
         return rest[0] in FALSE
     if (first not in TRUE | FALSE) or (len(first) == 1 and rest):

@@ -127,7 +127,7 @@ def unaccented(text: str) -> str:
 def words(text: str) -> list[str]:
     """The words of a plain text in lower case, without accents; signs that carry a meaning count as words."""
     text = unaccented(text.casefold()).replace("n't", " not").replace("'s", "").replace("s'", "s")
-    return "".join(mark if mark.isalnum() or mark in "+-/<>=^%.°" else " " for mark in text).split()
+    return "".join(mark if mark.isalnum() or mark in "+-/<>=^%.°:" else " " for mark in text).split()
 
 
 def singular(word: str) -> str:
@@ -151,9 +151,15 @@ def american(word: str) -> str:
 
 def bare(text: str) -> str:
     """What is left of a plain text where case, accents, articles, plurals and punctuation don't count."""
-    found = [word.strip(".-") for word in words(text.replace("-", " ") if not _signed(text) else text)]
+    found = [_trimmed(word) for word in words(text.replace("-", " ") if not _signed(text) else text)]
     kept = [american(singular(word)) for word in found if word not in ARTICLES and word]
     return " ".join(kept or found)
+
+
+def _trimmed(word: str) -> str:
+    """A word without punctuation around it; the sign of a number stays."""
+    kept = word.strip(".:-")
+    return "-" + kept if word.startswith("-") and kept[:1].isdigit() else kept
 
 
 def _signed(text: str) -> bool:

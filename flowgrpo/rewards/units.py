@@ -169,6 +169,8 @@ def same_quantity(task: Task, gold: str, answer: str) -> Scored | None:
 def _without_unit(task: Task, wanted: Quantity, given: Quantity) -> Scored | None:
     """One of the two has no unit of the table."""
     same = same_number(task, wanted.number, given.number)
+    if wanted.number.percent and given.units:
+        return verdict(False)
     if wanted.units or wanted.noun:
         if given.noun:
             return verdict(same and given.noun == wanted.noun)

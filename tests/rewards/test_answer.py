@@ -70,6 +70,8 @@ NO_NUMBERS += (
     "\x00",
     "seven eight",
     "hundred",
+    "a",
+    "an",
     "½½",
     "inf",
     "nan",
