@@ -17,6 +17,7 @@ Standard library only.
 import atexit
 import contextlib
 import fcntl
+import gc
 import importlib
 import json
 import marshal
@@ -106,6 +107,7 @@ def _program(request, files: list[int], program_filter, complain: Callable[[str]
         complain(f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
         os._exit(1)
     os.closerange(streams, MOST_DESCRIPTORS)
+    gc.enable()
     if "function" in request:
         _call(request["function"], request["arguments"], 3)
     _run(request["program"], os.path.join(os.getcwd(), "__main__.py"))
