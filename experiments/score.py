@@ -222,6 +222,8 @@ def make_reward(tasks: Sequence[Task], sandbox: Sandbox) -> Reward:
         return make_judge(_JUDGE.value)
     means = domains.Means(sandbox=sandbox, seconds=_SECONDS.value, tolerance=_TOLERANCE.value)
     names = {task.domain for task in tasks}
+    for module in domains.preload({*names, _DOMAIN.value or ""}):
+        sandbox.call(f"{module}:is_warm", seconds=60.0)  # what can't be loaded ends the command here
     if "code" in {*names, _DOMAIN.value} and not (_UNSAFE.value or sandbox.isolation.active):
         raise fg.BadInput(f"code can't be judged here: {sandbox.isolation}; --unsafe_sandbox runs it all the same")
     return domains.route(means, default=_DOMAIN.value)

@@ -15,7 +15,7 @@ from flowgrpo.sandbox import CallFailed, SandboxFailure
 from flowgrpo.types import Task
 
 CHILD = "flowgrpo.rewards.reasoning_child"
-PRELOAD = ("reasoning_gym", CHILD)  # what the sandbox is to preload
+PRELOAD = (CHILD,)  # what the sandbox is to preload
 LONGEST = 1 << 16  # characters of an answer
 
 

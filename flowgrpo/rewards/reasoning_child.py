@@ -1,4 +1,46 @@
-"""What reasoning-gym's verifiers say, as a program of its own; it runs in a process that is killed at its deadline."""
+"""What reasoning-gym's verifiers say, in a process that can be killed: a task and an answer flow in, a score flows out.
+
+The warm interpreter of the sandbox loads this module once and is forked for every call. It imports nothing of flowgrpo.
+"""
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+class _Blank(ModuleType):
+    """A module that has an empty class by whatever name it is asked for."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class _Undrawn:
+    """Finds blanks for what draws: a dependency imports it, it wants a home to write to, and verifiers don't draw."""
+
+    def find_spec(self, name: str, *_) -> ModuleSpec | None:
+        """Where Python asks for a module; None leaves it to others."""
+        drawn = name.split(".")[0] in ("matplotlib", "mpl_toolkits")
+        return ModuleSpec(name, self, is_package=True) if drawn else None  # type: ignore
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Blank(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is run."""
+
+
+def warm() -> None:
+    """Load reasoning-gym without what draws, so that a fork of this process has it."""
+    sys.meta_path.insert(0, _Undrawn())  # type: ignore
+    verify("chain_sum", {"size": 1, "seed": 0}, 0, "")
+
+
+def is_warm() -> bool:
+    """Whether reasoning-gym is loaded."""
+    return "reasoning_gym" in sys.modules
 
 
 def verify(name: str, options: dict, index: int, answer: str) -> float:
@@ -11,3 +53,7 @@ def verify(name: str, options: dict, index: int, answer: str) -> float:
         return float(made.score_answer(answer=answer, entry=entry))
     except Exception:  # a verifier that an answer breaks was not convinced by it
         return 0.0
+
+
+if "flowgrpo.sandbox.zygote" in sys.modules:  # loaded to be forked, in a process of its own
+    warm()

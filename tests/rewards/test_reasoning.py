@@ -3,8 +3,8 @@
 import pytest
 
 from flowgrpo.rewards import reasoning_child
-from flowgrpo.rewards.reasoning import reasoning
-from flowgrpo.sandbox import CallFailed, SandboxFailure
+from flowgrpo.rewards.reasoning import PRELOAD, reasoning
+from flowgrpo.sandbox import CallFailed, Sandbox, SandboxFailure
 from flowgrpo.task_files import read_tasks
 from flowgrpo.types import Task
 
@@ -29,7 +29,7 @@ def test_the_verifier_knows_its_own_answers(name):
     reward = reasoning(here)
     for task in read_tasks(f"reasoning_gym:{name}?size=3&seed=5"):
         assert reward.score(task, f"<answer>{task.answers[0]}</answer>").value == 1.0
-        assert reward.score(task, "<answer>no idea</answer>").value < 0.5
+        assert (reward.score(task, "<answer>no idea</answer>").value or 0.0) < 0.5
         assert reward.score(task, "").value == 0.0
 
 
@@ -50,3 +50,15 @@ def test_what_the_answer_caused_is_0_and_what_it_did_not_is_invalid(error, value
 
 def test_a_task_of_another_kind_is_invalid():
     assert reasoning(here).score(Task("t", "?", ("1",), "math"), "1").value is None
+
+
+@pytest.mark.slow
+def test_the_verifiers_of_many_generators_run_in_the_sandbox():
+    pytest.importorskip("reasoning_gym")
+    with Sandbox(preload=PRELOAD, unsafe=True) as sandbox:
+        reward = reasoning(sandbox.call)
+        for name in ("chain_sum", "game_of_life", "sudoku", "rubiks_cube", "simple_integration", "figlet_font"):
+            for task in read_tasks(f"reasoning_gym:{name}?size=2&seed=5"):
+                scored = reward.score(task, "no idea")
+                assert scored.value is not None, scored
+                assert scored.value < 0.5
