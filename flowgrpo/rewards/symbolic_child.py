@@ -72,5 +72,6 @@ def is_warm() -> bool:
     return bool(_warmed)
 
 
-if "flowgrpo.sandbox.zygote" in sys.modules:  # loaded to be forked, in a process of its own
+# The sandbox loads this without `flowgrpo/__init__.py`, in a process of its own that is there to be forked.
+if "flowgrpo" in sys.modules and getattr(sys.modules["flowgrpo"], "__file__", None) is None:
     warm()
