@@ -17,7 +17,7 @@ from hostile import HOSTILE, PRELUDE, Hostile
 
 from flowgrpo.sandbox import Limits, Sandbox
 
-LIMITS = Limits(seconds=1.0, memory=256 << 20, file_bytes=8 << 20)
+LIMITS = Limits(seconds=3.0, memory=256 << 20, file_bytes=8 << 20)
 LATE = 0.2  # seconds past its deadline after which a run that still goes on is a failure
 QUICK = ("fork tree", "ignored signals", "threads that never end")
 SECRET = secrets.token_hex(16)
