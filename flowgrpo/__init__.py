@@ -60,6 +60,10 @@ from flowgrpo.models.hf import Model, init_model, load_model, save_model
 from flowgrpo.models.lora import LoraConfig, lora_policy, merge
 from flowgrpo.packing import account, fill_rate, pack
 from flowgrpo.ragged import collate
+from flowgrpo.rewards.router import router, score_async
+from flowgrpo.sandbox import Limits, Sandbox
+from flowgrpo.task_files import read_tasks
+from flowgrpo.tasks import Tasks, batch_at, split_tasks, task_at
 from flowgrpo.text import Conversation, add_action, add_messages, load_text, start
 from flowgrpo.types import ENDINGS, BadInput, Batch, Fate, Ledger, Status, Task, Trajectories, Trajectory, Turn
 

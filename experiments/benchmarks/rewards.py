@@ -7,7 +7,7 @@
 `sandbox` runs one-line programs, calls a function, and measures how long after its deadline a program that ignores
 SIGTERM is gone. `members` scores the same right and wrong answers with each reward. `hanging` judges code of which two
 in a hundred never end, beside the same number without them. `overlap` scores answers in threads while a device
-multiplies matrices: 1 means that the shorter of the two cost nothing.
+multiplies matrices on one core: 1 means that the shorter of the two cost nothing.
 """
 
 import json
@@ -31,7 +31,7 @@ from flowgrpo.rewards.answer import answer
 from flowgrpo.rewards.code import code
 from flowgrpo.rewards.drawing import drawing_reward, make_drawings, oracle
 from flowgrpo.rewards.school import school
-from flowgrpo.rewards.symbolic import CHILD, mathematics
+from flowgrpo.rewards.symbolic import PRELOAD, mathematics
 from flowgrpo.sandbox import Limits, Sandbox
 
 PARTS = ("sandbox", "members", "hanging", "overlap")
@@ -107,7 +107,7 @@ def sandbox_rows(cores: int) -> list[dict]:
 
 def member_rows(cores: int) -> list[dict]:
     """Each reward over right and wrong answers."""
-    with on_cores(cores), Sandbox(workers=cores) as sandbox, Sandbox(workers=cores, preload=(CHILD,)) as symbolic:
+    with on_cores(cores), Sandbox(workers=cores) as sandbox, Sandbox(workers=cores, preload=PRELOAD) as symbolic:
         members = {
             "answer": (answer(), number_checks),
             "school": (school(), school_checks),
@@ -119,7 +119,12 @@ def member_rows(cores: int) -> list[dict]:
         for name, (reward, make) in members.items():
             checks = [make(index) for index in range(_CHECKS.value)]
             check_values(name, [reward.score(*check) for check in checks[:4]])
-            rows.append(row(name, cores, *latencies(lambda i, r=reward, c=checks: r.score(*c[i]), len(checks), cores)))
+
+            def score(index: int, reward=reward, checks=checks) -> None:
+                reward.score(*checks[index])
+
+            latencies(score, 4 * cores, cores)  # so that every worker is warm
+            rows.append(row(name, cores, *latencies(score, len(checks), cores)))
     return rows
 
 
@@ -247,4 +252,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(main, cpu_devices=2)  # each with one thread
