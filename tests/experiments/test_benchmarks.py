@@ -97,3 +97,20 @@ def test_bad_flags_get_one_sentence_and_a_status(arguments, words):
     assert done.stdout == ""
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_answers_benchmark_runs():
+    result = run("experiments.benchmarks.answers", "--pairs=tests/rewards/fresh_pairs.txt")
+    assert (result["benchmark"], result["pairs"]) == ("answers", 106)
+    assert result["agreement"]["ours"] > max(0.9, result["agreement"]["math-verify"], result["agreement"]["plain"])
+
+
+def test_rewards_benchmark_runs():
+    """Its own checks hold that right answers are right and what hangs is wrong."""
+    result = run("experiments.benchmarks.rewards", "--checks=20", "--cores=1", "--seconds=0.3", "--hanging=0.1")
+    assert [row["what"] for row in result["sandbox"]] == ["run", "call", "past the deadline"]
+    assert [row["what"] for row in result["members"]] == ["answer", "school", "mathematics", "code", "drawing"]
+    assert all(row["a_second"] > 0 for part in ("sandbox", "members", "hanging") for row in result[part])
+    without, hanging = result["hanging"]
+    assert hanging["seconds"] > without["seconds"] + 0.3  # two of them, for a deadline each
+    assert result["overlap"][0]["both_seconds"] > 0

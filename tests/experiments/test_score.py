@@ -7,10 +7,14 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from tiny_judge import SPELLINGS, id_of, judge_text
 
 from experiments import domains, score
 from flowgrpo.contracts import Reward, Scored
+from flowgrpo.models.hf import init_model, save_model
 from flowgrpo.report.progress import Progress
 from flowgrpo.sandbox import Sandbox
 from flowgrpo.types import BadInput, Task
@@ -205,3 +209,33 @@ def test_a_missing_extra_is_named(monkeypatch):
     with pytest.raises(BadInput, match=r"needs math_verify: pip install 'flowgrpo\[math\]'"):
         domains.preload(["math", "code"])
     assert domains.preload(["code", "poem"]) == ()
+
+
+def write_judge(folder: Path) -> None:
+    """A random model whose every reply begins with Yes or No."""
+    text = judge_text()
+    source = {"model_type": "qwen2", "vocab_size": text.vocab_size, "hidden_size": 32, "intermediate_size": 48}
+    source |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = init_model({**source, "tie_word_embeddings": False, "initializer_range": 0.4}, jax.random.key(0))
+    way_d = 10 * jax.random.normal(jax.random.key(1), (32,))
+    signs_v = jnp.zeros(text.vocab_size)
+    for word in SPELLINGS:
+        signs_v = signs_v.at[id_of(word)].set(1.0 if word.strip().lower() == "yes" else -1.0)
+    params = model.params | {"unembed": jnp.outer(way_d, signs_v).astype(model.params["unembed"].dtype)}
+    save_model(folder, model._replace(params=params, text=text))
+
+
+@pytest.mark.slow
+def test_a_model_in_a_folder_judges_all_answers(tmp_path):
+    """What the command writes is what the same judge says here."""
+    write_judge(tmp_path / "judge")
+    tasks = [{"id": str(i), "query": f"{i} + 1?", "answer": str(i + 1), "domain": "any"} for i in range(6)]
+    put(tmp_path / "tasks.jsonl", tasks)
+    put(tmp_path / "answers.jsonl", [{"id": str(i), "output": f"It is {i + 1 + i % 2}."} for i in range(6)])
+    done = run(tmp_path, f"--judge={tmp_path / 'judge'}")
+    assert done.returncode == 0, done.stderr
+    judge = score.make_judge(str(tmp_path / "judge"))
+    for i, line in enumerate(lines(tmp_path / "out.jsonl")):
+        said = judge.score(Task(str(i), f"{i} + 1?", (str(i + 1),), "any"), f"It is {i + 1 + i % 2}.")
+        assert line["parts"]["mass"] > 0.9
+        assert line["value"] == pytest.approx(said.value, abs=1e-5)
