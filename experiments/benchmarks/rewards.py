@@ -8,6 +8,10 @@
 SIGTERM is gone. `members` scores the same right and wrong answers with each reward. `hanging` judges code of which two
 in a hundred never end, beside the same number without them. `overlap` scores answers in threads while a device
 multiplies matrices on one core: 1 means that the shorter of the two cost nothing.
+
+Expected on two cores, of one and of both: 180 and 280 programs a second, 250 and 390 calls, gone 10 ms after the
+deadline at the latest; 7,000 plain answers a second, 4,400 of schools, 19 and 37 formulas, 61 and 115 answers in code.
+Of 1,000 of these, 20 that hang for half a second make 14 seconds out of 10. Overlap 0.6.
 """
 
 import json
