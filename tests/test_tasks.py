@@ -226,8 +226,8 @@ def test_a_parquet_file_gives_the_same_tasks_and_names_its_rows(write, tmp_path)
 # Generators -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.oracle
 def test_reasoning_gym_makes_the_same_tasks_again():
-    pytest.importorskip("reasoning_gym")
     tasks = read_tasks("reasoning_gym:chain_sum?size=20&seed=3")
     assert list(tasks) == list(read_tasks("reasoning_gym:chain_sum?size=20&seed=3"))
     assert len(tasks) == 20
@@ -238,6 +238,7 @@ def test_reasoning_gym_makes_the_same_tasks_again():
     assert [task.id for task in more][:20] == [task.id for task in tasks]
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -247,7 +248,6 @@ def test_reasoning_gym_makes_the_same_tasks_again():
     ],
 )
 def test_a_generator_that_cant_be_made_is_refused(source, words):
-    pytest.importorskip("reasoning_gym")
     with pytest.raises(BadInput, match=words):
         read_tasks(source)
 

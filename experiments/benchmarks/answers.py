@@ -10,83 +10,19 @@ line; `--show` lists each disagreement of ours.
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from absl import flags
 
 from experiments import common
 from experiments.benchmarks.measured import show_lines
-from flowgrpo.contracts import Scored
-from flowgrpo.rewards.school import school
-from flowgrpo.rewards.symbolic import CHILD, PRELOAD, mathematics
-from flowgrpo.sandbox import CallFailed, Sandbox
-from flowgrpo.types import BadInput, Task
-
-PAIRS = Path(__file__).parents[2] / "tests" / "rewards" / "pairs.txt"
-MATHEMATICS = ("exact", "numeric", "symbolic")  # domains of the matcher of mathematics; schools have the others
+from experiments.pairs import PAIRS, Judge, Pair, matcher, math_verify_alone, plain_comparison, read_pairs
+from flowgrpo.rewards.symbolic import PRELOAD
+from flowgrpo.sandbox import Sandbox
 
 _PAIRS = flags.DEFINE_string("pairs", str(PAIRS), "File of pairs.")
 _SHOW = flags.DEFINE_bool("show", False, "List each disagreement of ours.")
 _SECONDS = flags.DEFINE_float("seconds", 5.0, "Deadline of a check.", lower_bound=0.1)
-
-
-class Pair(NamedTuple):
-    """Gold answers, an output, and what a teacher says of it."""
-
-    line: int
-    domain: str
-    golds: tuple[str, ...]
-    output: str
-    query: str
-    right: bool
-
-    @property
-    def task(self) -> Task:
-        return Task(f"line {self.line}", self.query, self.golds, self.domain)
-
-
-Judge = Callable[[Pair], float | None]
-
-
-def read_pairs(path: Path = PAIRS) -> list[Pair]:
-    """Every pair, in the order of the file."""
-    pairs, domain = [], ""
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if line.startswith("# "):
-            domain = line[2:].strip()
-        elif domain and line.strip():
-            pairs.append(_read_pair(path, number, domain, line))
-    return pairs
-
-
-def _read_pair(path: Path, number: int, domain: str, line: str) -> Pair:
-    fields = [field.strip() for field in line.split("¦")]
-    if len(fields) not in (3, 4) or fields[0] not in ("right", "wrong"):
-        raise BadInput(f"{path}:{number}: must be `right|wrong ¦ gold ¦ output ¦ question`, the last may be left out")
-    verdict, gold, output, *query = fields
-    golds = tuple(one.strip() for one in gold.split("‖"))
-    return Pair(number, domain, golds, output.replace("⏎", "\n"), "".join(query), verdict == "right")
-
-
-def matcher(call: Callable, *, seconds: float = 5.0) -> Callable[[Pair], Scored]:
-    """What this project's matchers say of a pair, by its domain."""
-    of_mathematics, of_schools = mathematics(call, seconds=seconds), school()
-    return lambda pair: (of_mathematics if pair.domain in MATHEMATICS else of_schools).score(pair.task, pair.output)
-
-
-def math_verify_alone(call: Callable, pair: Pair, *, seconds: float = 5.0) -> float:
-    """What math-verify says without help; what it doesn't answer in time is wrong."""
-    try:
-        return float(any(call(f"{CHILD}:verify_alone", gold, pair.output, seconds=seconds) for gold in pair.golds))
-    except (CallFailed, TimeoutError):
-        return 0.0
-
-
-def plain_comparison(pair: Pair) -> float:
-    """Whether the output is a gold answer, letter by letter."""
-    return float(pair.output.strip() in pair.golds)
 
 
 def agreement(pairs: list[Pair], judge: Judge) -> tuple[dict[str, int], list[Pair], float]:

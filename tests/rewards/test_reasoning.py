@@ -23,9 +23,9 @@ def failing(error):
     return call
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("name", ["chain_sum", "base_conversion", "ab", "countdown", "maze"])
 def test_the_verifier_knows_its_own_answers(name):
-    pytest.importorskip("reasoning_gym")
     reward = reasoning(here)
     for task in read_tasks(f"reasoning_gym:{name}?size=3&seed=5"):
         assert reward.score(task, f"<answer>{task.answers[0]}</answer>").value == 1.0
@@ -52,9 +52,8 @@ def test_a_task_of_another_kind_is_invalid():
     assert reasoning(here).score(Task("t", "?", ("1",), "math"), "1").value is None
 
 
-@pytest.mark.slow
+@pytest.mark.oracle
 def test_the_verifiers_of_many_generators_run_in_the_sandbox():
-    pytest.importorskip("reasoning_gym")
     with Sandbox(preload=PRELOAD, unsafe=True) as sandbox:
         reward = reasoning(sandbox.call)
         for name in ("chain_sum", "game_of_life", "sudoku", "rubiks_cube", "simple_integration", "figlet_font"):

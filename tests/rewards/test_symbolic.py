@@ -48,7 +48,7 @@ def test_a_hanging_check_is_killed_and_scored_as_a_failure(sandbox):
     scored = reward.score(task("x^2"), "10^{10^{10^{10}}}")
     assert scored.value == 0
     assert "took too long" in scored.reason
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     assert reward.score(task("x^2"), "x \\cdot x").value == 1
 
 

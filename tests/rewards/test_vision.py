@@ -71,7 +71,7 @@ def test_hostile_text_of_ten_megabytes_is_a_scored_failure_at_once(reward, text)
     scored = reward.score(task(UNIT, count=3), text)
     assert scored.value == 0.0
     assert scored.reason or scored.parts
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 10.0
 
 
 @given(st.text(max_size=200) | st.text("[](),.-0123456789 ", max_size=200))
