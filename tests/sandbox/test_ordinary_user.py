@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -49,19 +50,25 @@ os.execv(command[0], command)
 """
 
 
-def as_nobody(tmp_path, *command):
+@pytest.fixture
+def open_folder():
+    """A folder for everybody. It is none of pytest's own, which each run of pytest shuts to others."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder).resolve()
+        path.chmod(0o777)
+        yield path
+
+
+def as_nobody(open_folder, *command):
     """Run the command as nobody."""
-    tmp_path.chmod(0o777)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)
     needed = ":".join(sorted({sys.base_prefix, sys.prefix, str(ROOT)}, key=len))
     return subprocess.run(
         [sys.executable, "-c", START, str(NOBODY), str(ROOT), needed, *command],
         cwd=ROOT,
         env={
             "PATH": os.environ["PATH"],
-            "HOME": str(tmp_path),
-            "TMPDIR": str(tmp_path),
+            "HOME": str(open_folder),
+            "TMPDIR": str(open_folder),
             "PYTHONDONTWRITEBYTECODE": "1",
         },
         capture_output=True,
@@ -70,7 +77,7 @@ def as_nobody(tmp_path, *command):
     )
 
 
-def test_without_being_root_there_is_the_same_isolation(tmp_path):
+def test_without_being_root_there_is_the_same_isolation(open_folder):
     look = """
 from flowgrpo.sandbox import Sandbox
 with Sandbox() as sandbox:
@@ -78,7 +85,7 @@ with Sandbox() as sandbox:
 print(sandbox.isolation)
 """
     if os.geteuid() == 0:
-        found = as_nobody(tmp_path, sys.executable, "-c", look)
+        found = as_nobody(open_folder, sys.executable, "-c", look)
         assert found.returncode == 0, found.stderr
         text = found.stdout
         assert "stdout='65534\\n'" in text
@@ -92,7 +99,7 @@ print(sandbox.isolation)
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="test_hostile.py itself ran as an ordinary user")
-def test_hostile_programs_are_contained_when_an_ordinary_user_starts_them(tmp_path):
+def test_hostile_programs_are_contained_when_an_ordinary_user_starts_them(open_folder):
     command = [
         sys.executable,
         "-m",
@@ -102,9 +109,9 @@ def test_hostile_programs_are_contained_when_an_ordinary_user_starts_them(tmp_pa
         "-q",
         "-p",
         "no:cacheprovider",
-        f"--basetemp={tmp_path}/tests",
+        f"--basetemp={open_folder}/tests",
     ]
-    found = as_nobody(tmp_path, *command, "-m", "not oracle", "tests/sandbox/test_hostile.py")
+    found = as_nobody(open_folder, *command, "-m", "not oracle", "tests/sandbox/test_hostile.py")
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
     passed = int(re.search(r"(\d+) passed", found.stdout)[1])
     assert passed >= 40
