@@ -11,7 +11,7 @@ has seen, and shows one of them before and after. Everything lies in the work di
 
 Runs on any CPU, offline. Expected of `lookup` on two cores: 75 seconds, in which the success on test tasks rises from
 15 to 99 %, and the share of calls to the right of four tools from 32 % to 99 %. `arithmetic` takes eight minutes, and
-rises from 21 to 88 %. On `lookup` every control stays where the warm start was.
+rises from 21 to 84 or 88 %. On `lookup` every control stays where the warm start was.
 """
 
 import json

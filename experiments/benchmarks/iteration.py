@@ -20,7 +20,7 @@ Measured on two shared cores: 14,800 tokens a second in three programs, of whose
 layers in a loop at 0.16, 0.39 and 0.54. Prefilling every turn takes 2.3 times as long as the rollout, and gives the
 same tokens. 16 seeds of 256 trajectories take 1.35 times as long under one vmap; their parameters differ by 1e-6 where
 training moved them by 3e-3. With `--cpu_devices=2` an iteration comes to 27,700 tokens a second.
-Of TRL's steps a second 0.99 with one turn, and 1.3 with three, where it prefills
+Of TRL's steps a second 0.9 to 1.0 with one turn, and 1.2 to 1.3 with three, where it prefills
 every turn. Ten minutes, and three more for `trl`.
 """
 
