@@ -268,5 +268,5 @@ def _call(function: str, arguments: str, result: int) -> NoReturn:
 def _message(error: BaseException) -> str:
     try:
         return str(error)[:_LONGEST_ERROR] or "no message"
-    except Exception:
+    except Exception:  # an exception of foreign code may fail even at this
         return "its message can't be shown"
