@@ -6,7 +6,6 @@ absolute errors.
 
 import json
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +24,6 @@ pytestmark = [
 TOLERANCE = 1e-4
 ROWS, LENGTH, NEW = 3, 23, 32
 ERRORS: dict[str, dict[str, float]] = {}
-
-
-@pytest.fixture(scope="module")
-def peer():
-    """PyTorch and transformers, imported here: collecting this file needs neither."""
-    import torch
-    import transformers
-
-    torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
-    return SimpleNamespace(torch=torch, hf=transformers)
 
 
 @pytest.fixture(scope="module", autouse=True)

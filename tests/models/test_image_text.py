@@ -334,17 +334,6 @@ def test_what_is_no_image_is_refused(image):
 # Against transformers ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def peer():
-    """PyTorch and transformers, imported here: collecting this file needs no PyTorch."""
-    import torch
-    import transformers
-
-    torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
-    return SimpleNamespace(torch=torch, hf=transformers)
-
-
 def make_theirs(peer, source):
     """A random PyTorch model in which no bias is zero and no norm one."""
     config = peer.hf.AutoConfig.for_model(**json.loads(json.dumps(source)))

@@ -1,7 +1,6 @@
 """Scalar-head reward models: scores equal transformers' PyTorch; other folders are refused with one sentence."""
 
 import json
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -78,17 +77,6 @@ def test_folders_that_are_no_scalar_reward_models_are_refused(tmp_path, change, 
 
 
 # Against transformers ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def peer():
-    """PyTorch and transformers, imported here: collecting this file needs neither."""
-    import torch
-    import transformers
-
-    torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
-    return SimpleNamespace(torch=torch, hf=transformers)
 
 
 def make_theirs(peer, source):

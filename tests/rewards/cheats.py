@@ -116,7 +116,7 @@ def f(a, b):
                 memory = open('/proc/self/mem', 'rb')
                 memory.seek(low)
                 return int(re.findall(rb'\) == (\d+)', memory.read(high - low))[0])
-    except Exception:
+    except (OSError, IndexError):
         pass
 """,
     "reads the environment and its parent": r"""
