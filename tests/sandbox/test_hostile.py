@@ -7,7 +7,6 @@ fails: a sandbox that can't hold a program is not one.
 import os
 import secrets
 import socket
-import statistics
 import sys
 import time
 from dataclasses import replace
@@ -19,9 +18,8 @@ from hostile import HOSTILE, PRELUDE, Hostile
 from flowgrpo.sandbox import Limits, Sandbox
 
 LIMITS = Limits(seconds=3.0, memory=256 << 20, file_bytes=8 << 20)
-# Seconds past its deadline after which a run that still goes on is a failure. A busy machine delays any one of them by
-# much more than the sandbox does; `experiments.benchmarks.rewards` measures on a quiet one.
-LATE, MEDIAN_LATE = 3.0, 0.2
+LATE = 3.0  # seconds past its deadline after which any run that still goes on is a failure, on a busy machine too
+PROMPT, SERIES = 0.2, 5  # what one of so many series must keep: a busy machine may delay one run, but not in each
 QUICK = ("fork tree", "ignored signals", "threads that never end")
 SECRET = secrets.token_hex(16)
 
@@ -176,8 +174,15 @@ print(codes.count(0))
 
 
 def test_no_kill_comes_late(host):
-    """R2: 20 programs that will not end are gone 0.2 s past their deadlines, tree and all."""
-    sandbox, known, *_ = host
+    """R2: 20 programs in a row that will not end, each gone at most 0.2 s past its deadline, tree and all."""
+    series = []
+    while not series or (max(series[-1]) >= PROMPT and len(series) < SERIES):
+        series.append(lateness(*host[:2]))
+    assert max(series[-1]) < PROMPT, series
+
+
+def lateness(sandbox, known) -> list[float]:
+    """Seconds past their deadlines after which 20 programs were gone."""
     program = next(hostile.program for hostile in HOSTILE if hostile.name == "ignored signals")
     bomb = "import os\nfor _ in range(2): os.fork()\n"
     late = []
@@ -186,5 +191,4 @@ def test_no_kill_comes_late(host):
         ran = sandbox.run((bomb if number % 2 else "") + with_known(program, known), limits=Limits(seconds=0.1))
         late.append(time.monotonic() - began - 0.1)
         assert ran.ended == "timeout"
-    assert statistics.median(late) < MEDIAN_LATE, late
-    assert max(late) < LATE, late
+    return late
