@@ -11,7 +11,7 @@ from flax import struct
 from jax import Array
 from jaxtyping import Float, Int
 
-from flowgrpo.types import AnyArray, Batch, Task, Trajectories
+from flowgrpo.types import AnyArray, Batch, Status, Task, Trajectories
 
 Metrics = dict[str, Array]
 
@@ -145,8 +145,66 @@ class Tool(NamedTuple):
     """A function that an agent may call; its schema is derived from signature and docstring."""
 
     name: str
-    schema: Mapping[str, Any]
-    call: Callable[[Mapping[str, Any]], str]
+    schema: Mapping[str, Any]  # {"name", "description", "parameters": JSON Schema of an object}
+    call: Callable[[Mapping[str, Any]], str]  # raises for what the caller did wrong; the message is the observation
+    pure: bool = False  # equal arguments give equal observations, so that one may be kept and given again
+    seconds: float | None = None  # a deadline of its own
+
+
+class Call(NamedTuple):
+    """What a host environment asks of the world outside: a tool, a frozen role, whatever its state can't answer."""
+
+    kind: str  # "tool" or "role"
+    name: str
+    arguments: Mapping[str, Any]  # JSON
+    seed: tuple[int, ...] = ()  # of what is random in the answer
+
+
+class Result(NamedTuple):
+    """What the world answered."""
+
+    text: str
+    error: bool = False  # the caller's doing: unknown, malformed, refused, raised, too slow; an observation like any
+    failure: str = ""  # the world's own: why no answer can be had, so that the trajectory does not count (F5)
+
+
+Do = Callable[[Call], Result]
+
+
+class Said(NamedTuple):
+    """What a host environment says to the policy: tokens after all that came before, or a context of its own."""
+
+    tokens: Sequence[int]
+    appends: bool = True
+
+
+class HostStep(NamedTuple):
+    """What one action in a host environment gave, beside the next state."""
+
+    said: Said | None  # None where it is done
+    done: bool
+    reward: float | None = None  # paid for this action; None where there is an outcome only
+    correct: bool = False  # where the environment itself judges
+    tool: str = ""  # that was called; "" where none was
+    error: bool = False  # the action was malformed, or its call gave an error
+    output: str | None = None  # what the system answered in the end, for a reward to judge
+    status: Status = Status.FINISHED
+
+
+class HostEnv(NamedTuple):
+    """An environment of Python values: states are immutable, and all effects go through `do`, which may take its time.
+
+    Each action is a turn of the trajectory. Whoever plays ends it after `turns` actions.
+    """
+
+    name: str
+    tools: tuple[str, ...]
+    turns: int  # actions at most
+    max_tokens: int  # of an action, its stop token included
+    stop_ids: tuple[int, ...]
+    reset: Callable[..., tuple[Any, Said]]  # (key, task, do) -> (state, Said)
+    step: Callable[..., tuple[Any, HostStep]]  # (state, tokens, do) -> (state, HostStep)
+    anchor: Callable[[Any], int] = lambda _: 0  # an integer that is equal where the state is (GiGPO)
 
 
 class Request(NamedTuple):

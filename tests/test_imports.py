@@ -16,7 +16,7 @@ FLOORS = [
     ["types"],
     ["masked", "text", "sandbox", "spread", "launch"],
     ["contracts", "ragged", "layouts", "tasks", "schedule", "replay", "report"],
-    ["packing", "task_files"],
+    ["packing", "task_files", "effects"],
     ["algorithms", "models", "envs", "agent", "generate", "tools", "rewards", "evaluate"],
     ["learner", "rollout"],
     ["loop"],
