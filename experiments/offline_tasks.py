@@ -30,51 +30,19 @@ Combination = tuple[Any, ...]
 
 # The world of the corpus --------------------------------------------------------------------------------
 
+# fmt: off
 FIRST = [
-    "Mira",
-    "Olin",
-    "Tessa",
-    "Bram",
-    "Ida",
-    "Joren",
-    "Lena",
-    "Pavel",
-    "Runa",
-    "Silas",
-    "Vera",
-    "Aron",
-    "Dora",
-    "Emil",
-    "Greta",
-    "Hugo",
-    "Karin",
-    "Niko",
-    "Petra",
-    "Ulf",
+    "Mira", "Olin", "Tessa", "Bram", "Ida", "Joren", "Lena", "Pavel", "Runa", "Silas", "Vera", "Aron", "Dora", "Emil",
+    "Greta", "Hugo", "Karin", "Niko", "Petra", "Ulf",
 ]
+# fmt: on
 LAST = ["Stone", "Vale", "Marsh", "Finch", "Holt", "Thorne", "Wilder", "Crane", "Ash", "Brook"]
+# fmt: off
 TOWNS = [
-    "Halden",
-    "Orsk",
-    "Brenn",
-    "Talvik",
-    "Moss",
-    "Sarna",
-    "Vido",
-    "Kelm",
-    "Runde",
-    "Alta",
-    "Dorn",
-    "Evje",
-    "Grim",
-    "Hovin",
-    "Isfjord",
-    "Kolby",
-    "Lund",
-    "Narvik",
-    "Odda",
-    "Pelle",
+    "Halden", "Orsk", "Brenn", "Talvik", "Moss", "Sarna", "Vido", "Kelm", "Runde", "Alta", "Dorn", "Evje", "Grim",
+    "Hovin", "Isfjord", "Kolby", "Lund", "Narvik", "Odda", "Pelle",
 ]
+# fmt: on
 LANDS = ["Norland", "Estvar", "Moravia", "Calden", "Iskara", "Tervia", "Ostmark", "Veldania"]
 TRADES = ["painter", "baker", "pilot", "doctor", "weaver", "judge", "tailor", "singer"]
 WARES = ["glass", "cheese", "boats", "bells", "lace", "honey", "knives", "paper"]
@@ -127,20 +95,12 @@ def _mathematics(random: np.random.Generator, combination: Combination) -> Made:
 
 # Code ---------------------------------------------------------------------------------------------------
 
+# fmt: off
 WORDS = [
-    "walnut",
-    "pepper",
-    "banana",
-    "garden",
-    "letter",
-    "window",
-    "bottle",
-    "candle",
-    "button",
-    "hammer",
-    "summer",
+    "walnut", "pepper", "banana", "garden", "letter", "window", "bottle", "candle", "button", "hammer", "summer",
     "yellow",
 ]
+# fmt: on
 VALUES: Mapping[str, tuple[str, str]] = {  # what is asked for, and the expression that gives it
     "letters": ("the number of letters in '{word}'", "len('{word}')"),
     "count": ("how often '{letter}' is in '{word}'", "'{word}'.count('{letter}')"),

@@ -19,6 +19,7 @@ from flax import struct
 from jax import Array
 from jax.sharding import Mesh
 
+from flowgrpo import masked
 from flowgrpo.contracts import Algorithm, Env, Metrics, Policy
 from flowgrpo.envs.env import PAD
 from flowgrpo.layouts import filled, rows_by_trajectory
@@ -67,8 +68,8 @@ class Iteration(NamedTuple):
     """The stages of one update, bound to environment, policy and algorithm; pure, to be jitted by the caller."""
 
     rollout: Callable[[Run], Rollout]  # judged
-    credit: Callable[[Trajectories], tuple[Array, Array]]  # -> advantages, weights
-    update: Callable[[Run, Batch], tuple[Run, Metrics]]
+    credit: "Credit"
+    update: "Update"
     lay_out: Callable[[Trajectories, Array, Array], Batch]  # rows, in a way that compiles
 
 
@@ -89,26 +90,45 @@ def make_iteration(
 
     Over a `mesh` trajectories are rolled out and learned from on all its devices, each of which takes its share.
     """
+    rollout = make_rollout(env, policy, temperature=settings.temperature, block=settings.block, mesh=mesh)
+    credit, update = make_learning(policy, algorithm, optimizer, settings, banned=(PAD,), mesh=mesh)
+    return Iteration(
+        rollout=partial(_roll_out, env=env, rollout=rollout, judge=judge, settings=settings),
+        credit=credit,
+        update=update,
+        lay_out=partial(_lay_out, slots=longest(env)),
+    )
+
+
+Credit = Callable[[Trajectories], tuple[Array, Array]]  # -> advantages, weights
+Update = Callable[["Run", Batch], tuple["Run", Metrics]]
+
+
+def make_learning(
+    policy: Policy,
+    algorithm: Algorithm,
+    optimizer,
+    settings: Settings,
+    *,
+    banned: tuple[int, ...],
+    mesh: Mesh | None = None,
+) -> tuple[Credit, Update]:
+    """What an iteration does after its rollout, wherever that came from; both pure, to be jitted by the caller."""
     if algorithm.targets is not None:
         raise BadInput(f"{algorithm.name} needs a critic, which this loop does not train: choose another algorithm")
-    rollout = make_rollout(env, policy, temperature=settings.temperature, block=settings.block, mesh=mesh)
     learn = make_update(
         policy,
         algorithm,
         optimizer,
         temperature=settings.temperature,
-        banned=(PAD,),
+        banned=banned,
         micro_rows=settings.micro_rows,
         mini_batches=settings.mini_batches,
         epochs=settings.epochs,
         mesh=mesh,
     )
-    return Iteration(
-        rollout=partial(_roll_out, env=env, rollout=rollout, judge=judge, settings=settings),
-        credit=partial(_credit, algorithm=algorithm, settings=settings),
-        update=partial(_update, learn=learn, every=algorithm.reference_every),
-        lay_out=partial(_lay_out, slots=longest(env)),
-    )
+    credit = partial(_credit, algorithm=algorithm, settings=settings)
+    return credit, partial(_update, learn=learn, every=algorithm.reference_every)
 
 
 def longest(env: Env) -> int:
@@ -192,18 +212,21 @@ def _lay_out(trajectories: Trajectories, adv: Array, weights: Array, *, slots: i
 
 
 def summarise(rollout: Rollout, *, samples: int) -> Metrics:
-    """What a batch of trajectories was like."""
+    """What a batch of trajectories was like; of those that are valid, but for the tokens."""
     trajectories = rollout.trajectories
-    turns_nt = jnp.asarray(trajectories.turns)
+    valid_n = trajectories.valid
+    turns_nt = jnp.asarray(trajectories.turns) & valid_n[:, None]
     count = jnp.maximum(turns_nt.sum(), 1)
-    right_gs = jnp.asarray(trajectories.correct).reshape(-1, samples)
+    right_gs, valid_gs = (jnp.asarray(x).reshape(-1, samples) for x in (trajectories.correct, valid_n))
+    mixed_g = (right_gs & valid_gs).any(axis=1) & (~right_gs & valid_gs).any(axis=1)
     return {
-        "success": right_gs.mean(),
-        "outcome": jnp.asarray(trajectories.outcome).mean(),
-        "turns": turns_nt.sum(axis=1).mean(),
+        "success": masked.mean(right_gs.astype(jnp.float32), valid_gs),
+        "outcome": masked.mean(jnp.asarray(trajectories.outcome), valid_n),
+        "invalid": (~valid_n).sum(),
+        "turns": masked.mean(turns_nt.sum(axis=1).astype(jnp.float32), valid_n),
         "tool_errors": (rollout.error & turns_nt).sum() / count,
-        "mixed_groups": (right_gs.any(axis=1) & ~right_gs.all(axis=1)).mean(),
-        "tokens": jnp.where(turns_nt, filled(trajectories)[0], 0).sum(),
+        "mixed_groups": mixed_g.mean(),
+        "tokens": jnp.where(jnp.asarray(trajectories.turns), filled(trajectories)[0], 0).sum(),
         "chosen_tokens": trajectories.actions.sum(),
     }
 
@@ -233,30 +256,41 @@ def three_programs(
     iteration: Iteration, env: Env, algorithm: Algorithm, settings: Settings, *, row_length: int | None = None
 ) -> Callable[[Run], tuple[Run, Metrics]]:
     """The same with packing on the host: `step(run)`; each program is compiled once."""
-    stages = Iteration(
-        rollout=jax.jit(iteration.rollout),
-        credit=jax.jit(iteration.credit),
-        update=jax.jit(iteration.update),
-        lay_out=iteration.lay_out,
+    learn = make_learn(
+        iteration.credit,
+        iteration.update,
+        algorithm,
+        tools=len(env.tools),
+        samples=settings.samples,
+        row_length=row_length or longest(env),
+        rows=settings.queries * settings.samples,
     )
-    describe = jax.jit(partial(_describe, tools=len(env.tools), samples=settings.samples))
-    length = row_length or longest(env)
-    return partial(
-        _three_programs, stages=stages, describe=describe, algorithm=algorithm, settings=settings, length=length
-    )
+    return partial(_three_programs, rollout=jax.jit(iteration.rollout), learn=learn)
+
+
+def _three_programs(run: Run, *, rollout, learn) -> tuple[Run, Metrics]:
+    return learn(run, rollout(run))
+
+
+def make_learn(
+    credit: Credit, update: Update, algorithm: Algorithm, *, tools: int, samples: int, row_length: int, rows: int
+) -> Callable[[Run, Rollout], tuple[Run, Metrics]]:
+    """`learn(run, rollout)`: credit, packing on the host into at most so many rows, update, figures of all."""
+    describe = jax.jit(partial(_describe, tools=tools, samples=samples))
+    sizes = {"row_length": row_length, "rows": rows}
+    parts = {"credit": jax.jit(credit), "update": jax.jit(update), "describe": describe}
+    return partial(_learn, algorithm=algorithm, sizes=sizes, **parts)
 
 
 def _describe(rollout: Rollout, *, tools: int, samples: int) -> Metrics:
     return summarise(rollout, samples=samples) | {"tool_calls": tool_mix(rollout, tools)}
 
 
-def _three_programs(run: Run, *, stages: Iteration, describe, algorithm, settings, length) -> tuple[Run, Metrics]:
-    rollout = stages.rollout(run)
-    adv, weights = (np.asarray(x) for x in stages.credit(rollout.trajectories))
+def _learn(run: Run, rollout: Rollout, *, credit, update, describe, algorithm, sizes) -> tuple[Run, Metrics]:
+    adv, weights = (np.asarray(x) for x in credit(rollout.trajectories))
     trajectories = jax.device_get(rollout.trajectories)
-    rows = settings.queries * settings.samples
-    batch = pack(trajectories, adv, weights, row_length=length, rows=rows, skip_no_signal=algorithm.skips)
-    run, metrics = stages.update(run, batch)
+    batch = pack(trajectories, adv, weights, **sizes, skip_no_signal=algorithm.skips)
+    run, metrics = update(run, batch)
     ledger = account(trajectories, weights, batch, adv=adv if algorithm.skips else None)
     fates = {f"tokens_{fate.name.lower()}": count for fate, count in ledger.fates.items()}
     return run, metrics | describe(rollout) | fates
