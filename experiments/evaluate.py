@@ -17,7 +17,8 @@ from absl import flags
 import flowgrpo as fg
 from experiments import common, setups
 from experiments.plays import right_tool_share
-from experiments.session import Session, judge, report
+from experiments.pure_work import judge, play_test, pure_work
+from experiments.session import Session, report
 from flowgrpo import launch
 from flowgrpo.learner.folder import RUN
 
@@ -27,23 +28,24 @@ _TASKS = flags.DEFINE_integer("num_tasks", 1000, "Test tasks.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Trajectories of each task.", lower_bound=1)
 
 
-def open_session(folder: Path) -> Session:
+def open_session(folder: Path) -> tuple[Session, setups.Setup]:
     """The run in a folder, where it stands."""
     path = folder / RUN
     if not path.exists():
         raise fg.BadInput(f"{folder} holds no run: {RUN} is missing; give the --workdir of a quickstart")
-    session = Session(setups.build(json.loads(path.read_text())["settings"]), folder)
+    setup = setups.build(json.loads(path.read_text())["settings"])
+    session = Session(pure_work(setup), folder)
     if not session.restore():
         raise fg.BadInput(f"{folder} has no checkpoint yet: let the run go on")
-    return session
+    return session, setup
 
 
 def main() -> None:
     """Evaluate, print the table and one JSON line."""
-    session = open_session(Path(_WORKDIR.value))
+    session, setup = open_session(Path(_WORKDIR.value))
     best, final = session.best_params()
-    key, env, samples = jax.random.key(_SEED.value), session.setup.env, _SAMPLES.value
-    rollouts = session.test((session.start, final), key, tasks=_TASKS.value, samples=samples)
+    key, env, samples = jax.random.key(_SEED.value), setup.env, _SAMPLES.value
+    rollouts = play_test(setup, (session.start, final), key, tasks=_TASKS.value, samples=samples)
     ks = sorted({1, samples})
     before, after = (judge(rollout, env, samples=samples, ks=ks) for rollout in rollouts)
     print(report(before, after, [right_tool_share(env, rollout) for rollout in rollouts]))

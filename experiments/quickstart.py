@@ -15,21 +15,17 @@ rises from 21 to 84 or 88 %. On `lookup` every control stays where the warm star
 """
 
 import json
-import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from absl import flags
 
 from experiments import common, setups
 from experiments.members import ALGORITHMS
-from experiments.session import Session
+from experiments.pure_work import pure_work
+from experiments.session import one_run
 from flowgrpo import launch
-from flowgrpo.learner.folder import run_folder
-from flowgrpo.report.metrics import TIMINGS, Metrics, read_metrics
 
 _ENV = flags.DEFINE_enum("env", "lookup", list(setups.PRESETS), "Environment.")
 _ALGORITHM = flags.DEFINE_enum("algorithm", None, list(ALGORITHMS), "Member of the family; flow_grpo by default.")
@@ -67,34 +63,6 @@ def read_flags(seed: int) -> dict[str, Any]:
     return setups.settings_of(_ENV.value, **chosen) | {"devices": jax.device_count()}
 
 
-def one_run(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train in a folder, or go on there."""
-    began = time.monotonic()
-    setup = setups.build(settings)
-    if not _RESUME.value and folder.exists():
-        shutil.rmtree(folder)
-    with run_folder(folder, settings, may_differ=("updates",)):
-        session = Session(setup, folder)
-        restored = session.restore()
-        with Metrics(folder, session.position) as metrics:
-            if not restored:
-                session.warm_start(metrics)
-            try:
-                session.train(metrics, every=_EVERY.value)
-            except KeyboardInterrupt:
-                session.save(None)
-                session.progress.say(f"saved at update {int(session.run.update)}; the same command goes on from there")
-                raise
-        spent = time.monotonic() - began
-        return session.finish(spent / 60, median_speed(folder), tasks=_TEST.value)
-
-
-def median_speed(folder: Path) -> float | None:
-    """Median tokens a second of the updates."""
-    speeds = [line["tokens_per_second"] for line in read_metrics(folder / TIMINGS) if "tokens_per_second" in line]
-    return float(np.median(speeds)) if speeds else None
-
-
 def main() -> None:
     """Run every seed."""
     results = []
@@ -102,7 +70,8 @@ def main() -> None:
         settings = read_flags(seed)
         base = Path(_WORKDIR.value or f"runs/quickstart-{settings['env']}-{seed}")
         folder = base / f"seed{seed}" if _WORKDIR.value and _NUM_SEEDS.value > 1 else base
-        results.append(one_run(settings, folder))
+        work = pure_work(setups.build(settings), test_tasks=_TEST.value)
+        results.append(one_run(work, folder, every=_EVERY.value, resume=_RESUME.value))
     if len(results) > 1:
         for result in results:
             print(f"seed {result['seed']}: {result['success_before']:.1%} -> {result['success_after']:.1%}")

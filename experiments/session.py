@@ -1,69 +1,92 @@
-"""One run on a pure environment in its folder: warm start, training, checkpoints, the table at the end.
+"""One run in its folder, whatever its environment: warm start, training, checkpoints, the table at the end.
 
-    session = Session(setup, folder);  session.restore() or session.warm_start(metrics);  session.train(metrics)
+    session = Session(work, folder)
+    session.restore() or session.warm_start(metrics);   session.train(metrics, every=10);   session.finish(...)
 
-What `quickstart` runs, and what `evaluate` opens again.
+A `Work` says what is done at each of these stages: `pure_work` for pure environments, `agent_work` for the agent
+system. What `quickstart` and `agentflow` run, and what `evaluate` opens again.
 """
 
 import json
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.sharding import Mesh
 
 import flowgrpo as fg
-from experiments import setups
-from experiments.plays import right_tool_share
 from flowgrpo import loop
-from flowgrpo.envs.env import PAD, in_words
-from flowgrpo.evaluate import Evaluation, evaluate
+from flowgrpo.evaluate import Evaluation
 from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
-from flowgrpo.report.metrics import Metrics
+from flowgrpo.learner.folder import run_folder
+from flowgrpo.report.metrics import TIMINGS, Metrics, read_metrics
 from flowgrpo.report.plots import curves
 from flowgrpo.report.progress import Progress
-from flowgrpo.rollout.compiled import Rollout
 from flowgrpo.spread import share
 
-VALIDATION_TASKS = 256
+
+class Tested(NamedTuple):
+    """How parameters did on the same test tasks."""
+
+    figures: list[Evaluation]
+    words: str  # the table, and what else is worth reading
+    more: dict[str, Any]  # for result.json
+
+
+class Work(NamedTuple):
+    """What a run does at each stage; pure or not."""
+
+    name: str  # of the environment
+    algorithm: str
+    settings: Mapping[str, Any]
+    optimizer: optax.GradientTransformation
+    key: jax.Array  # of the run
+    mesh: Mesh | None
+    blank: Callable[[], Any]  # parameters of the right shapes, to restore into
+    warm_start: Callable[[Callable[[int, float], None]], Any]  # tell -> the parameters to begin with
+    make_step: Callable[[], Callable[[loop.Run], tuple[loop.Run, dict[str, Any]]]]
+    line: Callable[[Mapping[str, Any]], dict[str, Any]]  # an update's figures as a line of metrics
+    examine: Callable[[Any], Evaluation]  # of parameters, on validation tasks
+    test: Callable[[Sequence[Any]], Tested]  # of the warm start and the best, once
 
 
 class Session:
     """One run in its folder: where it stands, and what it writes."""
 
-    def __init__(self, setup: setups.Setup, folder: Path):
-        self.setup, self.folder, self.keys = setup, folder, setups.seed_keys(setup.settings["seed"])
+    def __init__(self, work: Work, folder: Path):
+        self.work, self.folder = work, folder
         self.checkpoints = Checkpoints(folder, keep=2, best="validation")
-        self.progress = Progress(setup.settings["updates"])
-        self.exam = jax.jit(self._exam("validation", VALIDATION_TASKS))
+        self.progress = Progress(work.settings["updates"])
         self.run: Any = None
         self.start: Any = None  # the parameters after the warm start
         self.resumed_at: list[int] = []
         self.position: Mapping[str, int] | None = None
 
-    def _exam(self, split: str, tasks: int, samples: int = 1):
-        setup, temperature = self.setup, self.setup.settings["temperature"]
-        sizes = {"tasks": tasks, "samples": samples}
-        return loop.make_exam(setup.env, setup.policy, split, **sizes, temperature=temperature, mesh=setup.mesh)
-
     # Stages -------------------------------------------------------------------------------------------
+
+    def begin(self, params) -> None:
+        """Stand before the first update, with these parameters."""
+        self.start = params
+        self.run = share(loop.start_run(params, self.work.optimizer, self.work.key), self.work.mesh)
 
     def restore(self) -> bool:
         """Go on from the newest checkpoint, if there is one."""
         step = self.checkpoints.latest()
         if step is None:
             return False
-        params = jax.eval_shape(self.setup.policy.init, self.keys["start"])
-        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
-        run = loop.start_run(blank, self.setup.optimizer, self.keys["run"])
+        blank = self.work.blank()
+        run = loop.start_run(blank, self.work.optimizer, self.work.key)
         tree = self.checkpoints.restore(step, {"run": run, "start": blank, "resumed_at": ..., "position": ...})
-        self.run, self.start = share((tree["run"], tree["start"]), self.setup.mesh)
+        self.run, self.start = share((tree["run"], tree["start"]), self.work.mesh)
         self.position = tree["position"]
         self.resumed_at = list(tree["resumed_at"])
-        if int(self.run.update) < self.setup.settings["updates"]:
+        if int(self.run.update) < self.work.settings["updates"]:
             self.resumed_at.append(int(self.run.update))
             self.progress.say(f"going on at update {int(self.run.update)} of {self.folder}")
         return True
@@ -90,12 +113,9 @@ class Session:
         self.checkpoints.save(int(self.run.update), tree, note)
 
     def warm_start(self, metrics: Metrics) -> None:
-        """Imitate demonstrations until the validation loss is lowest."""
-        params = jax.jit(self.setup.policy.init)(self.keys["start"])
-        best = setups.warm_start(self.setup, params, self.keys["demonstrations"], self._told(metrics))
-        self.start = best
-        self.run = share(loop.start_run(best, self.setup.optimizer, self.keys["run"]), self.setup.mesh)
-        figures = self.examine(best)
+        """Whatever comes before reinforcement, and how good that is."""
+        self.begin(self.work.warm_start(self._told(metrics)))
+        figures = self.work.examine(self.start)
         metrics.write({"phase": "validation", "update": 0} | shown(figures))
         self.position = metrics.position
         self.progress.say(
@@ -106,27 +126,23 @@ class Session:
     def _told(self, metrics: Metrics):
         def tell(step: int, loss: float) -> None:
             metrics.write({"phase": "warm start", "update": step, "loss": loss})
-            self.progress.show("warm start", step, {"loss": loss}, total=self.setup.settings["warm_steps"])
+            self.progress.show("warm start", step, {"loss": loss}, total=self.work.settings["warm_steps"])
 
         return tell
 
-    def examine(self, params) -> Evaluation:
-        """Validation figures."""
-        return judge(self.exam(params, self.keys["validation"]), self.setup.env)
-
     def train(self, metrics: Metrics, *, every: int) -> None:
         """To the last update, with a validation and a checkpoint every so many."""
-        settings, began = self.setup.settings, time.monotonic()
-        step = make_step(self.setup, self.keys)
+        settings, began = self.work.settings, time.monotonic()
+        step = self.work.make_step()
         for run, figures in loop.train(step, self.run, settings["updates"]):
             took, began = time.monotonic() - began, time.monotonic()
             check_finite(figures, self.checkpoints)
             speed = {"seconds": took, "tokens_per_second": figures["tokens"] / took}
-            metrics.write(plain(figures, self.setup.env), speed)
+            metrics.write(self.work.line(figures), speed)
             self.progress.show("train", figures["update"], figures | speed)
             validation = None
             if figures["update"] % every == 0 or figures["update"] == settings["updates"]:
-                seen = self.examine(run.learner.params)
+                seen = self.work.examine(run.learner.params)
                 metrics.write({"phase": "validation", "update": figures["update"]} | shown(seen))
                 validation = seen.success
             # From here on an interruption loses nothing: the state and the place in the files belong together.
@@ -134,63 +150,69 @@ class Session:
             if validation is not None:
                 self.save(validation)
 
-    def test(self, params: Sequence[Any], key: jax.Array, *, tasks: int, samples: int = 1) -> list[Rollout]:
-        """How each of these parameters does on the same test tasks."""
-        exam = jax.jit(self._exam("test", tasks, samples))
-        return [exam(one, key) for one in params]
-
-    def finish(self, minutes: float, speed: float | None, *, tasks: int) -> dict[str, Any]:
+    def finish(self, minutes: float) -> dict[str, Any]:
         """Test the warm start and the best checkpoint once, on the same tasks; write everything down."""
         best, final = self.best_params()
-        rollouts = self.test((self.start, final), self.keys["test"], tasks=tasks)
-        before, after = (judge(rollout, self.setup.env) for rollout in rollouts)
-        right = [right_tool_share(self.setup.env, rollout) for rollout in rollouts]
+        tested = self.work.test((self.start, final))
+        before, after = tested.figures
         result = {
             **{
                 f"{name}_{when}": getattr(figures, field)
                 for when, figures in (("before", before), ("after", after))
                 for name, field in (("success", "success"), ("tool_error", "tool_errors"), ("turns", "turns"))
             },
-            "right_tool_before": right[0],
-            "right_tool_after": right[1],
+            **tested.more,
             "minutes": minutes,
             "updates": int(self.run.update),
             "best_update": best,
-            "seed": self.setup.settings["seed"],
-            "tokens_per_second": speed,
+            "seed": self.work.settings["seed"],
+            "tokens_per_second": median_speed(self.folder),
             "params_sha256": params_sha256(self.run.learner.params),
             "resumed_at": self.resumed_at,
-            "env": self.setup.env.name,
-            "algorithm": self.setup.algorithm.name,
-            "control": self.setup.settings["control"],
+            "env": self.work.name,
+            "algorithm": self.work.algorithm,
+            "control": self.work.settings["control"],
         }
         (self.folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-        curves(self.folder, title=f"{self.setup.env.name}, {self.setup.algorithm.name}")
+        curves(self.folder, title=f"{self.work.name}, {self.work.algorithm}")
         self.progress.end()
-        print(report(before, after, right), "", *stories(rollouts, self.setup.env), sep="\n")
+        print(tested.words)
         print(f"\nwritten to {self.folder}: metrics.jsonl, timings.jsonl, curves.png, result.json, checkpoints/")
         return result
+
+
+def one_run(work: Work, folder: Path, *, every: int, resume: bool = True) -> dict[str, Any]:
+    """Train in a folder, or go on there, to the end; an interruption is saved first."""
+    began = time.monotonic()
+    if not resume and folder.exists():
+        shutil.rmtree(folder)
+    with run_folder(folder, dict(work.settings), may_differ=("updates",)):
+        session = Session(work, folder)
+        restored = session.restore()
+        with Metrics(folder, session.position) as metrics:
+            if not restored:
+                session.warm_start(metrics)
+            try:
+                session.train(metrics, every=every)
+            except KeyboardInterrupt:
+                session.save(None)
+                session.progress.say(f"saved at update {int(session.run.update)}; the same command goes on from there")
+                raise
+        return session.finish((time.monotonic() - began) / 60)
 
 
 # Parts ------------------------------------------------------------------------------------------------
 
 
-def make_step(setup: setups.Setup, keys: Mapping[str, jax.Array]):
-    """`step(run) -> (run, metrics)`: an iteration, or as much imitation again where that is the control."""
-    if setup.settings["control"] == "supervised":
-        return setups.imitation_step(setup, keys["demonstrations"])
-    return loop.three_programs(setup.iteration, setup.env, setup.algorithm, setup.sizes)
+def blank_like(init: Callable[..., Any], key: jax.Array) -> Any:
+    """Zeros of the shapes that `init(key)` would give."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(init, key))
 
 
-def judge(rollout: Rollout, env: fg.Env, *, samples: int = 1, ks: Sequence[int] = (1,)) -> Evaluation:
-    """The figures of so many trajectories a task."""
-    played = jax.device_get(rollout)
-    trajectories = played.trajectories
-    turns_nt = np.asarray(trajectories.turns)
-    errors_n = (played.error & turns_nt).sum(axis=1)
-    columns = (trajectories.correct, turns_nt.sum(axis=1), errors_n, played.tool)
-    grouped = (np.asarray(x).reshape(-1, samples, *np.shape(x)[1:]) for x in columns)
-    return evaluate(*grouped, tools=env.tools, ks=ks)
+def median_speed(folder: Path) -> float | None:
+    """Median tokens a second of the updates."""
+    speeds = [line["tokens_per_second"] for line in read_metrics(folder / TIMINGS) if "tokens_per_second" in line]
+    return float(np.median(speeds)) if speeds else None
 
 
 def shown(figures: Evaluation) -> dict[str, Any]:
@@ -198,12 +220,12 @@ def shown(figures: Evaluation) -> dict[str, Any]:
     return {name: value for name, value in figures.figures().items() if not name.startswith("pass@")}
 
 
-def plain(figures: Mapping[str, Any], env: fg.Env) -> dict[str, Any]:
+def train_line(figures: Mapping[str, Any], tools: Sequence[str]) -> dict[str, Any]:
     """An update's figures as a line of metrics: shares of the tools by name."""
     calls = np.asarray(figures.get("tool_calls", []), float)
     rest = {name: value for name, value in figures.items() if name != "tool_calls"}
     shares = calls / max(calls.sum(), 1.0)
-    return {"phase": "train"} | rest | {"tools": dict(zip(env.tools, shares.tolist(), strict=False))}
+    return {"phase": "train"} | rest | {"tools": dict(zip(tools, shares.tolist(), strict=False))}
 
 
 def check_finite(figures: Mapping[str, Any], checkpoints: Checkpoints) -> None:
@@ -229,22 +251,3 @@ def report(before: Evaluation, after: Evaluation, right: Sequence[float | None] 
     ]
     head = f"{'test tasks':24}{'warm start':>28}{'trained':>28}"
     return "\n".join([head, *(f"{name:24}{one:>28}{two:>28}" for name, (one, two) in rows)])
-
-
-def stories(rollouts: list[Rollout], env: fg.Env) -> list[str]:
-    """One task that was failed before and solved after, if there is one, in words."""
-    right = [np.asarray(rollout.trajectories.correct) for rollout in rollouts]
-    index = int(np.argmax(~right[0] & right[1]))
-    names = ("before", "after")
-    return [f"{name}:\n{story(rollout, env, index)}" for name, rollout in zip(names, rollouts, strict=True)]
-
-
-def story(rollout: Rollout, env: fg.Env, index: int) -> str:
-    """A trajectory in words: what was said, and after the arrow what was chosen."""
-    trajectories = rollout.trajectories
-    lines = []
-    for turn in range(int(trajectories.turns[index].sum())):
-        tokens, chosen = (np.asarray(x[index, turn]) for x in (trajectories.tokens, trajectories.chosen))
-        heard = in_words(env, np.where(chosen, PAD, tokens))
-        lines.append(f"    {heard:30} > {in_words(env, np.where(chosen, tokens, PAD))}")
-    return "\n".join([*lines, f"    {'solved' if bool(trajectories.correct[index]) else 'not solved'}"])

@@ -15,6 +15,7 @@ import optax
 import pytest
 
 from experiments import setups
+from experiments.pure_work import pure_work
 from experiments.session import Session
 from flowgrpo import launch, loop
 from flowgrpo.report.metrics import Metrics
@@ -80,9 +81,8 @@ def test_a_finished_run_that_is_called_again_was_not_continued(command, whole):
 
 def test_saving_without_a_validation_keeps_the_note_of_one(tmp_path):
     setup = setups.build(setups.settings_of("lookup", updates=1))
-    session = Session(setup, tmp_path)
-    params = setup.policy.init(session.keys["start"])
-    session.start, session.run = params, loop.start_run(params, setup.optimizer, session.keys["run"])
+    session = Session(pure_work(setup), tmp_path)
+    session.begin(setup.policy.init(jax.random.key(0)))
     session.save(0.5)
     session.save(None)
     assert session.checkpoints.best() == 0
@@ -169,9 +169,8 @@ def test_a_loss_that_is_no_number_stops_it_with_the_last_good_checkpoint(tmp_pat
 
     parts = (setup.env, setup.policy, setup.algorithm, broken, setup.sizes)
     iteration = loop.make_iteration(*parts, judge=paid, mesh=setup.mesh)
-    session = Session(setup._replace(iteration=iteration, optimizer=broken), tmp_path)
-    session.start = setup.policy.init(session.keys["start"])
-    session.run = loop.start_run(session.start, broken, session.keys["run"])
+    session = Session(pure_work(setup._replace(iteration=iteration, optimizer=broken)), tmp_path)
+    session.begin(setup.policy.init(jax.random.key(0)))
     session.save(0.5)
     said = r"update 2 is not finite: lower --learning_rate; the last good checkpoint is that of update 0"
     with jax.debug_nans(False), Metrics(tmp_path, None) as metrics, pytest.raises(BadInput, match=said):

@@ -1,0 +1,105 @@
+"""The stages of a run on a pure environment, for a `Session`: what `quickstart` and `evaluate` are made of."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+import flowgrpo as fg
+from experiments import setups
+from experiments.plays import right_tool_share
+from experiments.session import Tested, Work, blank_like, report, train_line
+from flowgrpo import loop
+from flowgrpo.envs.env import PAD, in_words
+from flowgrpo.evaluate import Evaluation, evaluate
+from flowgrpo.rollout.compiled import Rollout
+
+VALIDATION_TASKS = 256
+
+
+def pure_work(setup: setups.Setup, *, test_tasks: int = 1000) -> Work:
+    """Warm start by imitation, iterations in three programs, examinations on fresh tasks."""
+    keys = setups.seed_keys(setup.settings["seed"])
+    exam = jax.jit(make_exam(setup, "validation", VALIDATION_TASKS))
+    return Work(
+        name=setup.env.name,
+        algorithm=setup.algorithm.name,
+        settings=setup.settings,
+        optimizer=setup.optimizer,
+        key=keys["run"],
+        mesh=setup.mesh,
+        blank=partial(blank_like, setup.policy.init, keys["start"]),
+        warm_start=partial(_warm_start, setup, keys),
+        make_step=partial(make_step, setup, keys),
+        line=partial(train_line, tools=setup.env.tools),
+        examine=lambda params: judge(exam(params, keys["validation"]), setup.env),
+        test=partial(_test, setup, keys["test"], test_tasks),
+    )
+
+
+def make_exam(setup: setups.Setup, split: str, tasks: int, samples: int = 1):
+    """`exam(params, key) -> Rollout`, to be jitted."""
+    sizes = {"tasks": tasks, "samples": samples, "temperature": setup.settings["temperature"]}
+    return loop.make_exam(setup.env, setup.policy, split, **sizes, mesh=setup.mesh)
+
+
+def play_test(setup: setups.Setup, params: Sequence[Any], key: jax.Array, *, tasks: int, samples: int = 1):
+    """How each of these parameters does on the same test tasks: a `Rollout` each."""
+    exam = jax.jit(make_exam(setup, "test", tasks, samples))
+    return [exam(one, key) for one in params]
+
+
+def make_step(setup: setups.Setup, keys):
+    """`step(run) -> (run, metrics)`: an iteration, or as much imitation again where that is the control."""
+    if setup.settings["control"] == "supervised":
+        return setups.imitation_step(setup, keys["demonstrations"])
+    return loop.three_programs(setup.iteration, setup.env, setup.algorithm, setup.sizes)
+
+
+def _warm_start(setup: setups.Setup, keys, tell) -> Any:
+    """Imitate demonstrations until the validation loss is lowest."""
+    params = jax.jit(setup.policy.init)(keys["start"])
+    return setups.warm_start(setup, params, keys["demonstrations"], tell)
+
+
+def _test(setup: setups.Setup, key: jax.Array, tasks: int, params: Sequence[Any]) -> Tested:
+    rollouts = play_test(setup, params, key, tasks=tasks)
+    before, after = figures = [judge(rollout, setup.env) for rollout in rollouts]
+    right = [right_tool_share(setup.env, rollout) for rollout in rollouts]
+    words = "\n".join([report(before, after, right), "", *stories(rollouts, setup.env)])
+    return Tested(figures, words, {"right_tool_before": right[0], "right_tool_after": right[1]})
+
+
+# What was played ----------------------------------------------------------------------------------------
+
+
+def judge(rollout: Rollout, env: fg.Env, *, samples: int = 1, ks: Sequence[int] = (1,)) -> Evaluation:
+    """The figures of so many trajectories a task."""
+    played = jax.device_get(rollout)
+    trajectories = played.trajectories
+    turns_nt = np.asarray(trajectories.turns)
+    errors_n = (played.error & turns_nt).sum(axis=1)
+    columns = (trajectories.correct, turns_nt.sum(axis=1), errors_n, played.tool)
+    grouped = (np.asarray(x).reshape(-1, samples, *np.shape(x)[1:]) for x in columns)
+    return evaluate(*grouped, tools=env.tools, ks=ks)
+
+
+def stories(rollouts: list[Rollout], env: fg.Env) -> list[str]:
+    """One task that was failed before and solved after, if there is one, in words."""
+    right = [np.asarray(rollout.trajectories.correct) for rollout in rollouts]
+    index = int(np.argmax(~right[0] & right[1]))
+    names = ("before", "after")
+    return [f"{name}:\n{story(rollout, env, index)}" for name, rollout in zip(names, rollouts, strict=True)]
+
+
+def story(rollout: Rollout, env: fg.Env, index: int) -> str:
+    """A trajectory in words: what was said, and after the arrow what was chosen."""
+    trajectories = rollout.trajectories
+    lines = []
+    for turn in range(int(trajectories.turns[index].sum())):
+        tokens, chosen = (np.asarray(x[index, turn]) for x in (trajectories.tokens, trajectories.chosen))
+        heard = in_words(env, np.where(chosen, PAD, tokens))
+        lines.append(f"    {heard:30} > {in_words(env, np.where(chosen, tokens, PAD))}")
+    return "\n".join([*lines, f"    {'solved' if bool(trajectories.correct[index]) else 'not solved'}"])
