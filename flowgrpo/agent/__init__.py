@@ -1,0 +1,1 @@
+"""The agent system as a host environment: planner, executor, verifier, generator and memory around injected effects."""

@@ -1,0 +1,127 @@
+"""Memory M: what the agent did and saw, as records in their order; records and a token budget flow in, text flows out.
+
+    1. calculator(2*3) -> 6
+    2. look it up: search(boiling point of water) -> 100 C [continue: the question asks for Fahrenheit]
+    3. error: there is no tool 'browser'; choose one of calculator, search, answer
+
+Later lines of a field are indented, so that nothing a tool says passes for a record of ours.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+Count = Callable[[str], int]  # tokens of a text
+
+LONGEST_TOKEN = 16  # characters that one token of a budget stands for, before anything is counted
+LEAST_FIELD = 8  # tokens of a field that is cut
+WHOLE, BRIEF, BARE = range(3)  # how much of a record is shown
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one turn did and what came of it. `tool` is "" where the action could not be read."""
+
+    turn: int  # from 1 on
+    sub_goal: str
+    tool: str
+    command: str  # its arguments as they are shown
+    observation: str
+    error: bool = False
+    verdict: str = ""  # "continue" or "stop", with ": reason" where the verifier gave one
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Records, the oldest first."""
+
+    records: tuple[Record, ...] = ()
+
+    def add(self, record: Record) -> "Memory":
+        """This memory with `record` after the others."""
+        return Memory((*self.records, record))
+
+    def judged(self, verdict: str) -> "Memory":
+        """This memory with the verifier's word on its newest record."""
+        return Memory((*self.records[:-1], replace(self.records[-1], verdict=verdict)))
+
+    def since(self, count: int) -> "Memory":
+        """The records after the first `count`."""
+        return Memory(self.records[count:])
+
+
+def render(memory: Memory, *, budget: int, count: Count, each: int | None = None) -> str:
+    """The records as text of at most `budget` tokens, as `count` counts them.
+
+    No field of a record (its observation, its command, …) takes more than `each` tokens, by default half of the
+    budget: its middle is left out, and a mark says how many characters. Where the whole is still too long, these steps
+    are taken one by one until it fits, each from the oldest record to the second newest: fields keep an eighth of
+    `each`; the observation goes; the record goes, and one line at the top says how many did. The newest record takes
+    the same steps after all others. Where not even that line fits, the text is empty.
+    """
+    if not memory.records or budget < 1:
+        return ""
+    each = max(budget // 2 if each is None else min(each, budget), LEAST_FIELD)
+    line = partial(_line, sizes=(each, max(each // 8, LEAST_FIELD)), count=count)
+    lines: dict[tuple[int, int], str] = {}
+    for levels in _steps(len(memory.records)):
+        for place in enumerate(levels):
+            if place[1] <= BARE and place not in lines:
+                lines[place] = line(memory.records[place[0]], place[1])
+        text = _joined(levels, lines)
+        if len(text) <= budget * LONGEST_TOKEN and count(text) <= budget:
+            return text
+    return ""
+
+
+def shorten(string: str, budget: int, count: Count) -> str:
+    """`string` in at most `budget` tokens: where it has more, a mark stands for its middle; "" where nothing fits."""
+    if len(string) <= budget * LONGEST_TOKEN and count(string) <= budget:
+        return string
+    fits, too_many = -1, min(len(string), budget * LONGEST_TOKEN) + 1
+    while too_many - fits > 1:  # of what is kept, `fits` fits (-1: nothing was found to) and `too_many` does not
+        keep = (fits + too_many) // 2
+        fits, too_many = (keep, too_many) if count(_cut(string, keep)) <= budget else (fits, keep)
+    return _cut(string, fits) if fits >= 0 else ""
+
+
+def _cut(string: str, keep: int) -> str:
+    """`keep` characters of both ends, and how many are left out between them."""
+    tail = string[len(string) - keep // 2 :]
+    return f"{string[: keep - keep // 2]} [... {len(string) - keep} characters ...] {tail}"
+
+
+def _steps(records: int) -> Iterator[tuple[int, ...]]:
+    """How much of each record is shown, step by step; BARE + 1 is a record that is left out."""
+    levels = [WHOLE] * records
+    yield tuple(levels)
+    for places in (range(records - 1), range(records - 1, records)):
+        for level in (BRIEF, BARE, BARE + 1):
+            for place in places:
+                levels[place] = level
+                yield tuple(levels)
+
+
+def _joined(levels: tuple[int, ...], lines: dict[tuple[int, int], str]) -> str:
+    """The lines of the records that are shown, below how many are not."""
+    shown = [lines[place] for place in enumerate(levels) if place[1] <= BARE]
+    gone = len(levels) - len(shown)
+    return "\n".join([f"({gone} earlier left out)"] * (gone > 0) + shown)
+
+
+def _line(record: Record, level: int, *, sizes: tuple[int, int], count: Count) -> str:
+    """A record with as much of it as its level shows."""
+    size = sizes[min(level, BRIEF)]
+    goal, tool, command, verdict = (
+        _inside(shorten(value, size, count)) for value in (record.sub_goal, record.tool, record.command, record.verdict)
+    )
+    seen = "(left out)" if level == BARE else _inside(shorten(record.observation, size, count))
+    head = f"{record.turn}. " + (f"{goal}: " if goal else "")
+    called = f"{tool}({command}) -> " if tool else ""
+    reason = f" [{verdict}]" if ":" in verdict else ""
+    return head + called + ("error: " if record.error else "") + seen + reason
+
+
+def _inside(string: str) -> str:
+    """`string` with its later lines indented."""
+    return "\n  ".join(string.splitlines())

@@ -1,0 +1,115 @@
+"""From a state to the tokens that its role is shown: the context afresh each turn, or one that appends.
+
+    fresh(frame, state, role)      -> (state, Said): the whole prompt, a sequence of its own
+    appending(frame, state, role)  -> (state, Said): the first prompt, later only what stands after the last action
+
+Both answer None for `Said` where even an empty memory leaves the prompt too long. Whatever data spells, it is text: all
+added tokens are broken up in messages, also those like <think> that a tokenizer does not mark as special.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from flowgrpo.agent.memory import Memory, render
+from flowgrpo.agent.roles import Role
+from flowgrpo.agent.state import AgentState
+from flowgrpo.contracts import Said
+from flowgrpo.text import BREAK, Conversation, Messages, Text, add_messages, start
+
+Tokens = tuple[int, ...]
+
+
+class Frame(NamedTuple):
+    """What holds for every prompt."""
+
+    text: Text  # guarded
+    memory_tokens: int
+
+
+Rendering = Callable[[Frame, AgentState, Role], tuple[AgentState, Said | None]]
+
+
+def fresh(frame: Frame, state: AgentState, role: Role) -> tuple[AgentState, Said | None]:
+    """The prompt of this turn alone."""
+    tokens = _fit(frame, state.memory, state.budget.tokens, partial(_first, frame, state, role))
+    return state, None if tokens is None else Said(tokens, appends=False)
+
+
+def appending(frame: Frame, state: AgentState, role: Role) -> tuple[AgentState, Said | None]:
+    """The prompt of the first turn; then the records that are new, after all that was said."""
+    talk, memory, write = state.conversation, state.memory, partial(_first, frame, state, role)
+    if talk is None:
+        talk = Conversation((), ())
+    else:
+        memory, write = memory.since(state.shown), partial(_next, frame, state, role, talk)
+    tokens = _fit(frame, memory, state.budget.tokens, write)
+    if tokens is None:
+        return state, None
+    budget = state.budget._replace(tokens=state.budget.tokens - len(tokens))
+    talk, shown = talk.extend(tokens, chosen=False), len(state.memory.records)
+    return replace(state, conversation=talk, shown=shown, budget=budget), Said(tokens)
+
+
+def guard(text: Text) -> Text:
+    """`text` that breaks up every added token in messages."""
+    spells = sorted(text.tokenizer.get_added_vocab(), key=len, reverse=True)
+    return replace(text, special=re.compile("|".join(map(re.escape, spells)) or "(?!)"))
+
+
+def count_tokens(text: Text, string: str) -> int:
+    """Tokens of `string` as it will stand in a message; `text` is guarded."""
+    marked = text.special.sub(lambda match: match[0][0] + BREAK + match[0][1:], string)
+    return sum(len(text.encode(piece)) for piece in marked.split(BREAK))
+
+
+def first_tokens(text: Text, messages: Messages) -> Tokens:
+    """The first prompt, in which data spells no control token; `text` is guarded."""
+    return _plainly(text, messages, _start)
+
+
+def _first(frame: Frame, state: AgentState, role: Role, seen: str) -> Tokens:
+    return first_tokens(frame.text, role.prompt(state, seen))
+
+
+def _next(frame: Frame, state: AgentState, role: Role, talk: Conversation, seen: str) -> Tokens:
+    """What stands between the last action and the next one; it follows from the last token and the messages."""
+    # An action without a token is closed as one that was cut.
+    last = talk.tokens[-1] if talk.chosen[-1] else frame.text.pad_id
+    return _plainly(frame.text, role.follow(state, seen), partial(_glue, Conversation((last,), (True,))))
+
+
+def _start(text: Text, messages: Messages) -> Tokens:
+    return start(text, messages).tokens
+
+
+def _glue(last: Conversation, text: Text, messages: Messages) -> Tokens:
+    return add_messages(text, last, messages).tokens[1:]
+
+
+def _plainly(text: Text, messages: Messages, write: Callable[[Text, Messages], Tokens]) -> Tokens:
+    """What `write` gives; every character encoded apart where it holds other control tokens than the template's.
+
+    A tokenizer that folds case, say, finds control tokens that no pattern does.
+    """
+    tokens = write(text, messages)
+    control = frozenset(text.tokenizer.get_added_vocab().values())
+    plain = write(text, [{**message, "content": "x"} for message in messages])
+    if [i for i in tokens if i in control] == [i for i in plain if i in control]:
+        return tokens
+    return write(replace(text, special=re.compile(r"[\s\S]")), messages)
+
+
+def _fit(frame: Frame, memory: Memory, limit: int, write: Callable[[str], Tokens]) -> Tokens | None:
+    """What `write` makes of as much of the memory as `limit` tokens leave room for; None where it is too much."""
+    count, budget = partial(count_tokens, frame.text), frame.memory_tokens
+    while True:
+        seen = render(memory, budget=budget, count=count)
+        tokens = write(seen)
+        if len(tokens) <= limit:
+            return tokens
+        if not seen:
+            return None
+        budget = min(budget, count(seen)) - (len(tokens) - limit)
