@@ -1,0 +1,174 @@
+"""One trajectory on its way: what its environment said and what the policy chose flow in, a `Played` flows out.
+
+    reset -> heard -> request ... acted -> step -> heard -> request ... until its status is known
+
+A course calls nothing by itself: whoever drives it calls the environment (`call_reset`, `call_step`) and the engine and
+tells it what came of that. So a rollout, a resumed one and a replay go the same way.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flowgrpo.contracts import Do, HostEnv, HostStep, Request, Scored
+from flowgrpo.effects import Effect
+from flowgrpo.rollout.records import Played, Unfinished, make_turn
+from flowgrpo.types import COUNTS, BadInput, Status, Trajectory, Turn
+
+
+class Following(NamedTuple):
+    """What a call of the environment gave, checked."""
+
+    state: Any
+    said: tuple[int, ...]  # nothing where it is done
+    appends: bool | None
+    anchor: int
+    step: HostStep | None  # None for a reset
+
+
+def call_reset(env: HostEnv, key, task, do: Do) -> Following:
+    """The environment's reset, or an exception where what it gives can't be used."""
+    state, said = env.reset(key, task, do)
+    tokens = tuple(map(int, said.tokens))
+    if not tokens:
+        raise BadInput(f"{env.name} said nothing at its reset: a policy needs at least one token to continue")
+    return Following(state, tokens, bool(said.appends), int(env.anchor(state)), None)
+
+
+def call_step(env: HostEnv, state, action: Sequence[int], do: Do) -> Following:
+    """The same for a step."""
+    state, now = env.step(state, action, do)
+    if now.reward is not None and not math.isfinite(now.reward):
+        raise BadInput(f"{env.name} paid {now.reward}: a reward must be finite")
+    if now.done:
+        return Following(state, (), None, 0, now)
+    if now.said is None:
+        raise BadInput(f"{env.name} says nothing, but is not done: a step that goes on says something")
+    tokens = tuple(map(int, now.said.tokens))
+    return Following(state, tokens, bool(now.said.appends), int(env.anchor(state)), now)
+
+
+@dataclass(eq=False)
+class Course:
+    """A trajectory on its way; `status` is None until it has ended."""
+
+    env: HostEnv
+    task: Any
+    key: tuple[int, ...]
+    group: int
+    sample: int
+    log: list[Effect] = field(default_factory=list)  # grows while the environment is called
+    lens: list[int] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    tools: list[str] = field(default_factory=list)
+    errors: list[bool] = field(default_factory=list)
+    paid: list[float | None] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # the context of the next action
+    chosen: list[bool] = field(default_factory=list)
+    following: Following | None = None
+    appends: bool = True
+    output: str | None = None
+    correct: bool = False
+    status: Status | None = None
+    reason: str = ""
+
+    @property
+    def state(self) -> Any:
+        """The environment's state after its last call."""
+        assert self.following is not None
+        return self.following.state
+
+    def heard(self, following: Following) -> None:
+        """What a reset or a step gave, with all effects that were not yet counted."""
+        step, first = following.step, self.following is None
+        self.lens.append(len(self.log) - sum(self.lens))
+        if step is not None:
+            self.tools.append(step.tool)
+            self.errors.append(step.error)
+            self.paid.append(None if step.reward is None else float(step.reward))
+            self.correct, self.output = step.correct, step.output
+        self.following = following
+        failure = next(
+            (effect.result.failure for effect in self.log[sum(self.lens[:-1]) :] if effect.result.failure), ""
+        )
+        if failure:
+            self.end(Status.TOOL_FAILURE, failure)
+        elif step is not None and step.done:
+            self.end(Status(step.status))
+        else:
+            self._told(following, first)
+
+    def _told(self, following: Following, first: bool) -> None:
+        if first:
+            self.appends = bool(following.appends)
+        elif self.appends != following.appends:
+            raise BadInput(
+                f"{self.env.name} appends to its context in some turns and not in others: do one or the other"
+            )
+        if len(self.turns) >= self.env.turns:
+            self.end(Status.TURN_LIMIT, f"all {self.env.turns} turns were used")
+            return
+        kept = len(self.tokens) if self.appends else 0
+        self.tokens = self.tokens[:kept] + list(following.said)
+        self.chosen = self.chosen[:kept] + [False] * len(following.said)
+
+    def request(self, key, temperature: float) -> Request:
+        """What the engine is asked for now."""
+        return Request(
+            tokens=tuple(self.tokens),
+            key=key,
+            max_tokens=self.env.max_tokens,
+            temperature=temperature,
+            stop_ids=self.env.stop_ids,
+            chosen=tuple(self.chosen) if self.appends else None,
+        )
+
+    def acted(self, action: Sequence[int], logp: Sequence[float], version: Sequence[int]) -> None:
+        """The policy's action; the tokens before it count as of the weights that chose its first."""
+        assert self.following is not None
+        said = self.following.said
+        uniform = len(set(version)) == 1
+        versions = int(version[0]) if uniform else np.array([version[0]] * len(said) + list(version), np.int32)
+        self.turns.append(make_turn(said, action, logp, versions, None, self.following.anchor))
+        self.tokens = self.tokens + list(action)
+        self.chosen = self.chosen + [True] * len(action)
+
+    def end(self, status: Status, reason: str = "") -> None:
+        """It has ended here."""
+        self.status, self.reason = status, reason
+
+    def cut(self, status: Status, reason: str, tool: str = "") -> None:
+        """It has ended in a call of the environment that gave nothing; an action's turn is there, as an error."""
+        self.log = list(self.log)  # a thread that was left behind may hold the other
+        if len(self.tools) < len(self.turns):
+            self.tools.append(tool)
+            self.errors.append(True)
+            self.paid.append(None)
+        self.end(status, reason)
+
+    def unfinished(self, seconds: float) -> Unfinished:
+        """All of it that can be resumed."""
+        return Unfinished(**self._record(), turns=tuple(self.turns), seconds=seconds)
+
+    def played(self, scored: Scored | None, correct: bool, *, by_turn: bool, seconds: float) -> Played:
+        """The trajectory with its outcome: what a reward said, or else the sum of what was paid."""
+        status, reason, outcome = self.status, self.reason, None
+        assert status is not None
+        if scored is not None and scored.value is None:
+            status, reason = Status.VERIFIER_FAILURE, scored.reason
+        elif scored is not None:
+            outcome = float(scored.value)  # type: ignore[arg-type]
+        elif self.turns and COUNTS[status]:
+            outcome = float(sum(reward or 0.0 for reward in self.paid))
+        rewards = [reward or 0.0 if by_turn else None for reward in self.paid]
+        turns = tuple(replace(turn, reward=paid) for turn, paid in zip(self.turns, rewards, strict=True))
+        trajectory = Trajectory(turns, outcome, self.group, correct, status, self.appends)
+        record = self._record() | {"output": self.output, "scored": scored, "reason": reason, "seconds": seconds}
+        return Played(**record, trajectory=trajectory)
+
+    def _record(self) -> dict[str, Any]:
+        columns = {name: tuple(getattr(self, name)) for name in ("tools", "errors", "log", "lens")}
+        return {"task": self.task, "key": self.key, "group": self.group, "sample": self.sample} | columns

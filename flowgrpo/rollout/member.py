@@ -1,0 +1,184 @@
+"""One trajectory and the thread that plays it: environment and engine are called here, one after the other.
+
+    queued -> reset -> ready <-> step -> ended
+
+The thread owns the course while it calls the environment or waits for the engine; every change is made under the lock,
+unless the member was stopped meanwhile. From then on the course belongs to whoever stopped it, and the thread, which
+may hang in a call that nothing can end, changes nothing any more.
+"""
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from flowgrpo.contracts import Call, Completion, Do, Request, Result
+from flowgrpo.effects import recorded
+from flowgrpo.rollout.course import Course, call_reset, call_step
+from flowgrpo.rollout.records import Unfinished
+from flowgrpo.rollout.replay import retrace
+from flowgrpo.types import BadInput, Status
+
+Submit = Callable[[Request], "Future[Completion]"]
+Phase = Literal["queued", "resumed", "reset", "ready", "step", "ended"]
+
+
+class Stopped(BaseException):
+    """The member was stopped: what its thread does is no longer wanted."""
+
+
+@dataclass(eq=False)
+class Member:
+    """A trajectory of a rollout."""
+
+    index: int
+    course: Course
+    keys: list[Any]  # of the reset, then of each turn
+    given: Unfinished | None = None  # what it is resumed from
+    lock: Any = field(default_factory=threading.Lock)
+    phase: Phase = "queued"
+    since: float = 0.0  # when the phase began
+    stopped: bool = False
+    call: Call | None = None  # the effect that is awaited
+    future: "Future[Completion] | None" = None
+    started: float | None = None
+    seconds: float = 0.0
+
+    def advance(self, phase: Phase, change: Callable | None = None, *arguments) -> None:
+        """Go on to a phase with a change of the course, which may end it."""
+        with self.lock:
+            if self.stopped:
+                raise Stopped
+            if change is not None:
+                change(*arguments)
+            self._enter(phase)
+
+    def stop(self, since: float | None = None) -> Phase | None:
+        """Take the course from the thread; returns the phase in which it was stopped.
+
+        None where it has ended, or is no longer in the phase that began at `since`.
+        """
+        with self.lock:
+            if self.phase == "ended" or self.stopped or (since is not None and self.since != since):
+                return None
+            self.stopped = True
+            if self.started is not None:
+                self.seconds += time.monotonic() - self.started
+            return self.phase
+
+    def _enter(self, phase: Phase) -> None:
+        self.since, self.future = time.monotonic(), None
+        self.phase = phase if self.course.status is None else "ended"
+        if self.phase == "ended":
+            self.seconds += self.since - (self.started or self.since)
+
+
+def play(member: Member, submit: Submit, do: Do, temperature: float, post: Callable) -> None:
+    """The thread of a member: posts that it ended, or what failed beyond it; nothing where it was stopped."""
+    try:
+        do, member.course.log = recorded(partial(_watched, member, do))
+        _begin(member, do)
+        while member.phase != "ended":
+            completion = _ask(member, submit, temperature)
+            if completion is not None:
+                action = _take_in(member, completion)
+                _call(member, "step", call_step, member.course.env, member.course.state, action, do)
+    except Stopped:
+        return
+    except BaseException as error:
+        if not member.stopped:
+            post("failed", error)
+    else:
+        post("ended", member)
+
+
+def _begin(member: Member, do: Do) -> None:
+    """The reset, or all that a member which is resumed has behind it."""
+    course = member.course
+    if member.given is None or not member.given.lens:
+        member.advance("reset")
+        _call(member, "reset", call_reset, course.env, member.keys[0], course.task, do)
+        return
+    member.advance("resumed")
+    behind = Course(course.env, course.task, course.key, course.group, course.sample, log=course.log)
+    retrace(behind, member.keys[0], member.given.turns, member.given.log, member.given.lens)
+    if behind.status is not None or len(behind.turns) != len(member.given.turns):
+        raise BadInput(f"an unfinished trajectory has ended in {course.env.name}: resume it with what gave it back")
+
+    def take() -> None:
+        member.course = behind
+
+    member.advance("ready", take)
+
+
+def _call(member: Member, name: str, function: Callable, *arguments) -> None:
+    """A call of the environment; whatever it raises ends this trajectory and no other."""
+    try:
+        following = function(*arguments)
+    except Stopped:
+        raise
+    except BaseException as error:
+        said = " ".join(traceback.format_exception_only(error)).strip()
+        member.advance("ended", member.course.cut, Status.ABORTED, f"{name} raised {said:.500}", tool_of(member.call))
+        return
+    member.advance("ready", member.course.heard, following)
+
+
+def _watched(member: Member, do: Do, call: Call) -> Result:
+    """An effect that says what it is while it is awaited."""
+    if member.stopped:
+        raise Stopped
+    member.call = call
+    result = do(call)
+    if member.stopped:
+        raise Stopped
+    member.call = None
+    return result
+
+
+def tool_of(call: Call | None) -> str:
+    """The tool that is called; "" where none is."""
+    return call.name if call is not None and call.kind == "tool" else ""
+
+
+def _ask(member: Member, submit: Submit, temperature: float) -> Completion | None:
+    """What the policy chooses; None where the context has grown too long to ask."""
+    course = member.course
+    request = course.request(member.keys[1 + len(course.turns)], temperature)
+    with member.lock:
+        if member.stopped:
+            raise Stopped
+        try:
+            future = member.future = submit(request)
+        except BadInput as error:
+            if "the engine is closed" in str(error):
+                raise
+            course.end(Status.TOKEN_LIMIT, str(error))
+            member._enter("ended")
+            return None
+    try:
+        return future.result()
+    except CancelledError:
+        if member.stopped:
+            raise Stopped from None
+        raise BadInput("a request was cancelled by somebody else: leave the futures of a rollout to it") from None
+
+
+def _take_in(member: Member, completion: Completion) -> list[int]:
+    """The action, with which the step begins."""
+    if member.stopped:
+        raise Stopped
+    if completion.finish_reason not in ("stop", "length"):
+        raise BadInput(
+            f"the engine ended a request as {completion.finish_reason!r}: keep it open until the rollout is over, and "
+            "leave deadlines to the rollout"
+        )
+    action = [int(token) for token in completion.tokens]
+    if not action:
+        raise BadInput("the engine answered without a token: an action has at least one")
+    member.advance("step", member.course.acted, action, completion.logp, completion.version)
+    return action

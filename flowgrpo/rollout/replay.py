@@ -1,0 +1,91 @@
+"""A recorded trajectory gone through again (A2): actions come from the record, effects from its log.
+
+    replay(env, played)     the same Played, with nothing running but the environment's own code
+
+What an environment says must be what the record holds; a record of another environment, or one that was changed, is
+`BadInput` that names the first turn at which the two differ.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jax import Array
+
+from flowgrpo.contracts import HostEnv
+from flowgrpo.effects import Effect, recorded, replayed
+from flowgrpo.rollout.course import Course, call_reset, call_step
+from flowgrpo.rollout.keys import derive
+from flowgrpo.rollout.records import Played
+from flowgrpo.types import BadInput, Turn
+
+
+def replay(env: HostEnv, played: Played) -> Played:
+    """The trajectory that the record leads to: `played` itself, in everything but its seconds."""
+    course = Course(env, played.task, played.key, played.group, played.sample)
+    turns, trajectory = played.trajectory.turns, played.trajectory
+    retrace(course, derive([played.key], 0)[0][0], turns, played.log, played.lens)
+    if len(turns) > len(course.turns):  # its step returned nothing
+        _act(course, turns[-1])
+    course.log.extend(played.log[len(course.log) :])
+    if course.status is None:
+        tool = played.tools[-1] if played.tools else ""
+        course.cut(trajectory.status, played.reason, tool)
+    by_turn = bool(turns) and turns[0].reward is not None
+    correct = course.correct if played.scored is None else trajectory.correct
+    again = course.played(played.scored, correct, by_turn=by_turn, seconds=played.seconds)
+    _compare(again, played)
+    return again
+
+
+def retrace(course: Course, key: Array, turns: Sequence[Turn], log: Sequence[Effect], lens: Sequence[int]) -> None:
+    """Bring a fresh course to where `lens` ends: the reset, and the step of each turn that returned."""
+    if len(lens) not in (len(turns), len(turns) + 1) or sum(lens) > len(log):
+        raise BadInput(f"{len(turns)} turns, {len(log)} effects and lens {tuple(lens)} are of no one trajectory")
+    for index, size in enumerate(lens):
+        start = len(course.log)
+        own = log[start : start + size]
+        do, asked = recorded(replayed(own))
+        if index == 0:
+            following = call_reset(course.env, key, course.task, do)
+        else:
+            following = call_step(course.env, course.state, _act(course, turns[index - 1]), do)
+        if len(asked) != size:
+            raise BadInput(
+                f"{course.env.name} asked for {len(asked)} effects after turn {index}, the record has {size}"
+            )
+        course.log.extend(own)
+        course.heard(following)
+
+
+def _act(course: Course, turn: Turn) -> list[int]:
+    """The recorded action, where the environment says what the record says was said before it."""
+    number = len(course.turns)
+    if course.status is not None or course.following is None:
+        raise BadInput(f"{course.env.name} ends before turn {number} of the record: replay it with what recorded it")
+    chosen = np.asarray(turn.chosen, bool)
+    tokens = np.asarray(turn.tokens)
+    if tokens[~chosen].tolist() != list(course.following.said):
+        raise BadInput(f"{course.env.name} says other tokens before turn {number} than the record has")
+    action = tokens[chosen].tolist()
+    version = np.broadcast_to(turn.version, tokens.shape)[chosen].tolist()
+    course.acted(action, np.asarray(turn.logp_sampled)[chosen].tolist(), version)
+    return action
+
+
+def _compare(again: Played, played: Played) -> None:
+    """Raise `BadInput` where the environment judged otherwise than the record says."""
+    one, two = again.trajectory, played.trajectory
+    pairs = {
+        "tools": (again.tools, played.tools),
+        "errors": (again.errors, played.errors),
+        "output": (again.output, played.output),
+        "reason": (again.reason, played.reason),
+        "status": (one.status, two.status),
+        "outcome": (one.outcome, two.outcome),
+        "correct": (one.correct, two.correct),
+        "rewards": ([turn.reward for turn in one.turns], [turn.reward for turn in two.turns]),
+        "anchors": ([turn.anchor for turn in one.turns], [turn.anchor for turn in two.turns]),
+    }
+    for name, (mine, recorded_one) in pairs.items():
+        if mine != recorded_one:
+            raise BadInput(f"the replay's {name} are {mine!r:.120}, but the record's {recorded_one!r:.120}")

@@ -1,0 +1,242 @@
+"""A rollout under way, as the caller's thread runs it: members flow in, `Hosted` flows out.
+
+The other threads play one member or judge one group each, and only post what came of it. Nothing here waits for a
+thread: what does not return in its time is left behind in a daemon thread, and the reason says so (S3, S4).
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowgrpo.contracts import Do, HostEnv, Reward, Scored
+from flowgrpo.rollout.judging import judge_and_post
+from flowgrpo.rollout.member import Member, Submit, play, tool_of
+from flowgrpo.rollout.records import Hosted, Played, Unfinished
+from flowgrpo.types import COUNTS, BadInput, Fate, Ledger, Status
+
+ANSWERING = 1.0  # seconds that a request which can no longer be cancelled is given to be answered
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How trajectories are rolled out; `hosted` says what each means."""
+
+    env: HostEnv
+    submit: Submit
+    do: Do
+    reward: Reward | None
+    solved: Callable[[Scored], bool]
+    by_turn: bool
+    temperature: float
+    width: int
+    deadline: float | None
+    turn_deadline: float | None
+    judges: int
+    judge_deadline: float
+
+    def __post_init__(self):
+        for name in ("temperature", "width", "deadline", "turn_deadline", "judges", "judge_deadline"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise BadInput(f"{name}={value}, but must be greater than 0")
+
+
+@dataclass(eq=False)
+class Group:
+    """Members that have one deadline and are judged together."""
+
+    members: list[Member] = field(default_factory=list)
+    left: int = 0  # members that have not yet ended
+    ends_at: float | None = None
+    to_judge: list[Member] = field(default_factory=list)
+    judged_since: float = 0.0
+
+
+class Run:
+    """One rollout; `finish` runs it, `abandon` leaves everything behind that is still under way."""
+
+    def __init__(self, settings: Settings, members: list[Member], on_done: Callable[[Played], None] | None):
+        self.settings, self.members, self.on_done = settings, members, on_done
+        self.waiting = list(reversed(members))
+        self.playing: set[Member] = set()
+        self.groups: dict[int, Group] = {}
+        self.ready: list[Group] = []  # to be judged
+        self.judging: set[Group] = set()
+        self.events: queue.SimpleQueue = queue.SimpleQueue()
+        self.played: dict[int, Played] = {}
+        self.unfinished: dict[int, Unfinished] = {}
+        self.unused = 0  # tokens that were delivered too late to become a turn
+        self.began = time.monotonic()
+        self.seconds = {"rollout": 0.0, "playing": 0.0, "judging": 0.0}
+        for member in members:
+            group = self.groups.setdefault(member.course.group, Group())
+            group.members.append(member)
+            group.left += 1
+
+    def finish(self) -> Hosted:
+        """Play and judge until nothing is left."""
+        while self.waiting or self.playing or self.ready or self.judging:
+            self._start()
+            try:
+                kind, what = self.events.get(timeout=self._patience())
+            except queue.Empty:
+                pass
+            else:
+                self._handle(kind, what)
+            self._keep_deadlines()
+        self.seconds["rollout"] = time.monotonic() - self.began
+        return Hosted(
+            played=tuple(self.played[index] for index in sorted(self.played)),
+            unfinished=tuple(self.unfinished[index] for index in sorted(self.unfinished)),
+            ledger=Ledger(self.unused, {Fate.DROPPED_CANCELLED: self.unused} if self.unused else {}),
+            left_out=sum(not played.trajectory.turns for played in self.played.values()),
+            seconds=dict(self.seconds),
+        )
+
+    def abandon(self) -> None:
+        """Cancel what is under way; no thread changes or asks for anything from here on."""
+        for member in self.playing:
+            if member.stop() is not None and member.future is not None:
+                member.future.cancel()
+
+    # Starting and ending ------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Members while there is width, groups to be judged while there are judges."""
+        now, settings = time.monotonic(), self.settings
+        while self.waiting and len(self.playing) < settings.width:
+            member = self.waiting.pop()
+            group = self.groups[member.course.group]
+            if settings.deadline is not None and group.ends_at is None:
+                group.ends_at = now + settings.deadline
+            member.started = now
+            self.playing.add(member)
+            self._thread(f"{member.index}", play, member, settings.submit, settings.do, settings.temperature)
+        while self.ready and len(self.judging) < settings.judges:
+            group = self.ready.pop(0)
+            group.judged_since = now
+            self.judging.add(group)
+            outputs = [member.course.output or "" for member in group.to_judge]
+            tasks = [member.course.task for member in group.to_judge]
+            self._thread("judge", judge_and_post, group, settings.reward, tasks, outputs)
+
+    def _thread(self, name: str, target: Callable, *arguments) -> None:
+        # A daemon, so that what hangs in it keeps no interpreter from ending.
+        threading.Thread(
+            target=target, args=(*arguments, self._post), name=f"flowgrpo-rollout-{name}", daemon=True
+        ).start()
+
+    def _post(self, kind: str, what: Any) -> None:
+        self.events.put((kind, what))
+
+    def _handle(self, kind: str, what: Any) -> None:
+        if kind == "failed":
+            raise what
+        if kind == "ended":
+            self.playing.discard(what)
+            self._settle(what)
+        else:
+            group, verdicts = what
+            if group in self.judging:  # or else its deadline has passed
+                self._judged(group, verdicts)
+
+    def _settle(self, member: Member) -> None:
+        """A member has ended or is given back: judge its group where it was the last."""
+        course, group = member.course, self.groups[member.course.group]
+        self.seconds["playing"] = time.monotonic() - self.began
+        group.left -= 1
+        if member.index not in self.unfinished:
+            status = course.status
+            assert status is not None
+            if self.settings.reward is not None and course.turns and COUNTS[status]:
+                group.to_judge.append(member)
+            else:
+                self._record(member, None)
+        if not group.left:
+            group.ends_at = None
+            group.to_judge.sort(key=lambda member: member.index)
+            if group.to_judge:
+                self.ready.append(group)
+
+    def _judged(self, group: Group, verdicts: Sequence[Scored]) -> None:
+        self.judging.discard(group)
+        self.seconds["judging"] += time.monotonic() - group.judged_since
+        for member, scored in zip(group.to_judge, verdicts, strict=True):
+            self._record(member, scored)
+
+    def _record(self, member: Member, scored: Scored | None) -> None:
+        """The trajectory is complete."""
+        if scored is None:
+            correct = member.course.correct
+        else:
+            correct = scored.value is not None and bool(self.settings.solved(scored))
+        played = member.course.played(scored, correct, by_turn=self.settings.by_turn, seconds=member.seconds)
+        self.played[member.index] = played
+        if self.on_done is not None:
+            self.on_done(played)
+
+    # Deadlines ----------------------------------------------------------------------------------------
+
+    def _patience(self) -> float | None:
+        """Seconds until a deadline may fire; None where there is none."""
+        settings, ends = self.settings, [group.ends_at for group in self.groups.values() if group.ends_at is not None]
+        ends += [group.judged_since + settings.judge_deadline for group in self.judging]
+        now = time.monotonic()
+        if settings.turn_deadline is not None and self.playing:
+            calls = [member.since for member in self.playing if member.phase in ("reset", "step")]
+            # A call that begins while this thread waits ends later than any that is under way.
+            ends.append(min(calls, default=now) + settings.turn_deadline)
+        return max(min(ends) - now, 0.0) if ends else None
+
+    def _keep_deadlines(self) -> None:
+        """Stop what is late: calls of the environment, groups, verdicts."""
+        now, settings = time.monotonic(), self.settings
+        if settings.turn_deadline is not None:
+            for member in list(self.playing):
+                since = member.since
+                if member.phase in ("reset", "step") and now >= since + settings.turn_deadline:
+                    self._stop(member, f"the turn's {settings.turn_deadline:g} s", since)
+        for group in self.groups.values():
+            if group.ends_at is not None and now >= group.ends_at:
+                group.ends_at = None
+                for member in group.members:
+                    if member.index not in self.played and member not in group.to_judge:
+                        self._stop(member, f"the group's {settings.deadline:g} s")
+        for group in list(self.judging):
+            if now >= group.judged_since + settings.judge_deadline:
+                why = f"the reward did not return within {settings.judge_deadline:g} s"
+                self._judged(group, [Scored(None, why)] * len(group.to_judge))
+
+    def _stop(self, member: Member, limit: str, since: float | None = None) -> None:
+        """End a member that waits for an effect; give one back that waits for the engine, or for its turn to start."""
+        phase, course = member.stop(since), member.course
+        if phase is None:  # it has ended by itself, or went on
+            return
+        if phase in ("reset", "step"):
+            call = member.call
+            awaited = f"{call.kind} {call.name!r}" if call else f"the environment's {phase}"
+            # Before the first action nothing that happens is the policy's doing.
+            status = Status.TIMEOUT if phase == "step" else Status.TOOL_FAILURE
+            thread = f"left in the thread flowgrpo-rollout-{member.index}"
+            course.cut(status, f"{awaited} did not return within {limit}: {thread}", tool_of(call))
+        else:
+            self._cancel(member)
+            whole = member.given if phase in ("queued", "resumed") else None
+            self.unfinished[member.index] = whole or course.unfinished(member.seconds)
+        self.playing.discard(member)
+        if member in self.waiting:
+            self.waiting.remove(member)
+        self._settle(member)
+
+    def _cancel(self, member: Member) -> None:
+        """Cancel what a stopped member waits for; count what was delivered all the same."""
+        if member.future is None or member.future.cancel():
+            return
+        try:
+            self.unused += len(member.future.result(ANSWERING).tokens)
+        except (Exception, CancelledError):
+            return  # nothing was delivered
