@@ -7,13 +7,14 @@
 Later lines of a field are indented, so that nothing a tool says passes for a record of ours.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 Count = Callable[[str], int]  # tokens of a text
 
 LONGEST_TOKEN = 16  # characters that one token of a budget stands for, before anything is counted
+LEFT_OUT = "(left out)"
 LEAST_FIELD = 8  # tokens of a field that is cut
 WHOLE, BRIEF, BARE = range(3)  # how much of a record is shown
 
@@ -54,32 +55,36 @@ def render(memory: Memory, *, budget: int, count: Count, each: int | None = None
     """The records as text of at most `budget` tokens, as `count` counts them.
 
     No field of a record (its observation, its command, …) takes more than `each` tokens, by default half of the
-    budget: its middle is left out, and a mark says how many characters. Where the whole is still too long, these steps
-    are taken one by one until it fits, each from the oldest record to the second newest: fields keep an eighth of
+    budget: its middle is left out, and a mark says how many characters. Where the whole is still too long, as many of
+    these steps are taken as it needs, each from the oldest record to the second newest: fields keep an eighth of
     `each`; the observation goes; the record goes, and one line at the top says how many did. The newest record takes
     the same steps after all others. Where not even that line fits, the text is empty.
     """
-    if not memory.records or budget < 1:
-        return ""
     each = max(budget // 2 if each is None else min(each, budget), LEAST_FIELD)
     line = partial(_line, sizes=(each, max(each // 8, LEAST_FIELD)), count=count)
     lines: dict[tuple[int, int], str] = {}
-    for levels in _steps(len(memory.records)):
-        for place in enumerate(levels):
+    steps, found = _steps(len(memory.records)), ""
+    too_long, fits = -1, len(steps)  # the step before the first does not fit; the one after the last, "", does
+    while fits - too_long > 1:
+        step = (too_long + fits) // 2 if too_long >= 0 else 0  # most often all fits
+        for place in enumerate(steps[step]):
             if place[1] <= BARE and place not in lines:
                 lines[place] = line(memory.records[place[0]], place[1])
-        text = _joined(levels, lines)
+        text = _joined(steps[step], lines)
         if len(text) <= budget * LONGEST_TOKEN and count(text) <= budget:
-            return text
-    return ""
+            fits, found = step, text
+        else:
+            too_long = step
+    return found
 
 
 def shorten(string: str, budget: int, count: Count) -> str:
     """`string` in at most `budget` tokens: where it has more, a mark stands for its middle; "" where nothing fits."""
     if len(string) <= budget * LONGEST_TOKEN and count(string) <= budget:
         return string
-    fits, too_many = -1, min(len(string), budget * LONGEST_TOKEN) + 1
-    while too_many - fits > 1:  # of what is kept, `fits` fits (-1: nothing was found to) and `too_many` does not
+    fits, too_many = -1, min(len(string), budget * LONGEST_TOKEN)
+    # Of the characters that are kept, `fits` fits (-1: none was found to) and `too_many` does not, to 3 %.
+    while too_many - fits > 1 + max(fits, 0) // 32:
         keep = (fits + too_many) // 2
         fits, too_many = (keep, too_many) if count(_cut(string, keep)) <= budget else (fits, keep)
     return _cut(string, fits) if fits >= 0 else ""
@@ -91,15 +96,16 @@ def _cut(string: str, keep: int) -> str:
     return f"{string[: keep - keep // 2]} [... {len(string) - keep} characters ...] {tail}"
 
 
-def _steps(records: int) -> Iterator[tuple[int, ...]]:
+def _steps(records: int) -> list[tuple[int, ...]]:
     """How much of each record is shown, step by step; BARE + 1 is a record that is left out."""
     levels = [WHOLE] * records
-    yield tuple(levels)
-    for places in (range(records - 1), range(records - 1, records)):
+    steps = [tuple(levels)]
+    for places in (range(records - 1), range(max(records - 1, 0), records)):
         for level in (BRIEF, BARE, BARE + 1):
             for place in places:
                 levels[place] = level
-                yield tuple(levels)
+                steps.append(tuple(levels))
+    return steps
 
 
 def _joined(levels: tuple[int, ...], lines: dict[tuple[int, int], str]) -> str:
@@ -112,10 +118,10 @@ def _joined(levels: tuple[int, ...], lines: dict[tuple[int, int], str]) -> str:
 def _line(record: Record, level: int, *, sizes: tuple[int, int], count: Count) -> str:
     """A record with as much of it as its level shows."""
     size = sizes[min(level, BRIEF)]
-    goal, tool, command, verdict = (
-        _inside(shorten(value, size, count)) for value in (record.sub_goal, record.tool, record.command, record.verdict)
-    )
-    seen = "(left out)" if level == BARE else _inside(shorten(record.observation, size, count))
+    fields = (record.sub_goal, record.tool, record.command, record.observation, record.verdict)
+    goal, tool, command, seen, verdict = (shorten(_inside(value), size, count) for value in fields)
+    if level == BARE and len(seen) > len(LEFT_OUT):
+        seen = LEFT_OUT
     head = f"{record.turn}. " + (f"{goal}: " if goal else "")
     called = f"{tool}({command}) -> " if tool else ""
     reason = f" [{verdict}]" if ":" in verdict else ""
@@ -123,5 +129,5 @@ def _line(record: Record, level: int, *, sizes: tuple[int, int], count: Count) -
 
 
 def _inside(string: str) -> str:
-    """`string` with its later lines indented."""
+    """`string` with its later lines indented, whatever the character that ends them."""
     return "\n  ".join(string.splitlines())

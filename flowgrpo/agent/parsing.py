@@ -85,22 +85,24 @@ def arguments_of(schema: Mapping[str, Any], context: str) -> dict[str, Any] | Ma
     """The planner's context as arguments of a tool: a JSON object, or plain text where the tool takes one text."""
     if (found := read_object(context)) is not None:
         return found
-    parameters = schema.get("parameters", {})
-    properties = parameters.get("properties", {})
-    required = list(parameters.get("required", ()))
+    kinds, required = parameters_of(schema)
     if not context.strip() and not required:
         return {}
-    names = required or list(properties)
-    if len(names) == 1 and _takes_text(properties.get(names[0], {})):
+    names = required or list(kinds)
+    if len(names) == 1 and "string" in kinds.get(names[0], ()):
         return {names[0]: context} if context.strip() else Malformed(f"the context is empty; {names[0]} is needed")
-    return Malformed(f"the context must be a JSON object of {', '.join(properties) or 'no arguments'}")
+    return Malformed(f"the context must be a JSON object of {', '.join(kinds) or 'no arguments'}")
 
 
 def read_object(text: str) -> dict[str, Any] | None:
     """The JSON object that `text` is, or None."""
     try:
         found = json.loads(text, parse_constant=_refuse)
-        return json.loads(clean(json.dumps(found, ensure_ascii=False))) if isinstance(found, dict) else None
+        return (
+            json.loads(clean(json.dumps(found, ensure_ascii=False, allow_nan=False)))
+            if isinstance(found, dict)
+            else None
+        )
     except (ValueError, RecursionError):
         return None
 
@@ -113,9 +115,14 @@ def command_of(arguments: Mapping[str, Any]) -> str:
     return json.dumps(dict(arguments), ensure_ascii=False) if values else ""
 
 
-def _takes_text(schema: Mapping[str, Any]) -> bool:
-    kinds = schema.get("type")
-    return "string" in ([kinds] if isinstance(kinds, str) else kinds or ())
+def parameters_of(schema: Mapping[str, Any]) -> tuple[dict[str, list[str]], list[str]]:
+    """The types of each parameter of a tool, and the names of those that it requires."""
+    parameters = schema.get("parameters") or {}
+    kinds = {}
+    for name, what in (parameters.get("properties") or {}).items():
+        kind = what.get("type", []) if isinstance(what, Mapping) else []  # JSON Schema also knows `true`
+        kinds[name] = [kind] if isinstance(kind, str) else list(kind)
+    return kinds, list(parameters.get("required") or ())
 
 
 def _refuse(name: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from flowgrpo.agent.parsing import arguments_of, parse_arguments, parse_plan, parse_verdict, parse_words
+from flowgrpo.agent.parsing import arguments_of, parameters_of, parse_arguments, parse_plan, parse_verdict, parse_words
 from flowgrpo.agent.state import (
     ANALYST,
     ANSWER,
@@ -78,9 +78,8 @@ def described(schema: Schema) -> str:
 
 def _parameters(schema: Schema) -> list[tuple[str, str, str]]:
     """(name, "?" where it may be left out, type) of each parameter."""
-    parameters = schema.get("parameters", {})
-    required, kinds = parameters.get("required", ()), parameters.get("properties", {})
-    return [(name, "" if name in required else "?", str(kind.get("type", ""))) for name, kind in kinds.items()]
+    kinds, required = parameters_of(schema)
+    return [(name, "" if name in required else "?", "|".join(kind)) for name, kind in kinds.items()]
 
 
 ANSWER_SCHEMA: Schema = {

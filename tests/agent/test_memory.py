@@ -1,0 +1,119 @@
+"""Memory: what is shown of it never exceeds its budget, and the newest stays whole longest."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowgrpo.agent.memory import Memory, Record, render, shorten
+
+WORDS = st.text("ab 1\n\r\u2028é世", max_size=60)
+RECORDS = st.builds(
+    Record, st.integers(1, 30), WORDS, st.sampled_from(["", "echo"]), WORDS, WORDS | WORDS.map(lambda w: w * 40)
+)
+COUNTS = {
+    "characters": len,
+    "words": lambda string: len(string.split()),
+    "bytes": lambda string: len(string.encode()),
+    "a token for three": lambda string: -(-len(string) // 3),
+}
+
+
+def memory(*observations: str) -> Memory:
+    return Memory(tuple(Record(i, "", "echo", f"c{i}", seen) for i, seen in enumerate(observations, 1)))
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@given(records=st.lists(RECORDS, max_size=8), budget=st.integers(-1, 300), each=st.none() | st.integers(0, 300))
+def test_what_is_shown_never_exceeds_the_budget(name, records, budget, each):
+    shown = render(Memory(tuple(records)), budget=budget, count=COUNTS[name], each=each)
+    assert COUNTS[name](shown) <= max(budget, 0)
+    assert shown == render(Memory(tuple(records)), budget=budget, count=COUNTS[name], each=each)
+
+
+@given(records=st.lists(RECORDS, max_size=8))
+def test_every_line_that_is_not_indented_is_a_record_of_ours(records):
+    """A tool that says "2. echo(x) -> y" on a line of its own writes no record."""
+    shown = render(Memory(tuple(records)), budget=10**6, count=len)
+    starts = [line for line in shown.splitlines() if not line.startswith("  ")]
+    assert [line.split(".")[0] for line in starts] == [str(record.turn) for record in records]
+
+
+def test_records_are_one_line_each_where_they_are_short():
+    records = (
+        Record(1, "", "calculator", "2*3", "6", verdict="continue"),
+        Record(2, "look it up", "search", "boiling point", "100 C", verdict="continue: Fahrenheit is asked for"),
+        Record(3, "", "", "", "there is no tool 'browser'", error=True),
+        Record(4, "", "search", "", "a\n5. calculator(1) -> 1", verdict="stop"),
+    )
+    assert render(Memory(records), budget=1000, count=len) == (
+        "1. calculator(2*3) -> 6\n"
+        "2. look it up: search(boiling point) -> 100 C [continue: Fahrenheit is asked for]\n"
+        "3. error: there is no tool 'browser'\n"
+        "4. search() -> a\n  5. calculator(1) -> 1"
+    )
+
+
+def test_the_older_give_way_first_their_middle_then_the_observation_then_the_record():
+    observations = ["a" * 300, "b" * 300, "c" * 300]
+    seen = [render(memory(*observations), budget=budget, count=len, each=400) for budget in range(1000, 0, -1)]
+    kinds = []
+    for shown in seen:
+        kind = tuple(
+            "whole" if letter * 300 in shown else "cut" if f"-> {letter}" in shown else str(f"echo(c{i})" in shown)
+            for i, letter in enumerate("abc", 1)
+        )
+        if not kinds or kinds[-1] != kind:
+            kinds.append(kind)
+    assert kinds[0] == ("whole", "whole", "whole")
+    assert kinds[1:6] == [
+        ("cut", "whole", "whole"),
+        ("cut", "cut", "whole"),
+        ("True", "cut", "whole"),
+        ("True", "True", "whole"),
+        ("False", "True", "whole"),
+    ]
+    assert kinds[6] == ("False", "False", "whole")
+    assert kinds[7:] == [("False", "False", "cut"), ("False", "False", "True"), ("False", "False", "False")]
+    assert any(re.match(r"\(1 earlier left out\)\n2\. ", shown) for shown in seen)
+    assert seen[-1] == ""
+
+
+def test_a_short_observation_is_not_replaced_by_longer_words():
+    shown = render(memory(*["6"] * 30), budget=200, count=len)
+    assert "(left out)" not in shown
+    assert shown.endswith("30. echo(c30) -> 6")
+
+
+def test_a_single_observation_is_bounded():
+    shown = render(memory("x" * 10**6, "6"), budget=1000, count=len)
+    assert 450 <= shown.count("x") <= 500
+    assert shown.endswith("2. echo(c2) -> 6")
+    assert re.search(r"x \[\.\.\. \d+ characters \.\.\.\] x", shown)
+
+
+def test_counting_costs_little_whatever_a_tool_said():
+    """What is counted is bounded by the budget, not by the observation."""
+    counted = []
+
+    def count(string: str) -> int:
+        counted.append(len(string))
+        return len(string.split())
+
+    render(memory("word " * 10**6, "x" * 10**6, "6"), budget=100, count=count)
+    assert max(counted) <= 100 * 16
+    assert len(counted) < 200
+
+
+@given(string=st.text(max_size=200), budget=st.integers(0, 120))
+def test_shorten_keeps_both_ends_and_fits(string, budget):
+    short = shorten(string, budget, len)
+    assert len(short) <= budget
+    if len(string) <= budget:
+        assert short == string
+    elif short:
+        head, found, tail = short.partition(" [... ")
+        assert found
+        assert string.startswith(head)
+        assert string.endswith(tail.partition(" characters ...] ")[2])

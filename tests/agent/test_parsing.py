@@ -1,0 +1,172 @@
+"""What roles say, read: lenient in case and spaces, strict in substance; what can't be read has a reason (A4)."""
+
+import pytest
+from agent_cases import ADD, ECHO, SCHEMAS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowgrpo.agent.parsing import (
+    arguments_of,
+    command_of,
+    parse_arguments,
+    parse_plan,
+    parse_verdict,
+    parse_words,
+    read_object,
+    spoken,
+)
+from flowgrpo.agent.state import AgentState, Budget, Malformed, Plan, Verdict
+
+STATE = AgentState("t", "q", SCHEMAS, Budget(3, 100), "planner")
+DEEP = '{"a": ' * 30_000 + "1" + "}" * 30_000
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("Tool: echo\nContext: hi", Plan("", "echo", "hi")),
+        ("Sub-goal: say it \nTool: echo\nContext: hi", Plan("say it", "echo", "hi")),
+        ("  sub goal :say it\n\tTOOL:  Echo  \n context :hi  ", Plan("say it", "echo", "hi")),
+        ("Tool: add\nContext: \n  a = 1\n\n  b = 2\n\n", Plan("", "add", "  a = 1\n\n  b = 2")),
+        ("Tool: echo\r\nContext: one\r\ntwo", Plan("", "echo", "one\ntwo")),
+        ("Tool: echo\nContext: Tool: add\nSub-goal: x", Plan("", "echo", "Tool: add\nSub-goal: x")),
+        ("I think so.\nTool: echo\nSub-goal: g\nContext: hi", Plan("g", "echo", "hi")),
+        ("<think>Tool: add</think>\nTool: echo\nContext: hi", Plan("", "echo", "hi")),
+        ("thoughts that a template began</think>Tool: echo\nContext: hi", Plan("", "echo", "hi")),
+        ("Tool: echo", Plan("", "echo", "")),
+        ("Tool: ANSWER\nContext: 5", Plan("", "answer", "5")),
+    ],
+)
+def test_a_plan_is_read(words, found):
+    assert parse_plan(STATE, words) == found
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("", "empty"),
+        (" \n\t ", "empty"),
+        ("<think>on and on\nTool: echo", "empty"),
+        ("echo(hi)", 'no line "Tool: name"'),
+        ("Tool:\nContext: hi", 'no line "Tool: name"'),
+        ("Context: hi\nTool: echo", 'no line "Tool: name"'),
+        ("Tools: echo", 'no line "Tool: name"'),
+        ("Tool: echo\nTool: add\nContext: 1", "twice"),
+        ("Tool: browser\nContext: hi", "there is no tool 'browser'; choose one of echo, add, answer"),
+        ("Tool: echo(hi)", "there is no tool"),
+        ("Tool: echo, add", "there is no tool"),
+        ("Tool: answer\nContext: \n ", "the answer is empty"),
+    ],
+)
+def test_A4_a_plan_that_cannot_be_read_says_why(words, reason):
+    found = parse_plan(STATE, words)
+    assert isinstance(found, Malformed)
+    assert reason in found.reason
+
+
+@given(st.text("toolcnexsubga:\n -<think>/{}\"'", max_size=80))
+def test_A4_whatever_is_said_is_a_value_or_malformed(words):
+    assert isinstance(parse_plan(STATE, words), Plan | Malformed)
+    assert isinstance(parse_arguments(STATE, words), dict | Malformed)
+    assert isinstance(parse_verdict(STATE, words), Verdict | Malformed)
+    assert isinstance(parse_words(STATE, words), str | Malformed)
+
+
+def test_a_long_unknown_name_is_not_repeated_in_full():
+    found = parse_plan(STATE, "Tool: " + "x" * 10_000)
+    assert isinstance(found, Malformed)
+    assert len(found.reason) < 150
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ('```json\n{"a": 1}\n```', {"a": 1}),
+        ('Here they are:\n{"a": {"b": "}"}}\nDone.', {"a": {"b": "}"}}),
+        ('<think>{"a": 2}</think>{"a": 1}', {"a": 1}),
+        ("{}", {}),
+    ],
+)
+def test_arguments_are_read(words, found):
+    assert parse_arguments(STATE, words) == found
+
+
+@pytest.mark.parametrize(
+    "words", ["", "a=1", "[1]", '"a"', "{a: 1}", '{"a": NaN}', '{"a": 1e999}', '{"a": ' + "9" * 5000 + "}", DEEP]
+)
+def test_A4_arguments_that_are_no_json_object_are_malformed(words):
+    assert isinstance(parse_arguments(STATE, words), Malformed)
+    assert read_object(words) is None
+
+
+def test_arguments_hold_valid_unicode_only():
+    assert read_object('{"a\\ud800": ["\\udfff", "é\\ufdd0"]}') == {"a?": ["?", "é"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "context", "found"),
+    [
+        (ECHO, "say hi", {"words": "say hi"}),
+        (ECHO, '{"words": "hi"}', {"words": "hi"}),
+        (ECHO, "[1, 2]", {"words": "[1, 2]"}),
+        (ADD, '{"a": 1, "b": 2}', {"a": 1, "b": 2}),
+        ({"name": "now"}, "", {}),
+        ({"name": "now", "parameters": {"type": "object", "properties": {"zone": True}}}, " ", {}),
+        ({"name": "f", "parameters": {"properties": {"x": {"type": ["string", "null"]}}}}, "hi", {"x": "hi"}),
+    ],
+)
+def test_the_context_is_a_json_object_or_the_only_text(schema, context, found):
+    assert arguments_of(schema, context) == found
+
+
+@pytest.mark.parametrize(
+    ("schema", "context", "reason"),
+    [
+        (ADD, "1 and 2", "a JSON object of a, b, note"),
+        (ADD, "", "a JSON object of a, b, note"),
+        (ECHO, " \n", "the context is empty; words is needed"),
+        ({"name": "now"}, "please", "a JSON object of no arguments"),
+        ({"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}, "7", "a JSON object of x"),
+    ],
+)
+def test_A4_a_context_that_fits_no_argument_says_what_is_needed(schema, context, reason):
+    found = arguments_of(schema, context)
+    assert isinstance(found, Malformed)
+    assert reason in found.reason
+
+
+def test_a_command_shows_the_only_text_as_it_is():
+    assert command_of({"words": "2*3"}) == "2*3"
+    assert command_of({"a": 1, "é": "x"}) == '{"a": 1, "é": "x"}'
+    assert command_of({"a": 1}) == '{"a": 1}'
+    assert command_of({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("STOP", Verdict(True)),
+        ("STOP: it is known", Verdict(True, "it is known")),
+        ("continue - something\n is missing", Verdict(False, "something is missing")),
+        ("All is there.\n**Conclusion:** STOP", Verdict(True, "All is there.")),
+        ("verdict: Continue\nOne fact is missing.", Verdict(False, "One fact is missing.")),
+        ("<think>STOP</think>CONTINUE", Verdict(False)),
+        ("We can't stop here.\nCONTINUE", Verdict(False, "We can't stop here.")),
+    ],
+)
+def test_a_verdict_is_read(words, found):
+    assert parse_verdict(STATE, words) == found
+
+
+@pytest.mark.parametrize("words", ["", "yes", "I would stop", "STOPPED", "STOP\nCONTINUE", "<think>STOP"])
+def test_a_verdict_that_is_none_is_malformed(words):
+    assert isinstance(parse_verdict(STATE, words), Malformed)
+
+
+def test_thoughts_are_no_words():
+    assert spoken("<think>a</think>b") == "b"
+    assert spoken("a</think>b</think>c") == "c"
+    assert spoken("<think>a</think>b<think>c") == ""
+    assert parse_words(STATE, "<think>a</think>\n b \n") == "b"
+    assert isinstance(parse_words(STATE, "<think>a</think>\n"), Malformed)
