@@ -7,9 +7,14 @@ BM25 (Robertson and Zaragoza, 2009) by the package bm25s, over words in lower ca
 words. Equal scores stand in the order of the corpus, so that equal queries give equal answers.
 """
 
+import importlib.util
+import logging
 import re
+import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,10 +86,7 @@ def words_of(text: str) -> list[str]:
 
 
 def _index(passages: Sequence[Passage], k1: float, b: float) -> _Index:
-    try:
-        import bm25s
-    except ImportError as error:
-        raise BadInput("search needs the package bm25s: pip install 'flowgrpo[search]'") from error
+    bm25s = _bm25s()
     texts = [words_of(f"{passage.title} {passage.text}") for passage in passages]
     words = sorted({word for text in texts for word in text})
     if not words:
@@ -94,6 +96,36 @@ def _index(passages: Sequence[Passage], k1: float, b: float) -> _Index:
     ids = [[number[word] for word in text] for text in texts]
     scorer.index((ids, number), create_empty_token=False, show_progress=False)
     return _Index(passages, scorer)
+
+
+def _bm25s() -> ModuleType:
+    """The package. Its module `selection` runs a JAX operation when it is imported, which would start JAX's backend
+    before anybody could set its flags; a stand-in has that wait until somebody asks for it, which is never here."""
+    if "bm25s" not in sys.modules:
+        stand_in: Any = ModuleType("bm25s.selection")
+        stand_in.__getattr__ = _selection
+        sys.modules.setdefault("bm25s.selection", stand_in)
+    try:
+        import bm25s
+    except ImportError as error:
+        del sys.modules["bm25s.selection"]
+        raise BadInput("search needs the package bm25s: pip install 'flowgrpo[search]'") from error
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it asks for DEBUG, whatever the program's own level
+    return bm25s
+
+
+def _selection(name: str) -> Any:
+    """What the stand-in stands for."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    import bm25s
+
+    spec = importlib.util.spec_from_file_location("bm25s.selection", Path(bm25s.__file__).with_name("selection.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
 
 
 def _line(rank: int, passage: Passage) -> str:
