@@ -83,10 +83,16 @@ def shorten(string: str, budget: int, count: Count) -> str:
     if len(string) <= budget * LONGEST_TOKEN and count(string) <= budget:
         return string
     fits, too_many = -1, min(len(string), budget * LONGEST_TOKEN)
+    start = string[: 2 * max(budget, 1)]
+    guess = len(start) * budget // max(count(start), 1)
     # Of the characters that are kept, `fits` fits (-1: none was found to) and `too_many` does not, to 3 %.
     while too_many - fits > 1 + max(fits, 0) // 32:
-        keep = (fits + too_many) // 2
-        fits, too_many = (keep, too_many) if count(_cut(string, keep)) <= budget else (fits, keep)
+        keep = guess if fits < guess < too_many else (fits + too_many) // 2
+        tokens = count(_cut(string, keep))
+        fits, too_many = (keep, too_many) if tokens <= budget else (fits, keep)
+        if budget * 15 // 16 <= tokens <= budget:
+            break
+        guess = keep * budget * 31 // (32 * max(tokens, 1))
     return _cut(string, fits) if fits >= 0 else ""
 
 
