@@ -108,7 +108,7 @@ def _bm25s() -> ModuleType:
     try:
         import bm25s
     except ImportError as error:
-        del sys.modules["bm25s.selection"]
+        sys.modules.pop("bm25s.selection", None)
         raise BadInput("search needs the package bm25s: pip install 'flowgrpo[search]'") from error
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # it asks for DEBUG, whatever the program's own level
     return bm25s

@@ -1,0 +1,204 @@
+"""Search over a local corpus: what is found, where it stands, and what is wrong with a corpus."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowgrpo.contracts import Call, Result
+from flowgrpo.tools.corpus import Corpus, Document, passages_of
+from flowgrpo.tools.search import read_corpus, search, words_of
+from flowgrpo.tools.toolset import toolset
+from flowgrpo.types import BadInput
+
+
+def corpus_of(*texts):
+    return Corpus(tuple(Document(f"t{i}", text, "file", i, False) for i, text in enumerate(texts, 1)))
+
+
+def ask(tool, query):
+    with toolset([tool]) as tools:
+        return tools.do(Call("tool", "search", {"query": query}))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "a.md").write_text("# Paris\n\nParis is the capital\nof France.\n\n## Lyon ##\nLyon is a city.\n")
+    (tmp_path / "b.txt").write_text("Berlin is in Germany.\n\n\n\nRome is in\nItaly.")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "c.jsonl").write_text(
+        '{"title": "Oslo", "text": "Capital of\\nNorway", "id": 3}\n\n{"text": "nothing else"}\n'
+    )
+    (tmp_path / "d.bin").write_bytes(b"\xff\xfe")
+    return tmp_path
+
+
+# Corpora ----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_holds_records_and_paragraphs_with_their_places(folder):
+    found = [(d.title, d.text, d.file, d.line) for d in read_corpus(folder).documents]
+    assert found == [
+        ("Paris", "Paris is the capital\nof France.", "a.md", 3),
+        ("Lyon", "Lyon is a city.", "a.md", 7),
+        ("b", "Berlin is in Germany.", "b.txt", 1),
+        ("b", "Rome is in\nItaly.", "b.txt", 5),
+        ("Oslo", "Capital of\nNorway", "sub/c.jsonl", 1),
+        ("", "nothing else", "sub/c.jsonl", 3),
+    ]
+
+
+def test_one_file_is_a_corpus(folder):
+    assert [d.file for d in read_corpus(folder / "sub" / "c.jsonl").documents] == ["c.jsonl"] * 2
+    assert [d.title for d in read_corpus(str(folder / "a.md")).documents] == ["Paris", "Lyon"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"text": "a"}\n{"text": }', "line 2: this is no JSON"),
+        (b'{"text": "a"}\n\n[1]', "line 3: this is no object"),
+        (b'{"title": "a"}', "line 1: field 'text'"),
+        (b'{"text": "  "}', "line 1: field 'text'"),
+        (b'{"text": 3}', "line 1: field 'text'"),
+        (b'{"text": "a", "title": 3}', "line 1: field 'title'"),
+        (b'{"text": "a"}\n{"text": "\xff"}', "line 2: this is not UTF-8"),
+        (b"[" * 100_000, "line 1: this is no JSON"),
+        (b"\n\n", "no text"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_file_and_field(tmp_path, content, words):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(BadInput, match=words) as refusal:
+        read_corpus(path)
+    assert str(path) in str(refusal.value)
+
+
+def test_no_file_and_no_text_are_refused(tmp_path):
+    with pytest.raises(BadInput, match="no such file"):
+        read_corpus(tmp_path / "nowhere")
+    with pytest.raises(BadInput, match=r"no \.txt"):
+        read_corpus(tmp_path)
+    with pytest.raises(BadInput, match="no words"):
+        search(Corpus((Document("", "... --", "file", 1, False),)))
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(BadInput, match="no text"):
+        read_corpus(tmp_path)
+
+
+def test_pieces_overlap_and_know_their_line():
+    document = Document("t", "a b\nc d e\nf g", "x.txt", 10, True)
+    pieces = [(p.text, p.place) for p in passages_of(Corpus((document,)), 3, 1)]
+    assert pieces == [("a b c", "x.txt:10"), ("c d e", "x.txt:11"), ("e f g", "x.txt:11")]
+
+
+@given(st.integers(1, 60), st.integers(1, 12), st.integers(0, 11))
+def test_every_word_is_in_a_piece_and_no_piece_is_too_long(count, words, overlap):
+    overlap = min(overlap, words - 1)
+    text = [str(i) for i in range(count)]
+    pieces = [p.text.split() for p in passages_of(corpus_of(" ".join(text)), words, overlap)]
+    assert all(0 < len(piece) <= words for piece in pieces)
+    assert [word for i, piece in enumerate(pieces) for word in piece[overlap if i else 0 :]] == text
+
+
+# Queries ----------------------------------------------------------------------------------------------
+
+
+def test_passages_are_numbered_and_lead_back_to_their_place(folder):
+    assert ask(search(read_corpus(folder)), "capital of France") == Result(
+        "[1] Paris: Paris is the capital of France. (a.md:3)\n[2] Oslo: Capital of Norway (sub/c.jsonl:1)"
+    )
+
+
+def test_a_title_is_searched_and_a_missing_one_leaves_no_mark(folder):
+    tool = search(read_corpus(folder), top=1)
+    assert ask(tool, "oslo").text.startswith("[1] Oslo: ")
+    assert ask(tool, "nothing").text == "[1] nothing else (sub/c.jsonl:3)"
+
+
+def test_finding_nothing_is_said_and_is_no_error(folder):
+    result = ask(search(read_corpus(folder)), "Madagascar")
+    assert result.text.startswith("Nothing was found")
+    assert not result.error
+
+
+@pytest.mark.parametrize("query", ["", " ?! ", "x" * 1001])
+def test_a_query_without_words_or_too_long_is_an_error(folder, query):
+    assert ask(search(read_corpus(folder)), query).error
+
+
+def test_equal_scores_stand_in_the_order_of_the_corpus():
+    tool = search(corpus_of(*["same words here"] * 9, "other"), top=4)
+    assert [line.split(":")[0] for line in ask(tool, "words").text.split("\n")] == [f"[{i}] t{i}" for i in (1, 2, 3, 4)]
+
+
+def test_scores_are_those_of_bm25():
+    texts = ["a b b c", "a a d", "b c c c c e f g", "d e"]
+    k1, b, query = 1.2, 0.6, ["b", "c"]
+    documents = [words_of(f"t{i} {text}") for i, text in enumerate(texts, 1)]
+    mean = sum(map(len, documents)) / len(documents)
+
+    def score(document):
+        total = 0.0
+        for word in query:
+            holders = sum(word in other for other in documents)
+            inverse = math.log(1 + (len(documents) - holders + 0.5) / (holders + 0.5))
+            count = document.count(word)
+            total += inverse * count / (count + k1 * (1 - b + b * len(document) / mean))
+        return total
+
+    scores = [score(document) for document in documents]
+    order = [i for i in sorted(range(4), key=lambda i: -scores[i]) if scores[i] > 0]
+    found = ask(search(corpus_of(*texts), top=4, k1=k1, b=b), " ".join(query)).text.split("\n")
+    assert [line.split(":")[0] for line in found] == [f"[{rank}] t{i + 1}" for rank, i in enumerate(order, 1)]
+    assert len(found) == 2
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=8), min_size=1, max_size=8), st.text(max_size=9)
+)
+def test_equal_queries_give_equal_answers_that_hold_a_word_of_the_query(texts, query):
+    tool = search(corpus_of(*(" ".join(text) for text in texts)))
+    first, again = ask(tool, query), ask(search(corpus_of(*(" ".join(text) for text in texts))), query)
+    assert first == again
+    for line in first.text.split("\n") if first.text.startswith("[1]") else []:
+        assert set(words_of(query)) & set(words_of(line))
+
+
+@pytest.mark.parametrize("settings", [{"top": 0}, {"chunk_words": 0}, {"overlap": 100}, {"b": 2}, {"k1": -1}])
+def test_settings_out_of_range_are_refused(settings):
+    with pytest.raises(BadInput, match="search: "):
+        search(corpus_of("a"), **settings)
+
+
+def test_the_index_starts_no_jax_and_prints_nothing(tmp_path):
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": "a b c"}))
+    program = f"""
+import logging
+logging.basicConfig(level=logging.DEBUG)
+from flowgrpo.tools.search import read_corpus, search
+tool = search(read_corpus({str(tmp_path)!r}))
+assert tool.call({{"query": "b"}}) == "[1] a b c (c.jsonl:1)"
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+import bm25s, numpy
+index = bm25s.BM25()
+index.index([["a", "b"], ["b", "c"]], show_progress=False)
+assert index.retrieve([["c"]], k=1, show_progress=False, backend_selection="numpy")[0][0][0] == 1  # still whole
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (0, ""), ran.stderr
+    assert "bm25s" not in ran.stderr
+
+
+def test_a_missing_package_names_its_extra(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "bm25s"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    with pytest.raises(BadInput, match="flowgrpo\\[search\\]"):
+        search(corpus_of("a"))
