@@ -35,9 +35,10 @@ def speaker(
     top_k: int = 64,
     deadline: float | None = 60.0,
 ) -> Do:
-    """A frozen model on an engine. Its key follows from the seed of the call; `top_k=1` is greedy.
+    """A frozen model on an engine, of which a slot holds `prompt_tokens` and `max_tokens` together.
 
-    A prompt of more than `prompt_tokens`, or one that its template refuses, is an error of the caller.
+    Its key follows from the seed of the call. `top_k=1` is greedy, and needs an engine with `kept`. A prompt of more
+    than `prompt_tokens`, or one that its template refuses, is an error of the caller.
     """
     if max_tokens < 1 or prompt_tokens < 1 or not 0 < temperature < math.inf:
         given = f"max_tokens={max_tokens}, prompt_tokens={prompt_tokens}, temperature={temperature}"
@@ -81,9 +82,7 @@ def _speak(text: Text, generate: Generate, most: int, settings: Mapping[str, Any
     request = Request(tokens, _key(call.seed), stop_ids=text.stop_ids, **settings)
     try:
         (completion,) = generate([request])
-    except BadInput as error:
-        return Result(str(error), error=True)
-    except Exception as error:  # an engine that was closed or has failed
+    except Exception as error:  # an engine that is closed, has failed, or is not made for such requests
         return _failure(call, f"{type(error).__name__}: {error}")
     if completion.finish_reason not in ("stop", "length"):
         return _failure(call, f"it ended with {completion.finish_reason!r}")
