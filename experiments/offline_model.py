@@ -20,7 +20,7 @@ TEMPLATE = (
 SHAPE: Mapping[str, Any] = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "head_dim": 32}
 
 
-def write_tokenizer(folder: Path, texts: Iterable[str], *, vocab_size: int = 768) -> None:
+def write_tokenizer(folder: Path, texts: Iterable[str], *, vocab_size: int = 1024) -> None:
     """Byte-pair encoding learned from these texts, digits apart, so that any text can be written and read."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -47,9 +47,11 @@ def write_tokenizer(folder: Path, texts: Iterable[str], *, vocab_size: int = 768
     fast.save_pretrained(folder)
 
 
-def write_model(folder: Path, texts: Iterable[str], *, seed: int, shape: Mapping[str, Any] = SHAPE) -> None:
+def write_model(
+    folder: Path, texts: Iterable[str], *, seed: int, shape: Mapping[str, Any] = SHAPE, vocab_size: int = 1024
+) -> None:
     """Tokenizer, configuration and random weights."""
-    write_tokenizer(folder, texts)
+    write_tokenizer(folder, texts, vocab_size=vocab_size)
     text = load_text(folder)
     heads = shape["hidden_size"] // shape["head_dim"]
     source = {

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo.rewards.drawing import make_drawings, things
+from flowgrpo.rewards.drawing import Thing, make_drawings, things
 from flowgrpo.types import BadInput, Task
 
 SPLITS = {"train": range(8), "validation": range(8, 9), "test": range(9, 10)}  # of ten hands
@@ -61,9 +61,9 @@ def world() -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]], dic
 def passages() -> list[dict[str, str]]:
     """The corpus: one passage about each person, town and land."""
     people, towns, lands = world()
-    found = [(name, f"{name} is a {trade} who was born in {town}.") for name, (trade, town) in people.items()]
-    found += [(town, f"{town} is a town in {land}, known for its {ware}.") for town, (land, ware) in towns.items()]
-    found += [(land, f"{land} is a land whose capital is {town}.") for land, town in lands.items()]
+    found = [(name, f"A {trade}, born in {town}.") for name, (trade, town) in people.items()]
+    found += [(town, f"{town} lies in {land} and is known for {ware}.") for town, (land, ware) in towns.items()]
+    found += [(land, f"The capital of {land} is {town}.") for land, town in lands.items()]
     return [{"title": title, "text": text} for title, text in found]
 
 
@@ -161,7 +161,7 @@ def _search(random: np.random.Generator, combination: Combination) -> Made:  # n
 
 def _drawing(seed: int, index: int, split: str) -> Task:
     task = make_drawings(seed * 1_000_003 + index, 1, split, most=1)[0]
-    thing = next(one for one in things(split) if one.command == task.metadata["commands"] and one.words in task.query)
+    thing = next(one for one in _things(split) if one.command == task.metadata["commands"] and one.words in task.query)
     final = str(task.metadata["commands"])
     return replace(
         task,
@@ -170,6 +170,11 @@ def _drawing(seed: int, index: int, split: str) -> Task:
         domain="drawing",
         metadata={**task.metadata, "steps": [], "final": final},
     )
+
+
+@cache
+def _things(split: str) -> list[Thing]:
+    return things(split)
 
 
 # All together -------------------------------------------------------------------------------------------
