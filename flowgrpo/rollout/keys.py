@@ -32,8 +32,8 @@ def derive(words: Sequence[tuple[int, ...]], turns: int) -> list[list[Array]]:
     """For each key the environment's, then that of every turn."""
     if not words:
         return []
-    # Padded to a power of two, so that few sizes are compiled.
-    words_nw = np.zeros((1 << (len(words) - 1).bit_length(), len(words[0])), np.uint32)
+    # Padded to a power of two, and not to a small one, so that few sizes are compiled.
+    words_nw = np.zeros((max(64, 1 << (len(words) - 1).bit_length()), len(words[0])), np.uint32)
     words_nw[: len(words)] = words
     flat = list(_derive(words_nw, turns=turns))
     return [flat[n * (turns + 1) : (n + 1) * (turns + 1)] for n in range(len(words))]

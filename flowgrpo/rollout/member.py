@@ -99,7 +99,7 @@ def play(member: Member, submit: Submit, do: Do, temperature: float, post: Calla
 def _begin(member: Member, do: Do) -> None:
     """The reset, or all that a member which is resumed has behind it."""
     course = member.course
-    if member.given is None or not member.given.lens:
+    if member.given is None or not (member.given.lens or member.given.turns):
         member.advance("reset")
         _call(member, "reset", call_reset, course.env, member.keys[0], course.task, do)
         return

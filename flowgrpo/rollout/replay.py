@@ -23,7 +23,7 @@ def replay(env: HostEnv, played: Played) -> Played:
     """The trajectory that the record leads to: `played` itself, in everything but its seconds."""
     course = Course(env, played.task, played.key, played.group, played.sample)
     turns, trajectory = played.trajectory.turns, played.trajectory
-    retrace(course, derive([played.key], 0)[0][0], turns, played.log, played.lens)
+    retrace(course, derive([played.key], env.turns)[0][0], turns, played.log, played.lens)
     if len(turns) > len(course.turns):  # its step returned nothing
         _act(course, turns[-1])
     course.log.extend(played.log[len(course.log) :])

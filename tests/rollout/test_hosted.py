@@ -1,0 +1,490 @@
+"""Hosted rollouts: keys alone decide (E3), every token is accounted for (A6), nothing hangs or is dropped (S4)."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from hosted_cases import Do, Engine, answer, hang, make_env, run, tasks_of, tokens_in, value, values
+
+import flowgrpo as fg
+from flowgrpo.contracts import HostStep, Result, Said, Scored
+from flowgrpo.rollout.hosted import hosted
+from flowgrpo.rollout.records import given_up, rollout_of
+from flowgrpo.types import Status
+
+SOON = 5.0  # seconds: far more than anything here takes, far less than what hangs
+
+
+@pytest.fixture
+def engine():
+    with Engine() as engine:
+        yield engine
+
+
+# Keys alone decide ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("appends", [True, False])
+def test_E3_neither_width_nor_order_nor_company_changes_a_trajectory(engine, appends):
+    work, env = tasks_of(6, 4), make_env(appends=appends)
+    whole = values(run(engine, work, env=env))
+    assert {len(one["turns"]) for one in whole} >= {1, 2, 4}
+    assert values(run(engine, work, Do(seconds=0.002), env=env, width=1)) == whole
+    order = np.random.default_rng(0).permutation(24)
+    tasks, keys, groups = work
+    mixed = run(engine, ([tasks[n] for n in order], keys[order], [groups[n] for n in order]), env=env, width=7)
+    for n, one in zip(order, values(mixed), strict=True):
+        assert one | {"sample": 0} == whole[n] | {"sample": 0}
+    alone = run(engine, (tasks[5:6], keys[5:6], groups[5:6]), env=env)
+    assert values(alone)[0] | {"sample": 1} == whole[5]
+
+
+def test_the_keys_are_those_of_the_compiled_rollout(engine):
+    """The environment's from fold_in(key, 0), that of turn t from fold_in(key, 1 + t)."""
+    work = tasks_of(1, 3)
+    got = run(engine, work)
+    fold = [[jax.random.key_data(jax.random.fold_in(key, i)).tolist() for i in range(5)] for key in work[1]]
+    for one, keys in zip(got.played, fold, strict=True):
+        assert list(one.log[0].call.seed) == keys[0]
+        assert {tuple(key) for key in keys[1 : 1 + len(one.trajectory.turns)]} <= set(engine.asked)
+    assert engine.asked.total() == sum(len(one.trajectory.turns) for one in got.played)
+
+
+def test_a_context_that_appends_says_what_was_sampled_and_a_fresh_one_is_a_new_sequence(engine):
+    """A5: an exact token prefix, or every turn for itself."""
+    whole, fresh = (run(engine, tasks_of(4, 2), env=make_env(appends=appends), width=1) for appends in (True, False))
+    requests = iter(engine.requests)
+    for one in whole.played:
+        before, chosen = [], []
+        for turn in one.trajectory.turns:
+            request, said = next(requests), int((~turn.chosen).sum())
+            assert list(request.tokens) == before + turn.tokens[:said].tolist()
+            assert list(request.chosen) == chosen + [False] * said
+            before, chosen = before + turn.tokens.tolist(), chosen + turn.chosen.tolist()
+    for one in fresh.played:
+        for turn in one.trajectory.turns:
+            request = next(requests)
+            assert (list(request.tokens), request.chosen) == (turn.tokens[~turn.chosen].tolist(), None)
+    assert {one.trajectory.appends for one in whole.played} == {True}
+    assert {one.trajectory.appends for one in fresh.played} == {False}
+
+
+def test_some_turns_that_append_and_some_that_do_not_are_refused(engine):
+    env, other = make_env(), make_env(appends=False)
+    with pytest.raises(fg.BadInput, match="appends to its context in some turns and not in others"):
+        run(engine, tasks_of(2, 2), env=env._replace(step=other.step))
+
+
+# How trajectories end ---------------------------------------------------------------------------------
+
+
+def calling(work, engine) -> list[int]:
+    """Members whose first action calls the tool."""
+    return [n for n, one in enumerate(run(engine, work).played) if one.tools[0] == "echo"]
+
+
+def test_without_a_reward_the_outcome_is_what_was_paid(engine):
+    def step(state, tokens, do):
+        state, now = make_env().step(state, tokens, do)
+        return state, now._replace(reward=0.25)
+
+    env = make_env()._replace(step=step)
+    work = tasks_of(6, 4)
+    for by_turn in (False, True):
+        got = run(engine, work, env=env, by_turn=by_turn)
+        for one in got.played:
+            trajectory = one.trajectory
+            assert trajectory.outcome == 0.25 * len(trajectory.turns)
+            assert {turn.reward for turn in trajectory.turns} == {0.25 if by_turn else None}
+            finished = one.output is not None
+            assert trajectory.status == (Status.FINISHED if finished else Status.TURN_LIMIT)
+            assert len(trajectory.turns) == 4 or finished
+        assert {True, False} == {one.trajectory.correct for one in got.played}
+
+
+def test_a_failure_of_the_world_ends_a_trajectory_that_does_not_count(engine):
+    """F5: by the environment's word, and by the effect itself where the environment goes on."""
+    env, work = make_env(), tasks_of(1, 6, seed=3)
+    ill = calling(work, engine)[:2]
+    first, second = (work[0][n].query for n in ill)
+    lost = {
+        first: lambda _: Result("", failure="the index is gone"),
+        second: lambda _: Result("", failure="no network"),
+    }
+
+    def careless(state, tokens, do):
+        following, now = env.step(state, tokens, do)
+        ignores = state.task.query == second and now.status == Status.TOOL_FAILURE
+        return following, now._replace(status=Status.FINISHED, output="fine") if ignores else now
+
+    got = run(engine, work, Do(lost), env=env._replace(step=careless))
+    assert [got.played[n].reason for n in ill] == ["the index is gone", "no network"]
+    for n, one in enumerate(got.played):
+        assert (one.trajectory.status == Status.TOOL_FAILURE) == (n in ill)
+        assert (one.trajectory.outcome is None) == (n in ill)
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), SystemExit(3), RecursionError()])
+def test_what_raises_in_a_tool_ends_its_own_trajectory_alone(engine, error):
+    def raises(_):
+        raise error
+
+    work = tasks_of(2, 3, seed=5)
+    whole, lost = values(run(engine, work)), calling(work, engine)[0]
+    got = run(engine, work, Do({work[0][lost].query: raises}))
+    for n, one in enumerate(values(got)):
+        if n == lost:
+            assert (one["status"], one["outcome"], one["tools"]) == ("ABORTED", None, ["echo"])
+            assert f"step raised {type(error).__name__}" in one["reason"]
+        else:
+            assert one == whole[n]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (HostStep(None, False), "says nothing, but is not done"),
+        (HostStep(Said(["word"]), False), "step raised ValueError"),
+        (HostStep(None, True, reward=float("nan")), "paid nan"),
+        (None, "step raised AttributeError"),
+    ],
+)
+def test_a_step_that_gives_nonsense_is_a_bug_of_its_own_trajectory(engine, given, said):
+    env = make_env()
+
+    def step(state, tokens, do):
+        return (state, given) if state.task.query == "0/0" else env.step(state, tokens, do)
+
+    first, second = run(engine, tasks_of(1, 2), env=env._replace(step=step)).played
+    assert first.trajectory.status == Status.ABORTED
+    assert said in first.reason
+    assert second.trajectory.status in (Status.FINISHED, Status.TURN_LIMIT)
+
+
+def test_what_failed_before_its_first_turn_is_given_back_and_left_out(engine):
+    env = make_env()
+
+    def reset(key, task, do):
+        if task.query == "0/1":
+            raise OSError("no such file")
+        return env.reset(key, task, do)
+
+    got = run(engine, tasks_of(1, 3), env=env._replace(reset=reset))
+    assert (got.left_out, len(got.played)) == (1, 3)
+    assert got.played[1].trajectory.turns == ()
+    assert got.played[1].reason == "reset raised OSError: no such file"
+    assert len(rollout_of(got.played, env.tools, turns=env.turns).trajectories.group) == 2
+
+
+def test_a_context_that_outgrows_the_engine_ends_with_the_token_limit():
+    with Engine(longest=22) as engine:
+        got = run(engine, tasks_of(6, 4))
+    limited = [one for one in got.played if one.trajectory.status == Status.TOKEN_LIMIT]
+    assert 0 < len(limited) < 24
+    assert all("must fit a slot of 22" in one.reason and one.trajectory.outcome == 0.0 for one in limited)
+    with Engine(longest=3) as engine:
+        got = run(engine, tasks_of(1, 2))
+    assert (got.left_out, [one.trajectory.status for one in got.played]) == (2, [Status.TOKEN_LIMIT] * 2)
+
+
+# Deadlines --------------------------------------------------------------------------------------------
+
+
+def test_S3_a_group_goes_on_without_the_member_whose_tool_hangs(engine):
+    work = tasks_of(2, 6, seed=1)
+    whole, lost = values(run(engine, work)), calling(work, engine)[0]
+    began = time.monotonic()
+    reward = fg.Reward(lambda _, output: Scored(float(len(output) > 0)))
+    got = run(engine, work, Do({work[0][lost].query: hang}), deadline=0.5, reward=reward)
+    assert time.monotonic() - began < SOON
+    late = got.played[lost]
+    assert late.reason.startswith("tool 'echo' did not return within the group's 0.5 s: left in the thread")
+    assert (late.trajectory.status, late.trajectory.outcome, late.output) == (Status.TIMEOUT, 0.0, None)
+    assert (late.tools, late.errors) == (("echo",), (True,))
+    assert len(got.played) == 12
+    for n, one in enumerate(values(got)):
+        if n != lost:
+            assert one["turns"] == whole[n]["turns"]
+            assert one["outcome"] == float(one["output"] is not None)
+
+
+def test_a_turn_that_takes_too_long_ends_its_trajectory_while_the_others_go_on(engine):
+    work = tasks_of(1, 6, seed=1)
+    lost = calling(work, engine)[:2]
+    got = run(engine, work, Do({work[0][n].query: hang for n in lost}), turn_deadline=0.4, width=2)
+    for n, one in enumerate(got.played):
+        assert (one.trajectory.status == Status.TIMEOUT) == (n in lost)
+        assert ("within the turn's 0.4 s" in one.reason) == (n in lost)
+
+
+def test_a_reset_that_hangs_is_not_the_policys_doing(engine):
+    env = make_env()
+
+    def reset(key, task, do):
+        return hang(task) if task.query == "0/0" else env.reset(key, task, do)
+
+    got = run(engine, tasks_of(1, 2), env=env._replace(reset=reset), turn_deadline=0.3)
+    assert (got.played[0].trajectory.status, got.left_out) == (Status.TOOL_FAILURE, 1)
+    assert "the environment's reset did not return within" in got.played[0].reason
+
+
+def test_members_that_wait_for_the_engine_are_given_back_and_resumed_as_if_nothing_had_happened():
+    """No effect is run twice, no turn is sampled twice, and nothing is lost in between (A6)."""
+    work, do, calls = tasks_of(3, 4, seed=2), Do(seconds=0.01), Do()
+    with Engine() as engine:
+        whole, asked = values(run(engine, work, calls)), engine.asked
+    with Engine(answers=14) as engine:
+        first = run(engine, work, do, deadline=0.6, width=5)
+        assert 0 < len(first.unfinished) < 12
+        assert {len(one.turns) for one in first.unfinished} > {0}
+        engine.hold(False)
+        rest = run(engine, ((), (), ()), do, more={"unfinished": first.unfinished})
+        assert not rest.unfinished
+        both = {(one.group, one.sample): value(one) for one in (*first.played, *rest.played)}
+        assert [both[g, s] for g in range(3) for s in range(4)] == whole
+        assert do.calls == calls.calls
+        assert engine.asked == asked
+        assert set(asked.values()) == {1}
+
+
+def test_unfinished_trajectories_and_new_ones_roll_out_together(engine):
+    work = tasks_of(2, 2)
+    engine.hold()
+    first = run(engine, work, deadline=0.1)
+    assert (len(first.unfinished), first.played) == (4, ())
+    engine.hold(False)
+    tasks, keys, groups = tasks_of(4, 2)
+    later = run(engine, (tasks[4:], keys[4:], groups[4:]), more={"unfinished": first.unfinished})
+    assert [(one.group, one.sample) for one in later.played] == [(g, s) for g in range(4) for s in range(2)]
+    assert given_up(first.unfinished).check().generated == sum(tokens_in(one.turns) for one in first.unfinished)
+
+
+def test_a_record_that_does_not_fit_can_not_be_resumed(engine):
+    with Engine(answers=3) as held:
+        first = run(held, tasks_of(1, 4, seed=1), deadline=0.4)
+    behind = next(one for one in first.unfinished if one.turns)
+    other = replace(behind.task, query="9/9")
+    with pytest.raises(fg.BadInput, match="the record has"):
+        run(engine, ((), (), ()), more={"unfinished": [replace(behind, task=other)]})
+    said = replace(behind.turns[0], tokens=behind.turns[0].tokens + 1)
+    with pytest.raises(fg.BadInput, match="says other tokens before turn 0"):
+        run(engine, ((), (), ()), more={"unfinished": [replace(behind, turns=(said, *behind.turns[1:]))]})
+    with pytest.raises(fg.BadInput, match="are of no one trajectory"):
+        run(engine, ((), (), ()), more={"unfinished": [replace(behind, lens=behind.lens[:-2])]})
+
+
+# Rewards ----------------------------------------------------------------------------------------------
+
+
+def full(_, output: str) -> Scored:
+    """1 for an even sum, else a part."""
+    return Scored(float(output != "" and int(output.split()[-1]) % 2 == 0) or 0.5)
+
+
+def test_a_reward_judges_the_output_and_nothing_is_an_empty_one(engine):
+    seen = []
+
+    def score(task, output):
+        seen.append((task.id, output))
+        return full(task, output)
+
+    got = run(engine, tasks_of(3, 4), reward=fg.Reward(score))
+    for one in got.played:
+        assert (one.task.id, one.output or "") in seen
+        assert one.trajectory.outcome == one.scored.value
+        assert one.trajectory.correct == (one.scored.value == 1.0)
+    assert len(seen) == 12
+    assert None in {one.output for one in got.played}
+    lenient = run(engine, tasks_of(3, 4), reward=fg.Reward(full), solved=lambda scored: scored.value > 0)
+    assert all(one.trajectory.correct for one in lenient.played)
+
+
+def test_R1_a_group_is_judged_while_others_still_play(engine):
+    done = []
+    reward = fg.Reward(full)
+    work = tasks_of(2, 3, seed=1)
+    slow = Do({task.query: lambda call: (time.sleep(0.15), answer(call))[1] for task in work[0][3:]})
+    got = run(
+        engine, work, slow, reward=reward, more={"on_done": lambda one: done.append((one.group, time.monotonic()))}
+    )
+    assert [group for group, _ in done] == [0] * 3 + [1] * 3
+    assert done[3][1] - done[2][1] > 0.1
+    assert got.seconds["rollout"] >= got.seconds["playing"] > 0
+
+
+def broken(task, _):
+    if task.query == "0/1":
+        raise RuntimeError("no judge")
+    return Scored(1.0)
+
+
+@pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        (broken, "the reward raised RuntimeError: no judge"),
+        (lambda task, _: Scored(float("inf") if task.query == "0/1" else 1.0), "gave inf, which is no finite number"),
+        (lambda task, _: Scored(None, "unsure") if task.query == "0/1" else Scored(1.0), "unsure"),
+        (lambda task, _: None if task.query == "0/1" else Scored(1.0), "is no Scored"),
+    ],
+)
+def test_F5_a_verdict_that_fails_is_invalid_and_costs_no_other_its_own(engine, score, said):
+    got = run(engine, tasks_of(2, 3), reward=fg.Reward(score))
+    for n, one in enumerate(got.played):
+        assert (one.trajectory.status == Status.VERIFIER_FAILURE) == (n == 1)
+        assert one.trajectory.outcome == (None if n == 1 else 1.0)
+        assert (said in one.reason) == (n == 1)
+
+
+def test_a_reward_that_answers_for_another_number_is_invalid(engine):
+    reward = fg.Reward(full, lambda tasks, _: [Scored(1.0)] * (len(tasks) + 1))
+    got = run(engine, tasks_of(1, 2), reward=reward)
+    assert {one.reason for one in got.played} == {"the reward gave 3 verdicts for 2 outputs"}
+
+
+def test_R2_a_reward_that_hangs_is_invalid_after_its_deadline(engine):
+    reward = fg.Reward(lambda task, _: hang(task) if task.query == "0/0" else Scored(1.0))
+    got = run(engine, tasks_of(4, 2), reward=reward, judge_deadline=0.4, judges=1)
+    assert [one.trajectory.outcome for one in got.played] == [None] * 2 + [1.0] * 6
+    assert got.played[0].reason == "the reward did not return within 0.4 s"
+
+
+def test_what_does_not_count_is_not_judged(engine):
+    judged = []
+    reward = fg.Reward(lambda task, _: judged.append(task.query) or Scored(1.0))
+    work = tasks_of(1, 4, seed=1)
+    lost = work[0][calling(work, engine)[0]].query
+    got = run(engine, work, Do({lost: lambda _: Result("", failure="gone")}), reward=reward)
+    counted = {one.task.query for one in got.played if one.trajectory.outcome is not None}
+    assert set(judged) == counted == {task.query for task in work[0]} - {lost}
+
+
+# The engine, the caller -------------------------------------------------------------------------------
+
+
+def rollout_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("flowgrpo-rollout")]
+
+
+def quiet(before: list[str]) -> bool:
+    """Whether all threads of a rollout end soon."""
+    ends = time.monotonic() + SOON
+    while len(rollout_threads()) > len(before) and time.monotonic() < ends:
+        time.sleep(0.01)
+    return len(rollout_threads()) <= len(before)
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_S4_a_closed_engine_is_said_and_nothing_hangs(when):
+    before, engine = rollout_threads(), Engine()
+    if when == "before":
+        engine.close()
+    else:
+        engine.hold()
+        threading.Timer(0.2, engine.close).start()
+    with pytest.raises(fg.BadInput, match=r"the engine is closed|keep it open"):
+        run(engine, tasks_of(4, 4), width=5)
+    assert quiet(before)
+
+
+def test_S4_a_failure_of_the_engine_reaches_the_caller():
+    before = rollout_threads()
+    with Engine() as engine:
+        engine.failure = MemoryError("no room")
+        with pytest.raises(MemoryError, match="no room"):
+            run(engine, tasks_of(4, 4))
+    assert quiet(before)
+
+
+def test_a_failure_where_trajectories_are_taken_reaches_the_caller(engine):
+    before = rollout_threads()
+    with pytest.raises(ZeroDivisionError):
+        run(engine, tasks_of(4, 4), more={"on_done": lambda _: 1 // 0})
+    assert quiet(before)
+
+
+def test_an_interrupt_ends_the_rollout_at_once():
+    before = rollout_threads()
+    with Engine() as engine:
+        engine.hold()
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            run(engine, tasks_of(4, 4))
+        assert time.monotonic() - began < SOON
+        assert quiet(before)
+        engine.hold(False)
+        ends = time.monotonic() + SOON
+        while not engine.lost.generated and time.monotonic() < ends:
+            time.sleep(0.01)
+        assert engine.lost.check().generated > 0  # what was cancelled while it decoded
+        assert engine.delivered == 0
+
+
+@pytest.mark.slow
+def test_a_tool_that_never_returns_does_not_keep_the_interpreter():
+    program = """
+from hosted_cases import *
+work = tasks_of(1, 4, seed=1)
+with Engine() as engine:
+    got = run(engine, work, Do({task.query: hang for task in work[0]}), deadline=0.3)
+print(sorted(one.trajectory.status.name for one in got.played)[-1])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, cwd="tests",
+        env=os.environ | {"PYTHONPATH": f"{os.getcwd()}:{os.getcwd()}/tests"},
+    )  # fmt: skip
+    assert done.stdout.strip() == "TIMEOUT"
+
+
+def test_while_one_waits_for_a_tool_the_others_go_on():
+    """16 trajectories whose tools take 0.1 s: no longer than the slowest alone, and some."""
+    with Engine() as engine:
+        work = tasks_of(4, 4)
+        began = time.monotonic()
+        got = run(engine, work, Do(seconds=0.1))
+        took = time.monotonic() - began
+    assert max(len(one.log) for one in got.played) == 5
+    assert took < 0.1 * sum(len(one.log) for one in got.played) / 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"temperature": 0}, "temperature=0, but must be greater than 0"),
+        ({"width": 0}, "width=0"),
+        ({"deadline": -1}, "deadline=-1"),
+        ({"judge_deadline": 0}, "judge_deadline=0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(engine, settings, said):
+    with pytest.raises(fg.BadInput, match=said):
+        hosted(make_env(), engine.submit, **settings)
+
+
+def test_work_that_does_not_fit_together_is_refused(engine):
+    tasks, keys, groups = tasks_of(2, 2)
+    for work in ((tasks[1:], keys, groups), (tasks, keys[1:], groups), (tasks, keys, groups[1:])):
+        with pytest.raises(fg.BadInput, match="give one of each a trajectory"):
+            run(engine, work)
+    with pytest.raises(fg.BadInput, match="typed keys"):
+        run(engine, (tasks, np.zeros((4, 2), np.uint32), groups))
+    assert run(engine, ((), (), ())).played == ()
+
+
+def test_A3_nothing_of_one_trajectory_reaches_another(engine):
+    """With other neighbours, some of which fail or hang, each is what it is alone."""
+    work = tasks_of(3, 4, seed=7)
+    alone = values(run(engine, work, width=1))
+    ill = {"0/0": hang, "1/2": lambda _: Result("", failure="gone"), "2/1": lambda _: 1 // 0}
+    got = values(run(engine, work, Do(ill), turn_deadline=0.4))
+    same = [one == other for one, other in zip(got, alone, strict=True)]
+    assert [n for n, equal in enumerate(same) if not equal] == [
+        n for n, task in enumerate(work[0]) if task.query in ill and alone[n]["tools"][0] == "echo"
+    ]

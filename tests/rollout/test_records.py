@@ -1,0 +1,146 @@
+"""Records of hosted rollouts: one line of JSON gives back the same bits; dense sizes come again."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hosted_cases import Engine, make_env, run, tasks_of, value
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flowgrpo as fg
+from flowgrpo.contracts import Call, Result, Scored
+from flowgrpo.effects import Effect
+from flowgrpo.rollout.records import Played, from_json, make_turn, rollout_of, to_json
+from flowgrpo.types import Status, Trajectory
+
+words, ids = st.text(max_size=8), st.integers(0, 2**31 - 1)
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+objects = st.dictionaries(words, st.recursive(words | st.integers() | floats | st.none(), st.lists, max_leaves=3))
+results = st.builds(Result, words, st.booleans(), words)
+calls = st.builds(Call, st.sampled_from(["tool", "role"]), words, objects, st.lists(ids, max_size=3).map(tuple))
+
+
+@st.composite
+def turns(draw, paid):
+    said, action = draw(st.lists(ids, max_size=4)), draw(st.lists(ids, min_size=1, max_size=4))
+    logp = draw(st.lists(floats, min_size=len(action), max_size=len(action)))
+    versions = draw(st.lists(st.integers(0, 3), min_size=len(said) + len(action), max_size=len(said) + len(action)))
+    version = draw(st.sampled_from([versions[0], np.array(versions, np.int32)]))
+    reward = draw(floats) if paid else None
+    return make_turn(said, action, logp, version, reward, draw(st.integers(-(2**70), 2**70)))
+
+
+@st.composite
+def records(draw):
+    sequence = tuple(draw(st.lists(turns(draw(st.booleans())), max_size=3)))
+    scored = draw(st.none() | st.builds(Scored, st.none() | floats, words, st.dictionaries(words, floats, max_size=2)))
+    status, outcome = draw(st.sampled_from(Status)), draw(st.none() | floats)
+    group = draw(st.integers(-5, 2**40))
+    trajectory = Trajectory(sequence, outcome, group, draw(st.booleans()), status, draw(st.booleans()))
+    task = draw(st.builds(fg.Task, words, words, st.lists(words).map(tuple), words, objects) | objects | words | ids)
+    return Played(
+        task=task,
+        key=tuple(draw(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=4))),
+        group=group,
+        sample=draw(st.integers(0, 9)),
+        trajectory=trajectory,
+        tools=tuple(draw(words) for _ in sequence),
+        errors=tuple(draw(st.booleans()) for _ in sequence),
+        log=tuple(draw(st.lists(st.builds(Effect, calls, results), max_size=3))),
+        lens=tuple(draw(st.lists(st.integers(0, 3), max_size=4))),
+        output=draw(st.none() | words),
+        scored=scored,
+        reason=draw(words),
+        seconds=draw(floats),
+    )
+
+
+@given(records())
+def test_A2_a_line_of_json_gives_back_the_same_trajectory(played):
+    line = to_json(played)
+    assert "\n" not in line
+    again = from_json(line)
+    assert to_json(again) == line
+    for name in ("task", "key", "group", "sample", "tools", "errors", "log", "lens", "output", "scored", "reason"):
+        assert getattr(again, name) == getattr(played, name)
+    one, two = again.trajectory, played.trajectory
+    for name in ("outcome", "group", "correct", "status", "appends"):
+        assert getattr(one, name) == getattr(two, name)
+    for mine, other in zip(one.turns, two.turns, strict=True):
+        for name in ("tokens", "chosen", "logp_sampled", "version"):
+            a, b = np.asarray(getattr(mine, name)), np.asarray(getattr(other, name))
+            assert a.shape == b.shape
+            assert a.tobytes() == b.astype(a.dtype).tobytes()
+        assert (mine.reward, mine.anchor) == (other.reward, other.anchor)
+
+
+def test_a_rollout_is_recorded_and_read_back():
+    with Engine() as engine:
+        got = run(engine, tasks_of(3, 4), reward=fg.Reward(lambda _, output: Scored(len(output) / 7, "", {"a": 0.1})))
+    again = [from_json(to_json(one)) for one in got.played]
+    assert [value(one) for one in again] == [value(one) for one in got.played]
+    one, two = (rollout_of(played, ("echo",), turns=4).trajectories for played in (again, got.played))
+    np.testing.assert_array_equal(one.logp_sampled, two.logp_sampled)
+
+
+def test_what_is_no_record_is_refused():
+    with Engine() as engine:
+        line = to_json(run(engine, tasks_of(1, 1)).played[0])
+    without = {name: x for name, x in json.loads(line).items() if name != "lens"}
+    for bad in (
+        "",
+        "null",
+        "[1]",
+        "{}",
+        "{broken",
+        json.dumps(without),
+        line.replace("TURN_LIMIT", "X") + "x",
+        "[" * 9999,
+    ):
+        with pytest.raises(fg.BadInput, match="is no recorded trajectory"):
+            from_json(bad)
+
+
+def test_a_task_that_is_no_json_is_refused():
+    with Engine() as engine:
+        played = run(engine, tasks_of(1, 1)).played[0]
+    with pytest.raises(fg.BadInput, match="can't be written as JSON"):
+        to_json(replace(played, task=object()))
+
+
+# Dense ------------------------------------------------------------------------------------------------
+
+
+def of(*lengths: int, tools=()) -> Played:
+    """A trajectory of turns of these lengths."""
+    sequence = tuple(make_turn([7] * (n - 1), [2], [-0.5], 0, None, 0) for n in lengths)
+    trajectory = Trajectory(sequence, 0.0 if lengths else None, 0)
+    return Played("task", (0, 1), 0, 0, trajectory, tuple(tools), (True,) * len(tools), (), (), None, None, "", 0.0)
+
+
+def test_sizes_come_again():
+    assert rollout_of([of(3, 5)], (), turns=6).trajectories.tokens.shape == (1, 6, 8)
+    assert rollout_of([of(8)], (), turns=2).trajectories.tokens.shape == (1, 2, 8)
+    assert rollout_of([of(9), of(2)], (), turns=2).trajectories.tokens.shape == (2, 2, 16)
+    assert rollout_of([of(3)], (), turns=1, length=5).trajectories.tokens.shape == (1, 1, 5)
+    with pytest.raises(fg.BadInput, match="length=4, but the records need 5"):
+        rollout_of([of(5)], (), turns=1, length=4)
+
+
+def test_calls_are_numbered_and_what_has_no_turn_is_left_out():
+    played = [of(2, 2, 2, tools=("b", "", "nowhere")), of(), of(2, tools=("a",))]
+    rollout = rollout_of(played, ("a", "b"), turns=4)
+    np.testing.assert_array_equal(rollout.tool, [[1, -1, -1, -1], [0, -1, -1, -1]])
+    np.testing.assert_array_equal(rollout.error, [[True, True, True, False], [True, False, False, False]])
+    with pytest.raises(fg.BadInput, match="there are no trajectories"):
+        rollout_of([of()], ("a",), turns=1)
+
+
+def test_the_ledger_counts_each_chosen_token_of_a_record():
+    with Engine() as engine:
+        got = run(engine, tasks_of(2, 2), env=make_env(appends=False))
+    rollout = rollout_of(got.played, ("echo",), turns=4)
+    assert rollout.trajectories.chosen.sum() == engine.delivered
+    assert not rollout.trajectories.appends.any()
