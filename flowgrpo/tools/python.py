@@ -22,7 +22,7 @@ from flowgrpo.types import BadInput
 LONGEST = 100_000  # characters of a program
 FENCED = re.compile(r"\s*```[^\n`]*\n(.*?)\n?\s*(```\s*)?", re.DOTALL)
 LAST_LINES = 12  # of a traceback
-QUEUE = 120.0  # seconds that a call may wait for a worker of the sandbox
+QUEUE = 600.0  # seconds that a call may wait for a worker of the sandbox, which has deadlines of its own
 
 
 def python(sandbox: Sandbox, *, limits: Limits = Limits(seconds=5), pure: bool = False) -> Tool:  # noqa: B008

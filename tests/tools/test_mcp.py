@@ -12,7 +12,8 @@ import time
 import pytest
 
 from flowgrpo.contracts import Call, Result
-from flowgrpo.tools.mcp import GRACE, Http, Stdio, mcp_tools
+from flowgrpo.tools.mcp import Http, Stdio, mcp_tools
+from flowgrpo.tools.mcp_link import GRACE
 from flowgrpo.tools.toolset import ToolFailure, toolset
 from flowgrpo.types import BadInput
 
@@ -94,9 +95,9 @@ def over_stdio(script):
     """A toolset over a server that was started for it."""
     os.environ["CANARY"] = "ours"
     try:
-        with mcp_tools(Stdio(sys.executable, [script], {"GIVEN": " theirs"}), seconds=START) as server:
-            with toolset(server.tools) as tools:
-                yield tools
+        started = Stdio(sys.executable, [script], {"GIVEN": " theirs"})
+        with mcp_tools(started, seconds=START) as server, toolset(server.tools) as tools:
+            yield tools
     finally:
         del os.environ["CANARY"]
 
@@ -276,6 +277,7 @@ def test_an_address_without_a_server_is_a_failure():
     ("server", "settings", "words"),
     [
         ("ftp://host", {}, "must begin with http"),
+        ("http://me:secret@host", {}, "no credentials"),
         ("http://host", {"seconds": 0}, "seconds is 0"),
         ("http://host", {"seconds": float("inf")}, "seconds is inf"),
     ],
