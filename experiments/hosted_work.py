@@ -20,12 +20,13 @@ import optax
 import flowgrpo as fg
 from experiments.session import Tested, Work, report, train_line
 from flowgrpo import loop
-from flowgrpo.contracts import Do, HostEnv, Reward
+from flowgrpo.contracts import Do, HostEnv, Reward, Scored
 from flowgrpo.evaluate import Evaluation, evaluate
 from flowgrpo.generate.engine import Engine
 from flowgrpo.models.hf import Model
 from flowgrpo.packing import pack
 from flowgrpo.rollout.hosted import Hosted, hosted
+from flowgrpo.rollout.judging import is_solved
 from flowgrpo.rollout.records import Played, rollout_of, to_json
 from flowgrpo.types import BadInput, Task
 
@@ -51,6 +52,7 @@ class HostedSetup(NamedTuple):
     sizes: loop.Settings
     warm_start: Callable[[Callable[[int, float], None]], Any]
     story: Callable[[Played], str]  # a trajectory as text
+    solved: Callable[[Scored], bool] = is_solved  # by what a reward said, which `correct` records
 
 
 def hosted_work(setup: HostedSetup) -> Work:
@@ -121,6 +123,7 @@ def play(setup: HostedSetup, env: HostEnv, tasks: Sequence[Task], key: jax.Array
         setup.engine.submit,
         do=setup.do,
         reward=setup.reward,
+        solved=setup.solved,
         temperature=settings["temperature"],
         width=2 * settings["slots"],
         deadline=settings["group_seconds"],
