@@ -161,7 +161,7 @@ def _power(base: Number, exponent: Number) -> Number | complex:
                 raise ToolError(f"A power in the expression has more than {DIGITS} digits.")
             if abs(base) == 1:
                 return base ** (exponent.numerator % 2)
-            return Fraction(base) ** min(exponent.numerator, BITS + 1)  # 0 to any power is 0
+            return base**exponent.numerator
     return float(base) ** float(exponent)
 
 

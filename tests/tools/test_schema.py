@@ -216,6 +216,14 @@ def test_a_schema_that_says_nothing_takes_everything(parameters):
     assert check_arguments({"name": "x", "parameters": parameters}, {"a": 1}) == ""
 
 
+def test_a_schema_that_says_so_takes_arguments_it_does_not_name():
+    parameters = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+    assert check_arguments({"name": "x", "parameters": parameters}, {"a": 1, "b": "c"}) == ""
+    assert "must be a string" in check_arguments({"name": "x", "parameters": parameters}, {"a": 1, "b": 2})
+    open_ended = {"properties": {"a": {}}, "additionalProperties": True}
+    assert check_arguments({"name": "x", "parameters": open_ended}, {"b": 2}) == ""
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

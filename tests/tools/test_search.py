@@ -97,6 +97,11 @@ def test_pieces_overlap_and_know_their_line():
     assert pieces == [("a b c", "x.txt:10"), ("c d e", "x.txt:11"), ("e f g", "x.txt:11")]
 
 
+def test_pieces_of_a_record_stand_on_its_line():
+    document = Document("t", "a b\nc d\ne f", "x.jsonl", 10, False)
+    assert [p.place for p in passages_of(Corpus((document,)), 2, 0)] == ["x.jsonl:10"] * 3
+
+
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(0, 11))
 def test_every_word_is_in_a_piece_and_no_piece_is_too_long(count, words, overlap):
     overlap = min(overlap, words - 1)
@@ -133,7 +138,7 @@ def test_a_query_without_words_or_too_long_is_an_error(folder, query):
 
 
 def test_equal_scores_stand_in_the_order_of_the_corpus():
-    tool = search(corpus_of(*["same words here"] * 9, "other"), top=4)
+    tool = search(corpus_of(*["same words here"] * 900, "other"), top=4)
     assert [line.split(":")[0] for line in ask(tool, "words").text.split("\n")] == [f"[{i}] t{i}" for i in (1, 2, 3, 4)]
 
 

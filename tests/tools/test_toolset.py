@@ -351,6 +351,17 @@ def test_a_late_answer_of_a_pure_tool_is_not_kept():
         assert tools.do(Call("tool", "x", {})) == Result("done")
 
 
+def test_a_call_that_is_interrupted_leaves_nothing_behind(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with toolset([simple(lambda _: "done", pure=True)]) as tools:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(tools, "_run", interrupt)
+            tools.do(Call("tool", "x", {}))
+        assert tools.do(Call("tool", "x", {})) == Result("done")
+
+
 def test_what_is_kept_is_bounded_and_the_oldest_goes_first():
     counted = Counted(lambda arguments: str(arguments["a"]))
     with toolset([simple(counted, pure=True)], kept=2) as tools:
