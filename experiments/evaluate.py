@@ -9,54 +9,85 @@ in seconds.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import flags
 
 import flowgrpo as fg
-from experiments import common, setups
+from experiments import agent_setups, common, setups
+from experiments.hosted_work import compare_before_after, examine, hosted_work
 from experiments.plays import right_tool_share
 from experiments.pure_work import judge, play_test, pure_work
-from experiments.session import Session, report
-from flowgrpo import launch
+from experiments.session import Session, Tested, Work, report
 from flowgrpo.learner.folder import RUN
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
 _SEED = flags.DEFINE_integer("seed", 1000, "Seed of the tasks and of the sampling.")
 _TASKS = flags.DEFINE_integer("num_tasks", 1000, "Test tasks.", lower_bound=1)
+FIRST = 1 << 20  # test tasks of an agent run from this one on: others than those of its own table
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Trajectories of each task.", lower_bound=1)
-
-
-def open_session(folder: Path) -> tuple[Session, setups.Setup]:
-    """The run in a folder, where it stands."""
-    path = folder / RUN
-    if not path.exists():
-        raise fg.BadInput(f"{folder} holds no run: {RUN} is missing; give the --workdir of a quickstart")
-    setup = setups.build(json.loads(path.read_text())["settings"])
-    session = Session(pure_work(setup), folder)
-    if not session.restore():
-        raise fg.BadInput(f"{folder} has no checkpoint yet: let the run go on")
-    return session, setup
 
 
 def main() -> None:
     """Evaluate, print the table and one JSON line."""
-    session, setup = open_session(Path(_WORKDIR.value))
-    best, final = session.best_params()
-    key, env, samples = jax.random.key(_SEED.value), setup.env, _SAMPLES.value
-    rollouts = play_test(setup, (session.start, final), key, tasks=_TASKS.value, samples=samples)
-    ks = sorted({1, samples})
-    before, after = (judge(rollout, env, samples=samples, ks=ks) for rollout in rollouts)
-    print(report(before, after, [right_tool_share(env, rollout) for rollout in rollouts]))
+    folder = Path(_WORKDIR.value)
+    path = folder / RUN
+    if not path.exists():
+        raise fg.BadInput(
+            f"{folder} holds no run: {RUN} is missing; give the --workdir of a quickstart or an agentflow"
+        )
+    settings = json.loads(path.read_text())["settings"]
+    best, tested = (evaluate_pure if "env" in settings else evaluate_agent)(settings, folder)
+    print(tested.words)
+    samples, ks = _SAMPLES.value, _ks()
     names = {"success": "success", "tool_errors": "tool_error", "turns": "turns"} | {
         f"pass@{k}": f"pass@{k}" for k in ks
     }
     result = {"best_update": best, "seed": _SEED.value, "tasks": _TASKS.value, "samples": samples}
-    for when, figures in (("before", before.figures()), ("after", after.figures())):
+    for when, one in zip(("before", "after"), tested.figures, strict=True):
+        figures = one.figures()
         result |= {f"{name}_{when}": figures[field] for field, name in names.items() if field in figures}
-    print(json.dumps(result))
+    print(json.dumps(result | tested.more))
+
+
+def _ks() -> list[int]:
+    return sorted({1, _SAMPLES.value})
+
+
+def open_session(work: Work, folder: Path) -> Session:
+    """The run in a folder, where it stands."""
+    session = Session(work, folder)
+    if not session.restore():
+        raise fg.BadInput(f"{folder} has no checkpoint yet: let the run go on")
+    return session
+
+
+def evaluate_pure(settings: Mapping[str, Any], folder: Path) -> tuple[int | None, Tested]:
+    """Of a run on a pure environment: the best update, and how it and the warm start do."""
+    setup = setups.build(dict(settings))
+    session = open_session(pure_work(setup), folder)
+    best, final = session.best_params()
+    env, samples = setup.env, _SAMPLES.value
+    key = jax.random.key(_SEED.value)
+    rollouts = play_test(setup, (session.start, final), key, tasks=_TASKS.value, samples=samples)
+    before, after = (judge(rollout, env, samples=samples, ks=_ks()) for rollout in rollouts)
+    words = report(before, after, [right_tool_share(env, rollout) for rollout in rollouts])
+    return best, Tested([before, after], words, {})
+
+
+def evaluate_agent(settings: Mapping[str, Any], folder: Path) -> tuple[int | None, Tested]:
+    """The same of a run on the agent system, by domain, too."""
+    with agent_setups.open_setup(settings, folder) as setup:
+        session = open_session(hosted_work(setup), folder)
+        best, final = session.best_params()
+        key, samples = jax.random.key(_SEED.value), _SAMPLES.value
+        sizes = {"tasks": _TASKS.value, "samples": samples, "first": FIRST}
+        played = [examine(setup, one, key, "test", **sizes).played for one in (session.start, final)]
+        return best, compare_before_after(setup, played, samples=samples, ks=_ks())
 
 
 if __name__ == "__main__":
-    common.run(main, cpu_devices=launch.cores())
+    common.run(main)

@@ -158,10 +158,12 @@ def _solved(played: list[Played]) -> float:
 # Examination --------------------------------------------------------------------------------------------
 
 
-def examine(setup: HostedSetup, params, key: jax.Array, split: str, *, tasks: int, samples: int = 1) -> Hosted:
-    """What these parameters do on tasks of a split."""
+def examine(
+    setup: HostedSetup, params, key: jax.Array, split: str, *, tasks: int, samples: int = 1, first: int = 0
+) -> Hosted:
+    """What these parameters do on so many tasks of a split, from the `first` on."""
     setup.engine.swap(params, 0)
-    return play(setup, setup.exam_env, setup.tasks(split, 0, tasks), key, samples=samples)
+    return play(setup, setup.exam_env, setup.tasks(split, first, tasks), key, samples=samples)
 
 
 def judge(played: Sequence[Played], tools: Sequence[str], *, samples: int = 1, ks: Sequence[int] = (1,)) -> Evaluation:
@@ -190,10 +192,10 @@ def _test(setup: HostedSetup, key: jax.Array, params: Sequence[Any]) -> Tested:
     played = [examine(setup, one, key, "test", tasks=tasks).played for one in params]
     for when, own in zip(("before", "after"), played, strict=True):
         record(setup.folder / "trajectories" / f"test-{when}.jsonl", own)
-    return tested(setup, played)
+    return compare_before_after(setup, played)
 
 
-def tested(
+def compare_before_after(
     setup: HostedSetup, played: Sequence[Sequence[Played]], *, samples: int = 1, ks: Sequence[int] = (1,)
 ) -> Tested:
     """The table before / after, by domain, and one task that was failed before and solved after."""

@@ -7,6 +7,7 @@ What an environment says must be what the record holds; a record of another envi
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jax import Array
@@ -35,6 +36,13 @@ def replay(env: HostEnv, played: Played) -> Played:
     again = course.played(played.scored, correct, by_turn=by_turn, seconds=played.seconds)
     _compare(again, played)
     return again
+
+
+def last_state(env: HostEnv, played: Played) -> Any:
+    """The environment's state after the last call of it that returned."""
+    course = Course(env, played.task, played.key, played.group, played.sample)
+    retrace(course, derive([played.key], env.turns)[0][0], played.trajectory.turns, played.log, played.lens)
+    return course.state
 
 
 def retrace(course: Course, key: Array, turns: Sequence[Turn], log: Sequence[Effect], lens: Sequence[int]) -> None:

@@ -1,0 +1,326 @@
+"""What a run on the agent system is made of: settings, and the parts that they build.
+
+Settings are one flat dict, which `run.json` keeps beside a run's results. Without `model` they are those of the offline
+run: a small model that is made and warm-started here, the tasks of `offline_tasks`, roles of plain code. With one they
+are those of the paper (AgentFlow, arXiv:2510.05592), and the other roles are spoken by the model's own frozen weights.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from experiments import domains, offline_tasks, offline_warmstart
+from experiments.hosted_work import HostedSetup
+from experiments.members import ALGORITHMS
+from flowgrpo import launch, loop
+from flowgrpo.agent import roles
+from flowgrpo.agent.rendering import appending, fresh
+from flowgrpo.agent.roles import Role, Rule, Schema
+from flowgrpo.agent.show import show
+from flowgrpo.agent.speak import either, remote_speaker, speaker
+from flowgrpo.agent.system import agent_system
+from flowgrpo.contracts import Algorithm, Do, HostEnv, Tool
+from flowgrpo.generate.engine import Engine
+from flowgrpo.generate.remote import remote
+from flowgrpo.generate.wire import TextRequest
+from flowgrpo.learner.state import make_optimizer
+from flowgrpo.models.hf import Model, load_model
+from flowgrpo.rollout.records import Played
+from flowgrpo.rollout.replay import last_state
+from flowgrpo.sandbox import Limits, Sandbox
+from flowgrpo.task_files import read_tasks
+from flowgrpo.tasks import Tasks, batch_at, split_tasks
+from flowgrpo.text import Text
+from flowgrpo.tools.calculator import calculator
+from flowgrpo.tools.mcp import mcp_tools
+from flowgrpo.tools.python import python
+from flowgrpo.tools.search import read_corpus, search
+from flowgrpo.tools.toolset import toolset
+from flowgrpo.types import BadInput, Task
+
+PAPER: dict[str, Any] = {
+    "algorithm": "flow_grpo",
+    "control": "none",
+    "queries": 32,
+    "samples": 8,
+    "learning_rate": 1e-6,
+    "beta": 0.001,
+    "clip_high": 0.2,
+    "temperature": 0.5,
+    "turns": 3,
+    "exam_turns": 10,
+    "max_tokens": 2048,
+    "context_tokens": 8192,
+    "memory_tokens": 4096,
+    "rendering": "fresh",
+    "executor": "model",
+    "verifier": "model",
+    "generator": "model",
+    "analyst": "model",
+    "tools": "calculator,python,search",
+    "updates": 150,
+    "decay": 1.0,
+    "micro_rows": 1,
+    "slots": 32,
+    "validation_tasks": 64,
+    "dtype": "bfloat16",
+    "warm_steps": 0,
+    "decay_updates": 150,
+    "chunk": 256,
+    "steps": 16,
+    "passages": 3,
+    "tool_seconds": 30.0,
+    "turn_seconds": 300.0,
+    "group_seconds": 1800.0,
+    "recorded": 1,  # groups of each update whose trajectories are written
+    "test_tasks": 256,
+    "tasks": None,
+    "corpus": None,
+    "mcp": (),
+    "domains": "",
+}
+OFFLINE: dict[str, Any] = PAPER | {
+    "learning_rate": 1e-3,
+    "beta": 0.0,
+    "clip_high": 0.28,
+    "temperature": 1.0,
+    "turns": 5,
+    "exam_turns": 5,
+    "max_tokens": 40,
+    "context_tokens": 384,
+    "memory_tokens": 160,
+    "rendering": "append",
+    "executor": "rule",
+    "verifier": "rule",
+    "generator": "rule",
+    "analyst": "none",
+    "updates": 60,
+    "decay": 0.2,
+    "micro_rows": 8,
+    "slots": 64,
+    "validation_tasks": 128,
+    "dtype": "float32",
+    "decay_updates": 60,
+    "chunk": 32,
+    "steps": 8,
+    "passages": 1,
+    "tool_seconds": 10.0,
+    "turn_seconds": 60.0,
+    "group_seconds": 300.0,
+    "test_tasks": 400,
+    "warm_steps": 500,
+    "warm_rate": 3e-3,
+    "warm_rows": 16,
+    "demonstrations": 4000,
+    "domains": ",".join(offline_tasks.DOMAINS),
+}
+CONTROLS = ("none", "shuffled_rewards")
+RENDERINGS = {"fresh": fresh, "append": appending}
+START = "start"  # the folder of the model that the offline run begins with
+BRIEF = "Choose a tool, or answer."  # what the small model is told
+SIZES = ("queries", "samples", "temperature", "micro_rows")
+SPOKEN = {
+    "executor": roles.executor,
+    "verifier": roles.verifier,
+    "generator": roles.generator,
+    "analyst": roles.analyst,
+}
+RULES = {"executor": roles.rule_executor, "verifier": roles.rule_verifier, "generator": roles.rule_generator}
+ROLES = ("executor", "verifier", "generator", "analyst")
+
+
+def settings_of(model: str | None, **chosen: Any) -> dict[str, Any]:
+    """The preset, offline or the paper's, with what was chosen in its place; `None` is no choice."""
+    preset = (OFFLINE if model is None else PAPER) | {"model": model, "seed": 0}
+    unknown = sorted(set(chosen) - set(preset))
+    if unknown:
+        raise BadInput(f"{unknown[0]!r} is no setting of this run; they are {', '.join(preset)}")
+    return preset | {name: value for name, value in chosen.items() if value is not None}
+
+
+@contextmanager
+def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetup]:
+    """The parts that these settings describe; sandbox, servers and engines live as long as the block."""
+    with ExitStack() as stack:
+        tasks, names = _tasks(settings)
+        sandbox = stack.enter_context(Sandbox(workers=launch.cores(), preload=domains.preload(names)))
+        tools = stack.enter_context(
+            toolset(
+                _tools(settings, sandbox, folder, stack), seconds=settings["tool_seconds"], workers=settings["slots"]
+            )
+        )
+        make = partial(make_env, schemas=tools.schemas, settings=settings)
+        if settings["model"] is None:
+            offline_warmstart.write_start(folder / START, make, tools.do, settings)
+        model = load_model(settings["model"] or folder / START, dtype=settings["dtype"])
+        banned = banned_ids(model)
+        engine = stack.enter_context(make_engine(model, settings, banned))
+        env, exam_env = (make(model.text, turns=settings[name]) for name in ("turns", "exam_turns"))
+        yield HostedSetup(
+            name="agent",
+            settings=settings,
+            folder=folder,
+            model=model,
+            banned=banned,
+            env=env,
+            exam_env=exam_env,
+            engine=engine,
+            do=either(tools.do, _speakers(settings, model, banned, stack)),
+            reward=domains.route(domains.Means(sandbox=sandbox), default="answer"),
+            tasks=tasks,
+            algorithm=_algorithm(settings),
+            optimizer=_optimizer(settings),
+            sizes=loop.Settings(
+                **{name: settings[name] for name in ("queries", "samples", "temperature", "micro_rows")}
+            ),
+            warm_start=partial(offline_warmstart.warm_start, model, env, tools.do, settings, banned),
+            story=partial(_story, model.text, exam_env),
+        )
+
+
+def make_env(text: Text, *, schemas: Sequence[Schema], settings: Mapping[str, Any], turns: int) -> HostEnv:
+    """The agent system over these tools."""
+    brief = {"instructions": BRIEF, "describe": roles.signature} if settings["model"] is None else {}
+    return agent_system(
+        text,
+        schemas=schemas,
+        planner=roles.planner(**brief),
+        **{name: _role(name, settings[name]) for name in ROLES},
+        turns=turns,
+        rendering=RENDERINGS[settings["rendering"]],
+        **{name: settings[name] for name in ("max_tokens", "context_tokens", "memory_tokens")},
+    )
+
+
+def make_engine(model: Model, settings: Mapping[str, Any], banned: tuple[int, ...], *, kept: int = 0) -> Engine:
+    """An engine whose slots hold a whole context."""
+    sizes = {"slots": settings["slots"], "slot_length": settings["context_tokens"], "chunk": settings["chunk"]}
+    return Engine(model.policy, model.params, **sizes, steps=settings["steps"], banned=banned, kept=kept)
+
+
+def banned_ids(model: Model) -> tuple[int, ...]:
+    """Ids that are never sampled: padding, and rows of the embedding that no token has."""
+    padding = () if model.text.pad_id in model.text.stop_ids else (model.text.pad_id,)
+    return (*padding, *range(model.text.vocab_size, model.config.v))
+
+
+# Roles --------------------------------------------------------------------------------------------------
+
+
+def _role(name: str, who: str) -> Role | Rule | None:
+    """What plays a role: plain code, or somebody who speaks."""
+    if who == "none" and name == "analyst":
+        return None
+    if who != "rule":
+        return SPOKEN[name]()
+    if name not in RULES:
+        raise BadInput(f"--{name}=rule: there is no plain code for it; give model, none, or the URL of an endpoint")
+    return RULES[name]
+
+
+def _speakers(settings: Mapping[str, Any], model: Model, banned: tuple[int, ...], stack: ExitStack) -> dict[str, Do]:
+    """Who speaks the roles that are not plain code: the frozen weights that the planner began with, or an endpoint."""
+    asked = {name: settings[name] for name in ROLES if settings[name] not in ("rule", "none")}
+    found: dict[str, Do] = {}
+    if "model" in asked.values():
+        engine = stack.enter_context(make_engine(model, settings, banned, kept=1))
+        room = settings["context_tokens"] - settings["max_tokens"]
+        frozen = speaker(
+            model.text,
+            engine.generate,
+            max_tokens=settings["max_tokens"],
+            prompt_tokens=room,
+            top_k=1,
+            deadline=settings["turn_seconds"],
+        )
+        found |= {name: frozen for name, who in asked.items() if who == "model"}
+    for name, who in asked.items():
+        if who != "model":
+            found[name] = _endpoint(who, settings, stack)
+    return found
+
+
+def _endpoint(who: str, settings: Mapping[str, Any], stack: ExitStack) -> Do:
+    """A role that an OpenAI-compatible server speaks: `URL` or `URL#model`."""
+    url, _, name = who.partition("#")
+    server = remote(url, model=name)
+    stack.callback(server.close)
+
+    def complete(**asked: Any):
+        return server.generate([TextRequest(**asked)])[0]
+
+    return remote_speaker(complete, max_tokens=settings["max_tokens"], deadline=settings["turn_seconds"])
+
+
+# Tools and tasks ----------------------------------------------------------------------------------------
+
+
+def _tools(settings: Mapping[str, Any], sandbox: Sandbox, folder: Path, stack: ExitStack) -> list[Tool]:
+    """The tools that are named, and those of MCP servers."""
+    limits = Limits(seconds=settings["tool_seconds"])
+    known: dict[str, Callable[[], Tool]] = {
+        "calculator": calculator,
+        "python": lambda: python(sandbox, limits=limits, pure=settings["model"] is None),
+        "search": lambda: search(read_corpus(_corpus(settings, folder)), top=settings["passages"]),
+    }
+    names = [name for name in settings["tools"].split(",") if name]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise BadInput(f"--tools: {unknown[0]!r} is none of {', '.join(known)}; servers are named by --mcp")
+    found = [known[name]() for name in names]
+    for server in settings["mcp"]:
+        found += stack.enter_context(mcp_tools(server)).tools
+    return found
+
+
+def _corpus(settings: Mapping[str, Any], folder: Path) -> Path:
+    """The corpus that is named, or that of the offline world, which is written into the run's folder."""
+    if settings["corpus"] is not None:
+        return Path(settings["corpus"])
+    if settings["model"] is not None:
+        raise BadInput("the tool search needs --corpus: a .jsonl, .txt or .md file, or a folder of them")
+    path = folder / "corpus.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(passage) + "\n" for passage in offline_tasks.passages()))
+    return path
+
+
+def _tasks(settings: Mapping[str, Any]) -> tuple[Callable[[str, int, int], list[Task]], tuple[str, ...]]:
+    """`tasks(split, first, count)`, and the domains that they are of."""
+    if settings["tasks"] is None:
+        if settings["model"] is not None:
+            raise BadInput("--model needs --tasks: a .jsonl or .parquet file of tasks, or reasoning_gym:NAME")
+        names = tuple(settings["domains"].split(","))
+        seed = settings["seed"]
+        return lambda split, first, count: offline_tasks.make_tasks(seed, first, count, split, names), names
+    read = read_tasks(settings["tasks"])
+    parts: dict[str, Tasks] = split_tasks(read)
+    seed = settings["seed"]
+    return lambda split, first, count: batch_at(parts[split], seed, first, count)[0], tuple(
+        {task.domain for task in read}
+    )
+
+
+# Learning -----------------------------------------------------------------------------------------------
+
+
+def _algorithm(settings: Mapping[str, Any]) -> Algorithm:
+    if settings["algorithm"] not in ALGORITHMS:
+        raise BadInput(f"algorithm {settings['algorithm']!r} is unknown; choose from {', '.join(ALGORITHMS)}")
+    if settings["control"] not in CONTROLS:
+        raise BadInput(f"control {settings['control']!r} is unknown; choose from {', '.join(CONTROLS)}")
+    return ALGORITHMS[settings["algorithm"]](beta=settings["beta"], clip_high=settings["clip_high"])
+
+
+def _optimizer(settings: Mapping[str, Any]):
+    decays = settings["decay"] < 1
+    fall = {"decay_steps": settings["decay_updates"], "final_share": settings["decay"]} if decays else {}
+    return make_optimizer(learning_rate=settings["learning_rate"], **fall)
+
+
+def _story(text: Text, env: HostEnv, played: Played) -> str:
+    """A trajectory as text to read: gone through again from its record."""
+    return show(text, last_state(env, played), played.trajectory.turns)

@@ -1,0 +1,124 @@
+"""The agent system, trained in the flow: a planner learns which tool to call with what, and when to answer.
+
+    python -m experiments.agentflow
+    python -m experiments.agentflow --seed=1 --workdir=runs/mine --control=shuffled_rewards
+    python -m experiments.agentflow --dry_run
+    python -m experiments.agentflow --model=PATH --tasks=train.jsonl --corpus=wiki.jsonl
+
+Without --model everything is made here and runs offline on a CPU: a small model with its own tokenizer imitates flawed
+demonstrations of the real tools (calculator, Python in the sandbox, search), and is then trained by Flow-GRPO on four
+domains at once: mathematics, code that is tested, questions over a corpus, drawings. With --model the settings are
+those of the paper (batch 32, group 8, learning rate 1e-6, KL 0.001, clip 0.2, temperature 0.5, 3 turns in training and
+10 in examinations, 2048 new tokens), and executor, verifier and generator are spoken by the model's frozen weights.
+
+At the end the table compares warm start and best checkpoint on tasks of combinations that neither training nor the
+choice of the checkpoint has seen: success, tool errors, turns and tools, by domain. The work directory holds
+`metrics.jsonl`, `timings.jsonl`, `curves.png`, `result.json`, `checkpoints/`, and `trajectories/`, a line of JSON each,
+which can be replayed without tools. The same command goes on where a run was stopped.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+
+from experiments import agent_setups, common
+from experiments.hosted_work import HostedSetup, hosted_work, play
+from experiments.members import ALGORITHMS
+from experiments.session import one_run
+
+_MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id; without one, a small model is made.")
+_TASKS = flags.DEFINE_string("tasks", None, "Task file (.jsonl, .parquet) or reasoning_gym:NAME; needed with --model.")
+_CORPUS = flags.DEFINE_string("corpus", None, "What search looks through: a .jsonl, .txt or .md file, or a folder.")
+_TOOLS = flags.DEFINE_string("tools", None, "Tools, by commas: calculator, python, search.")
+_MCP = flags.DEFINE_multi_string("mcp", [], "An MCP server: a command, or the URL of one. May be given again.")
+_DOMAINS = flags.DEFINE_string("domains", None, "Domains of the offline tasks, by commas.")
+_RENDERING = flags.DEFINE_enum(
+    "rendering", None, list(agent_setups.RENDERINGS), "Contexts afresh, or one that appends."
+)
+_ROLES = {
+    name: flags.DEFINE_string(name, None, f"Who plays the {name}: rule, model, or the URL of a server (URL#model).")
+    for name in agent_setups.ROLES
+}
+_ALGORITHM = flags.DEFINE_enum("algorithm", None, list(ALGORITHMS), "Member of the family; flow_grpo by default.")
+_CONTROL = flags.DEFINE_enum("control", None, agent_setups.CONTROLS, "Shuffle the rewards within groups.")
+_UPDATES = flags.DEFINE_integer("updates", None, "Updates of the reinforcement phase.", lower_bound=0)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of everything.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/agentflow-SEED by default.")
+_RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
+_QUERIES = flags.DEFINE_integer("queries", None, "Queries of an update.", lower_bound=1)
+_SAMPLES = flags.DEFINE_integer("samples", None, "Trajectories of a query.", lower_bound=2)
+_RATE = flags.DEFINE_float("learning_rate", None, "Of the reinforcement phase.", lower_bound=0.0)
+_BETA = flags.DEFINE_float("beta", None, "Weight of the KL term.", lower_bound=0.0)
+_TEMPERATURE = flags.DEFINE_float("temperature", None, "Of the planner's words.", lower_bound=0.0)
+_TURNS = flags.DEFINE_integer("turns", None, "Turns of the planner in training.", lower_bound=1)
+_EXAM_TURNS = flags.DEFINE_integer("exam_turns", None, "Turns of the planner in examinations.", lower_bound=1)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "New tokens of an action.", lower_bound=1)
+_CONTEXT = flags.DEFINE_integer("context_tokens", None, "Tokens of a context with its action.", lower_bound=2)
+_SLOTS = flags.DEFINE_integer("slots", None, "Requests that decode together.", lower_bound=2)
+_WARM = flags.DEFINE_integer("warm_steps", None, "Steps of imitation at most, in the offline run.", lower_bound=0)
+_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "What the weights are held in.")
+_EVERY = flags.DEFINE_integer("checkpoint_every", 10, "Updates between validations and checkpoints.", lower_bound=1)
+_TEST = flags.DEFINE_integer("test_tasks", None, "Test tasks of the final table.", lower_bound=1)
+_DRY = flags.DEFINE_bool("dry_run", False, "Print the first prompts and one rollout, and stop.")
+
+
+def read_flags() -> dict[str, Any]:
+    """The run's settings: the preset, with what the flags say."""
+    chosen = {
+        "seed": _SEED.value,
+        "tasks": _TASKS.value,
+        "corpus": _CORPUS.value,
+        "tools": _TOOLS.value,
+        "mcp": list(_MCP.value) or None,
+        "domains": _DOMAINS.value,
+        "rendering": _RENDERING.value,
+        **{name: flag.value for name, flag in _ROLES.items()},
+        "algorithm": _ALGORITHM.value,
+        "control": _CONTROL.value,
+        "updates": _UPDATES.value,
+        "queries": _QUERIES.value,
+        "samples": _SAMPLES.value,
+        "learning_rate": _RATE.value,
+        "beta": _BETA.value,
+        "temperature": _TEMPERATURE.value,
+        "turns": _TURNS.value,
+        "exam_turns": _EXAM_TURNS.value,
+        "max_tokens": _MAX_TOKENS.value,
+        "context_tokens": _CONTEXT.value,
+        "slots": _SLOTS.value,
+        "warm_steps": _WARM.value,
+        "dtype": _DTYPE.value,
+        "test_tasks": _TEST.value,
+    }
+    return agent_setups.settings_of(_MODEL.value, **chosen) | {"devices": jax.device_count()}
+
+
+def dry_run(setup: HostedSetup) -> None:
+    """The first prompts as they are rendered, and one rollout of each domain as it is parsed."""
+    tasks = setup.tasks("train", 0, min(4, setup.sizes.queries))
+    print(f"model {setup.settings['model'] or setup.folder / agent_setups.START}, tools {', '.join(setup.env.tools)}\n")
+    _, said = setup.env.reset(jax.random.key(0), tasks[0], setup.do)
+    print(f"the first prompt, {len(said.tokens)} tokens:\n{setup.model.text.decode(said.tokens)}\n")
+    played = play(setup, setup.env, tasks, jax.random.key(setup.settings["seed"]), samples=1)
+    for one in played.played:
+        why = one.scored.reason if one.scored else one.reason
+        print(f"{setup.story(one)}\nreward    {one.trajectory.outcome} {why}\n")
+
+
+def main() -> None:
+    """Train, or look."""
+    settings = read_flags()
+    folder = Path(_WORKDIR.value or f"runs/agentflow-{_SEED.value}")
+    with agent_setups.open_setup(settings, folder) as setup:
+        if _DRY.value:
+            dry_run(setup)
+            return
+        result = one_run(hosted_work(setup), folder, every=_EVERY.value, resume=_RESUME.value)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    common.run(main, cpu_devices=1)
