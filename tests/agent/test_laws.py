@@ -2,6 +2,8 @@
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowgrpo.agent import roles
+from flowgrpo.agent.memory import Memory
 from flowgrpo.agent.rendering import appending, fresh
 from flowgrpo.agent.state import anchor, from_json, seed_of, to_json
 from flowgrpo.agent.system import agent_system
@@ -137,6 +140,16 @@ def test_A3_nothing_of_one_trajectory_shows_in_another_however_they_interleave(r
         assert not [other for other in marks if other != mark and other in everything]
 
 
+def test_A3_trajectories_in_threads_are_as_if_each_had_run_alone():
+    env = system(appending)
+
+    def episode(i: int):
+        return play(env, TEXT, [plan("echo", f"m{i} {t}") for t in range(4)], world, of=task(f"what is m{i}?"), key=i)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(episode, range(32))) == [episode(i) for i in range(32)]
+
+
 def test_A3_a_change_to_the_given_schemas_reaches_no_trajectory():
     given_schema = json.loads(json.dumps(SCHEMAS[0]))
     env = system(schemas=[given_schema])
@@ -187,6 +200,20 @@ def test_A4_whatever_ids_are_sampled_the_episode_goes_on_to_its_end(actions):
         assert played.steps[-1].status in (Status.TURN_LIMIT, Status.FINISHED)
 
 
+@pytest.mark.parametrize("rendering", RENDERINGS)
+@pytest.mark.parametrize(
+    "words", ["\ud800", "\0\x1b[2J", "\ufdd0\ufdd1", "\r\n\u2028\x85", "\ufffd" * 5000, "{{ x }}{% end %}", ""]
+)
+def test_A4_a_query_and_an_observation_may_hold_anything(words, rendering):
+    env = system(rendering, verifier=roles.rule_verifier, generator=roles.rule_generator, analyst=None)
+    do = lambda call: Result(words, error=call.arguments["words"] == "no")  # noqa: E731
+    actions = [plan("echo", "yes"), plan("echo", "no"), plan("answer", "5")]
+    played = play(env, TEXT, actions, do, of=task(f"is it {words[:200]}?"))
+    assert [step.error for step in played.steps] == [False, True, False]
+    assert played.steps[-1].output == "5"
+    assert from_json(json.loads(json.dumps(to_json(played.states[-1])))) == played.states[-1]
+
+
 # Keys and anchors ---------------------------------------------------------------------------------------
 
 
@@ -208,3 +235,11 @@ def test_anchors_are_equal_where_query_and_memory_are_whatever_the_key():
     assert len(set(found)) == 3
     assert all(0 <= value < 2**31 for value in found)
     assert env.anchor(one.states[0]) != env.anchor(play(env, TEXT, [], world, of=task("why?")).states[0])
+
+
+def test_anchors_do_not_depend_on_the_number_of_the_turn():
+    state = play(system(), TEXT, [plan("echo", "hi")], world).states[1]
+    (record,) = state.memory.records
+    later = replace(state, turn=2, memory=Memory((replace(record, turn=2),)), budget=state.budget._replace(turns=1))
+    other = replace(state, memory=Memory((replace(record, observation="heard ho"),)))
+    assert anchor(later) == anchor(state) != anchor(other)

@@ -45,6 +45,7 @@ def test_a_tool_is_called_and_the_answer_ends_the_episode(rendering):
     prompts = played.prompts(TEXT)
     assert "1. echo(hi) -> heard hi\n" in prompts[1]
     assert '2. the sum: add({"a": 2, "b": 3}) -> 5\n' in prompts[2]
+    assert ("1. echo" in prompts[2]) == (rendering is fresh)
     assert [f"Turns left: {3 - i}" in prompt for i, prompt in enumerate(prompts)] == [True] * 3
     assert [prompt.count("what is 2 + 3?") for prompt in prompts] == ([1, 1, 1] if rendering is fresh else [1, 0, 0])
     assert [said.appends for said in played.said] == [rendering is appending] * 3
