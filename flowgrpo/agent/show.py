@@ -12,16 +12,13 @@ ended      FINISHED
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from flowgrpo.agent.memory import shorten
 from flowgrpo.agent.state import AgentState
-from flowgrpo.contracts import HostEnv
-from flowgrpo.effects import Effect, replayed
 from flowgrpo.text import Text
-from flowgrpo.types import Task, Turn
+from flowgrpo.types import Turn
 
 WIDTH = 9  # of the column that says what a line is
 LONGEST = 2000  # characters of anything that is shown
@@ -40,18 +37,6 @@ def show(text: Text, state: AgentState, turns: Sequence[Turn] = (), *, prompt: i
         lines += _entry("output", state.output)
     ended = state.status.name + (f" ({state.reason})" if state.reason else "") if state.stage == "" else "not yet"
     return "\n".join(lines + _entry("ended", ended))
-
-
-def last_state(env: HostEnv, key: Any, task: Task, turns: Sequence[Turn], log: Sequence[Effect]) -> Any:
-    """The state to which recorded turns and effects lead, with nothing running; `key` is that of the reset.
-
-    Where the last step never returned, leave out its turn.
-    """
-    do = replayed(log)
-    state, _ = env.reset(key, task, do)
-    for turn in turns:
-        state, _ = env.step(state, np.asarray(turn.tokens)[np.asarray(turn.chosen, bool)].tolist(), do)
-    return state
 
 
 def _turn(text: Text, state: AgentState, spoken: list, number: int, prompt: int) -> Iterator[str]:

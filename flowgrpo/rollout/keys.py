@@ -28,18 +28,22 @@ def words_of(keys) -> list[tuple[int, ...]]:
     return [tuple(words) for words in np.asarray(jax.random.key_data(keys)).tolist()]
 
 
-def derive(words: Sequence[tuple[int, ...]], turns: int) -> list[list[Array]]:
-    """For each key the environment's, then that of every turn."""
+def derive(words: Sequence[tuple[int, ...]], turns: int) -> np.ndarray:
+    """For each key the words of the environment's, then those of every turn's: [n, 1 + turns, words]."""
     if not words:
-        return []
+        return np.zeros((0, turns + 1, 0), np.uint32)
     # Padded to a power of two, and not to a small one, so that few sizes are compiled.
     words_nw = np.zeros((max(64, 1 << (len(words) - 1).bit_length()), len(words[0])), np.uint32)
     words_nw[: len(words)] = words
-    flat = list(_derive(words_nw, turns=turns))
-    return [flat[n * (turns + 1) : (n + 1) * (turns + 1)] for n in range(len(words))]
+    return np.asarray(_derive(words_nw, turns=turns))[: len(words)]
+
+
+def key_of(words_w: np.ndarray) -> Array:
+    """The key of these words."""
+    return jax.random.wrap_key_data(words_w)
 
 
 @partial(jax.jit, static_argnames="turns")
 def _derive(words_nw: Array, *, turns: int) -> Array:
     fold = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(None, 0)), in_axes=(0, None))
-    return fold(jax.random.wrap_key_data(words_nw), jnp.arange(turns + 1)).ravel()
+    return jax.random.key_data(fold(jax.random.wrap_key_data(words_nw), jnp.arange(turns + 1)))

@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
+
 from flowgrpo.contracts import Call, Completion, Do, Request, Result
 from flowgrpo.effects import recorded
 from flowgrpo.rollout.course import Course, call_reset, call_step
+from flowgrpo.rollout.keys import key_of
 from flowgrpo.rollout.records import Unfinished
 from flowgrpo.rollout.replay import retrace
 from flowgrpo.types import BadInput, Status
@@ -37,7 +40,7 @@ class Member:
 
     index: int
     course: Course
-    keys: list[Any]  # of the reset, then of each turn
+    keys: np.ndarray  # words of the reset's key, then of each turn's
     given: Unfinished | None = None  # what it is resumed from
     lock: Any = field(default_factory=threading.Lock)
     phase: Phase = "queued"
@@ -101,11 +104,11 @@ def _begin(member: Member, do: Do) -> None:
     course = member.course
     if member.given is None or not (member.given.lens or member.given.turns):
         member.advance("reset")
-        _call(member, "reset", call_reset, course.env, member.keys[0], course.task, do)
+        _call(member, "reset", call_reset, course.env, key_of(member.keys[0]), course.task, do)
         return
     member.advance("resumed")
     behind = Course(course.env, course.task, course.key, course.group, course.sample, log=course.log)
-    retrace(behind, member.keys[0], member.given.turns, member.given.log, member.given.lens)
+    retrace(behind, key_of(member.keys[0]), member.given.turns, member.given.log, member.given.lens)
     if behind.status is not None or len(behind.turns) != len(member.given.turns):
         raise BadInput(f"an unfinished trajectory has ended in {course.env.name}: resume it with what gave it back")
 
@@ -148,7 +151,7 @@ def tool_of(call: Call | None) -> str:
 def _ask(member: Member, submit: Submit, temperature: float) -> Completion | None:
     """What the policy chooses; None where the context has grown too long to ask."""
     course = member.course
-    request = course.request(member.keys[1 + len(course.turns)], temperature)
+    request = course.request(key_of(member.keys[1 + len(course.turns)]), temperature)
     with member.lock:
         if member.stopped:
             raise Stopped

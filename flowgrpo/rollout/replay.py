@@ -15,7 +15,7 @@ from jax import Array
 from flowgrpo.contracts import HostEnv
 from flowgrpo.effects import Effect, recorded, replayed
 from flowgrpo.rollout.course import Course, call_reset, call_step
-from flowgrpo.rollout.keys import derive
+from flowgrpo.rollout.keys import derive, key_of
 from flowgrpo.rollout.records import Played
 from flowgrpo.types import BadInput, Turn
 
@@ -24,7 +24,7 @@ def replay(env: HostEnv, played: Played) -> Played:
     """The trajectory that the record leads to: `played` itself, in everything but its seconds."""
     course = Course(env, played.task, played.key, played.group, played.sample)
     turns, trajectory = played.trajectory.turns, played.trajectory
-    retrace(course, derive([played.key], env.turns)[0][0], turns, played.log, played.lens)
+    retrace(course, key_of(derive([played.key], env.turns)[0, 0]), turns, played.log, played.lens)
     if len(turns) > len(course.turns):  # its step returned nothing
         _act(course, turns[-1])
     course.log.extend(played.log[len(course.log) :])
@@ -41,7 +41,7 @@ def replay(env: HostEnv, played: Played) -> Played:
 def last_state(env: HostEnv, played: Played) -> Any:
     """The environment's state after the last call of it that returned."""
     course = Course(env, played.task, played.key, played.group, played.sample)
-    retrace(course, derive([played.key], env.turns)[0][0], played.trajectory.turns, played.log, played.lens)
+    retrace(course, key_of(derive([played.key], env.turns)[0, 0]), played.trajectory.turns, played.log, played.lens)
     return course.state
 
 

@@ -24,6 +24,7 @@ from typing import IO, Any
 from flowgrpo.contracts import Tool
 from flowgrpo.tools.mcp_link import (
     GRACE,
+    MOMENT,
     Connection,
     Http,
     Stdio,
@@ -87,7 +88,7 @@ class McpTools:
         check_name(name)
         description = (listed.description or listed.title or listed.name).strip()
         schema = {"name": name, "description": description, "parameters": listed.input_schema}
-        return Tool(name, schema, partial(self._call, listed.name), seconds=self._seconds + 2 * GRACE)
+        return Tool(name, schema, partial(self._call, listed.name), seconds=self._seconds + 2 * GRACE + 2 * MOMENT)
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The text of a tool's answer; raises `ToolError` for an error that the server reports."""
@@ -145,7 +146,9 @@ class McpTools:
         late = isinstance(cause, TimeoutError) or code == REQUEST_TIMEOUT
         broken = code in (None, CONNECTION_CLOSED) and not late
         words = f"did not answer within {self._seconds:g} s" if late else f"failed: {words_of(cause)}"
-        failure = ToolFailure(f"{where(self._server)} {words}{self._last_words()}")
+        # A server that still answers was kept busy by its caller: nobody escapes a loss by slow calls (F5).
+        kind = ToolError if late and self._answers(connection) else ToolFailure
+        failure = kind(f"{where(self._server)} {words}{self._last_words()}")
         if self._lock.acquire(timeout=GRACE):  # somebody may be connecting, and has a deadline of his own
             try:
                 if self._connection is connection and (broken or (late and self._answered < began)):
@@ -153,6 +156,18 @@ class McpTools:
             finally:
                 self._lock.release()
         return failure
+
+    def _answers(self, connection: "Connection | None") -> bool:
+        """Whether the server has answered anything at all in a moment."""
+        if connection is None or self._closed:
+            return False
+        try:
+            future = self._portal.start_task_soon(bounded, list_tools, connection.client, MOMENT)
+            future.result(2 * MOMENT)
+        except Exception:  # whatever the client raises where the server is gone
+            return False
+        self._answered = time.monotonic()
+        return True
 
     def _disconnect(self) -> None:
         """Have the connection end, without waiting for it. The lock is held."""

@@ -14,6 +14,7 @@ from flowgrpo.tools.toolset import ToolFailure
 if TYPE_CHECKING:
     from mcp import Client
 
+MOMENT = 1.0  # seconds in which a server that is there says what tools it has
 GRACE = 5.0  # seconds that a connection may take to end
 MOST_PAGES = 100  # of a listing of tools
 

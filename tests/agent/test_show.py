@@ -1,13 +1,12 @@
 """A trajectory as text: prompts, words, calls, observations, verdicts and the answer, each where it belongs."""
 
 import numpy as np
-from agent_cases import SCHEMAS, agent_text, plan, play, run_tools, task
+from agent_cases import SCHEMAS, agent_text, plan, play, run_tools
 
 from flowgrpo.agent import roles
-from flowgrpo.agent.show import last_state, show
+from flowgrpo.agent.show import show
 from flowgrpo.agent.system import agent_system
 from flowgrpo.contracts import Result
-from flowgrpo.effects import recorded
 from flowgrpo.types import Turn
 
 TEXT = agent_text()
@@ -52,14 +51,6 @@ def test_a_state_alone_shows_what_was_done():
     assert show(TEXT, played.states[-1]).endswith("turn 1\nended     TOOL_FAILURE (echo: the server is down)")
     played = play(env, TEXT, [plan("echo", "hi")], do)
     assert "lapse     verifier: no line begins with STOP or CONTINUE" in show(TEXT, played.states[-1])
-
-
-def test_the_last_state_comes_back_from_the_record():
-    do, log = recorded(run_tools)
-    env = agent_system(TEXT, schemas=SCHEMAS, planner=PLAIN)
-    played = play(env, TEXT, [plan("echo", "hi"), plan("echo", "wrong"), plan("answer", "5")], do, key=7)
-    assert last_state(env, 7, task(), turns_of(played), log) == played.states[-1]
-    assert last_state(env, 7, task(), turns_of(played)[:1], log) == played.states[1]
 
 
 def test_what_is_long_is_cut():
