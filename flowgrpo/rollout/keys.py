@@ -40,7 +40,7 @@ def derive(words: Sequence[tuple[int, ...]], turns: int) -> np.ndarray:
 
 def key_of(words_w: np.ndarray) -> Array:
     """The key of these words."""
-    return jax.random.wrap_key_data(words_w)
+    return jax.random.wrap_key_data(words_w)  # type: ignore[arg-type]
 
 
 @partial(jax.jit, static_argnames="turns")
