@@ -37,8 +37,8 @@ _SAID = flags.DEFINE_integer("said", 20, "Tokens of an observation, where contex
 _TOKENS = flags.DEFINE_integer("tokens", 15, "Tokens of an action.", lower_bound=1)
 _APPENDS = flags.DEFINE_bool("appends", False, "Let each context append to the one before.")
 _WIDTH = flags.DEFINE_integer("width", 256, "Trajectories under way at a time.", lower_bound=1)
-_SLOTS = flags.DEFINE_integer("slots", 64, "Slots of the engine.", lower_bound=1)
-_CHUNK = flags.DEFINE_integer("chunk", 64, "Largest piece of a prefill.", lower_bound=1)
+_SLOTS = flags.DEFINE_integer("slots", 32, "Slots of the engine.", lower_bound=1)
+_CHUNK = flags.DEFINE_integer("chunk", 128, "Largest piece of a prefill.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 16, "Decode steps of a stretch.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
 

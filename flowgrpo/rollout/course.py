@@ -43,6 +43,8 @@ def call_step(env: HostEnv, state, action: Sequence[int], do: Do) -> Following:
     state, now = env.step(state, action, do)
     if now.reward is not None and not math.isfinite(now.reward):
         raise BadInput(f"{env.name} paid {now.reward}: a reward must be finite")
+    if not isinstance(now.output, str | None) or now.status not in list(Status):
+        raise BadInput(f"{env.name} ended as {now.status!r:.80} with {now.output!r:.80}: give a Status and a string")
     if now.done:
         return Following(state, (), None, 0, now)
     if now.said is None:

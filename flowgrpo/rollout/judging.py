@@ -24,7 +24,7 @@ def judge(reward: Reward, tasks: Sequence[Task], outputs: Sequence[str]) -> list
         if len(verdicts) == len(tasks):
             return [_checked(verdict) for verdict in verdicts]
         why = f"the reward gave {len(verdicts)} verdicts for {len(tasks)} outputs"
-    except Exception:
+    except BaseException:
         return [_alone(reward, task, output) for task, output in zip(tasks, outputs, strict=True)]
     return [Scored(None, why) for _ in tasks]
 
@@ -40,7 +40,7 @@ def judge_and_post(group: object, reward: Reward, tasks, outputs, post: Callable
 def _alone(reward: Reward, task: Task, output: str) -> Scored:
     try:
         return _checked(reward.many([task], [output])[0])
-    except Exception as error:
+    except BaseException as error:
         return Scored(None, f"the reward raised {' '.join(traceback.format_exception_only(error)).strip():.500}")
 
 

@@ -6,12 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from hosted_cases import Do, Engine, answer, hang, make_env, run, tasks_of, tokens_in, value, values
+from hosted_cases import Do, Engine, answer, hang, make_env, run, sampled, tasks_of, tokens_in, value, values
 
 import flowgrpo as fg
 from flowgrpo.contracts import HostStep, Result, Said, Scored
@@ -154,6 +155,8 @@ def test_what_raises_in_a_tool_ends_its_own_trajectory_alone(engine, error):
         (HostStep(Said(["word"]), False), "step raised ValueError"),
         (HostStep(None, True, reward=float("nan")), "paid nan"),
         (None, "step raised AttributeError"),
+        (HostStep(None, True, output=42), "give a Status and a string"),
+        (HostStep(None, True, status="done"), "give a Status and a string"),
     ],
 )
 def test_a_step_that_gives_nonsense_is_a_bug_of_its_own_trajectory(engine, given, said):
@@ -266,6 +269,24 @@ def test_unfinished_trajectories_and_new_ones_roll_out_together(engine):
     assert given_up(first.unfinished).check().generated == sum(tokens_in(one.turns) for one in first.unfinished)
 
 
+def test_A6_what_is_delivered_after_a_deadline_is_counted():
+    """By an engine whose requests can no longer be cancelled."""
+    delivered = []
+
+    def submit(request):
+        future = Future()
+        future.set_running_or_notify_cancel()
+        tokens, logp = sampled(request)
+        done = fg.Completion(tokens, logp, [0] * len(tokens), "stop")
+        threading.Timer(0.4, lambda: (delivered.append(len(tokens)), future.set_result(done))).start()
+        return future
+
+    got = hosted(make_env(), submit, do=answer, deadline=0.2)(*tasks_of(1, 3))
+    assert (len(got.unfinished), got.played) == (3, ())
+    assert got.ledger.check().fates == {fg.Fate.DROPPED_CANCELLED: sum(delivered)}
+    assert len(delivered) == 3
+
+
 def test_a_record_that_does_not_fit_can_not_be_resumed(engine):
     with Engine(answers=3) as held:
         first = run(held, tasks_of(1, 4, seed=1), deadline=0.4)
@@ -325,10 +346,15 @@ def broken(task, _):
     return Scored(1.0)
 
 
+def leaves(task, _):
+    return sys.exit(3) if task.query == "0/1" else Scored(1.0)
+
+
 @pytest.mark.parametrize(
     ("score", "said"),
     [
         (broken, "the reward raised RuntimeError: no judge"),
+        (leaves, "the reward raised SystemExit: 3"),
         (lambda task, _: Scored(float("inf") if task.query == "0/1" else 1.0), "gave inf, which is no finite number"),
         (lambda task, _: Scored(None, "unsure") if task.query == "0/1" else Scored(1.0), "unsure"),
         (lambda task, _: None if task.query == "0/1" else Scored(1.0), "is no Scored"),
