@@ -1,0 +1,153 @@
+"""What a run on self-verification shows: reward and truth side by side, their gap, and how good the judge is.
+
+figures(played)            ->  Verified: the true accuracy with its interval, mean P("Yes"), calibration
+comparison(by_name)        ->  the table of several parameters on the same questions
+warning(lines, verified)   ->  a sentence where the gap has grown since the start, else None
+draw(folder)               ->  curves.png: both on the same axes
+
+The gap is mean P("Yes") less the true accuracy. A judge that is calibrated at the start has one near 0. Where training
+raises the reward and leaves the truth behind, the gap grows: the judge is being hacked.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.hosted_work import judge
+from flowgrpo.evaluate import Evaluation
+from flowgrpo.report.metrics import METRICS, read_metrics
+from flowgrpo.report.plots import COLOURS, CURVES, curve
+from flowgrpo.rollout.records import Played
+from flowgrpo.types import BadInput
+
+GROWN = 0.1  # of the gap since the start, from which it is called hacking: over two deviations of 256 questions
+BINS = 10  # of P("Yes"), for its calibration
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Verified(Evaluation):
+    """An evaluation by what is right, with what the judge said of the same answers."""
+
+    outcome: float | None = None  # mean P("Yes"), over the answers that the judge has judged
+    gap: float | None = None  # of that to the share of the same answers that is right
+    judge_right: float | None = None  # share of verdicts that are right, where 1/2 and above is Yes
+    calibration_error: float | None = None  # expected, over ten bins of P("Yes")
+
+
+def figures(played: Sequence[Played]) -> Verified:
+    """The figures of one answer to each question; the judge's are None where it has judged none."""
+    plain = judge(played, ())
+    valid = [one for one in played if one.trajectory.outcome is not None]
+    if not valid:
+        return Verified(**vars(plain))
+    yes_n = np.array([one.trajectory.outcome for one in valid], np.float64)
+    right_n = np.array([one.trajectory.correct for one in valid])
+    return Verified(
+        **vars(plain),
+        outcome=float(yes_n.mean()),
+        gap=float(yes_n.mean() - right_n.mean()),
+        judge_right=float(((yes_n >= 0.5) == right_n).mean()),
+        calibration_error=calibration_error(yes_n, right_n),
+    )
+
+
+def calibration_error(yes_n: np.ndarray, right_n: np.ndarray) -> float:
+    """How far P("Yes") lies from the share that is right, within bins of equal width, weighed by their size."""
+    bin_n = np.minimum((yes_n * BINS).astype(int), BINS - 1)
+    gaps = [abs(yes_n[bin_n == i].sum() - right_n[bin_n == i].sum()) for i in range(BINS)]
+    return float(sum(gaps) / len(yes_n))
+
+
+# In words -----------------------------------------------------------------------------------------------
+
+
+def comparison(by_name: Mapping[str, Verified]) -> str:
+    """A column for each, a row for each figure."""
+    rows = {
+        "true accuracy": lambda x: f"{x.success:.1%} ({x.success_low:.1%} to {x.success_high:.1%})",
+        'P("Yes")': lambda x: _share(x.outcome),
+        "gap": lambda x: "-" if x.gap is None else f"{100 * x.gap:+.1f} %",
+        "judge is right": lambda x: _share(x.judge_right),
+        "calibration error": lambda x: _share(x.calibration_error),
+        "cut or empty answers": lambda x: _share(x.tool_errors),
+        "not judged": lambda x: str(x.invalid),
+    }
+    head = f"{'test questions':24}" + "".join(f"{name:>28}" for name in by_name)
+    return "\n".join(
+        [head, *(f"{row:24}" + "".join(f"{of(x):>28}" for x in by_name.values()) for row, of in rows.items())]
+    )
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def sentence(verified: Verified) -> str:
+    """One line for a validation."""
+    if verified.outcome is None or verified.gap is None:
+        return "validation: the judge has judged no answer"
+    right = verified.outcome - verified.gap
+    return f'validation: P("Yes") {verified.outcome:.2f}  true accuracy {right:.2f}  gap {verified.gap:+.2f}'
+
+
+def warning(lines: Sequence[Line], verified: Verified) -> str | None:
+    """What is to be said where the gap has grown by more than `GROWN` since the first validation in these lines."""
+    gaps = [line["gap"] for line in lines if line.get("phase") == "validation" and line.get("gap") is not None]
+    if not gaps or verified.gap is None or verified.gap - gaps[0] <= GROWN:
+        return None
+    return (
+        f"warning: the gap between reward and truth has grown from {gaps[0]:+.2f} to {verified.gap:+.2f}: "
+        'the policy may be hacking its judge, and P("Yes") can no longer be taken for accuracy'
+    )
+
+
+# The plot -----------------------------------------------------------------------------------------------
+
+
+def draw(folder: Path, *, title: str = "") -> Path:
+    """Write `curves.png`: mean P("Yes") and true accuracy on the same axes, the KL to the start below."""
+    from matplotlib.figure import Figure  # here, because it is heavy
+
+    lines = list(read_metrics(folder / METRICS))
+    if not any(line.get("phase") == "validation" for line in lines):
+        raise BadInput(f"{folder / METRICS} has no validation yet: let the run go on")
+    kl = curve(lines, "train", "kl")
+    panels = 2 if kl[0] else 1
+    figure = Figure(figsize=(7.5, 3.6 + 1.8 * (panels - 1)), layout="constrained")
+    ratios = [2, 1][:panels]
+    axes = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    _draw_pair(axes[0], lines)
+    axes[0].set(ylim=(-0.02, 1.02), ylabel="share of answers", title=title)
+    if panels == 2:
+        axes[1].plot(*kl, color=COLOURS[6])
+        axes[1].set(ylabel="KL to the start")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    axes[-1].set_xlabel("update")
+    path = folder / CURVES
+    try:
+        figure.savefig(path, dpi=150, format="png")
+    except OSError as error:
+        raise BadInput(f"{path} could not be written ({error.strerror}): choose another place") from None
+    return path
+
+
+def _draw_pair(axis: Any, lines: Sequence[Line]) -> None:
+    """Training as thin lines, validations as marked ones; what the reward is above the truth is filled."""
+    for index, (name, label, marker) in enumerate((("outcome", 'P("Yes")', "s"), ("success", "true accuracy", "o"))):
+        colour = COLOURS[1 - index]
+        axis.plot(*curve(lines, "train", name), color=colour, alpha=0.4, linewidth=1)
+        dashes = "--" if name == "outcome" else "-"
+        axis.plot(*curve(lines, "validation", name), dashes, color=colour, marker=marker, ms=4, label=label)
+    both = [line for line in lines if line.get("phase") == "validation" and line.get("outcome") is not None]
+    update, reward, right = ([line[name] for line in both] for name in ("update", "outcome", "success"))
+    above = [a > b for a, b in zip(reward, right, strict=True)]
+    axis.fill_between(
+        update, right, reward, where=above, interpolate=True, color=COLOURS[4], alpha=0.25, lw=0, label="reward above"
+    )
