@@ -6,6 +6,10 @@ What people compose is here; the modules hold the rest.
 """
 
 from flowgrpo import masked
+from flowgrpo.agent.question import question
+from flowgrpo.agent.rendering import appending, fresh
+from flowgrpo.agent.speak import either, remote_speaker, speaker
+from flowgrpo.agent.system import agent_system
 from flowgrpo.algorithms.advantage import (
     gae,
     group_center,
@@ -34,13 +38,18 @@ from flowgrpo.algorithms.ppo import ppo, token_gae, turn_gae
 from flowgrpo.algorithms.weight import exclude_versions_before, flow_weights, sequence_mean, sequence_sum, token_mean
 from flowgrpo.contracts import (
     Algorithm,
+    Call,
     Completion,
     Env,
     Generate,
+    HostEnv,
+    HostStep,
     Observation,
     Policy,
     Request,
+    Result,
     Reward,
+    Said,
     Scored,
     Scores,
     Sizes,
@@ -61,10 +70,15 @@ from flowgrpo.models.lora import LoraConfig, lora_policy, merge
 from flowgrpo.packing import account, fill_rate, pack
 from flowgrpo.ragged import collate
 from flowgrpo.rewards.router import router, score_async
+from flowgrpo.rollout.hosted import hosted
+from flowgrpo.rollout.records import Played, rollout_of
+from flowgrpo.rollout.replay import replay
 from flowgrpo.sandbox import Limits, Sandbox
 from flowgrpo.task_files import read_tasks
 from flowgrpo.tasks import Tasks, batch_at, split_tasks, task_at
 from flowgrpo.text import Conversation, add_action, add_messages, load_text, start
+from flowgrpo.tools.schema import tool
+from flowgrpo.tools.toolset import toolset
 from flowgrpo.types import ENDINGS, BadInput, Batch, Fate, Ledger, Status, Task, Trajectories, Trajectory, Turn
 
 __version__ = "0.1.0"
