@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +88,11 @@ OFFLINE: dict[str, Any] = PAPER | {
     "beta": 0.0,
     "clip_high": 0.28,
     "temperature": 1.0,
-    "turns": 5,
-    "exam_turns": 5,
+    "turns": 4,
+    "exam_turns": 4,
     "max_tokens": 40,
-    "context_tokens": 384,
-    "memory_tokens": 160,
+    "context_tokens": 256,
+    "memory_tokens": 200,
     "rendering": "append",
     "executor": "rule",
     "verifier": "rule",
@@ -120,7 +121,7 @@ OFFLINE: dict[str, Any] = PAPER | {
 CONTROLS = ("none", "shuffled_rewards")
 RENDERINGS = {"fresh": fresh, "append": appending}
 START = "start"  # the folder of the model that the offline run begins with
-BRIEF = "Choose a tool, or answer."  # what the small model is told
+BRIEF = ""  # the small model learns what to do from demonstrations
 SIZES = ("queries", "samples", "temperature", "micro_rows")
 SPOKEN = {
     "executor": roles.executor,
@@ -183,7 +184,7 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
 
 def make_env(text: Text, *, schemas: Sequence[Schema], settings: Mapping[str, Any], turns: int) -> HostEnv:
     """The agent system over these tools."""
-    brief = {"instructions": BRIEF, "describe": roles.signature} if settings["model"] is None else {}
+    brief = {"instructions": BRIEF, "describe": itemgetter("name")} if settings["model"] is None else {}
     return agent_system(
         text,
         schemas=schemas,
