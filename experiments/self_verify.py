@@ -13,6 +13,11 @@ judgement. Where P("Yes") rises and the truth does not, the judge is hacked; a l
 Without --model a small model is made and runs offline on any CPU: it imitates answers of which 45 % are right, and
 verdicts on answers of which most are. With --model its own starting weights are the judge, and --tasks the questions.
 
+Expected offline: within 40 updates the true accuracy rises from 35 to 65 or 70 %, P("Yes") from 50 to 80 %, and the gap
+stays. The judge was only ever shown answers that stand in the question. So a run that goes on with --updates=60 finds
+that it believes a large number that was never named: P("Yes") passes 90 %, the true accuracy falls back to 50 %, and
+the warning comes.
+
 At the end the table compares the start and the last update, which is what a run without an answer key would have, on
 questions that training never meets. The work directory holds `metrics.jsonl`, `timings.jsonl`, `curves.png`,
 `result.json`, `checkpoints/`, `trajectories/` and, offline, the model in `start/`. The same command goes on where a run

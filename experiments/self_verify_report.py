@@ -28,22 +28,23 @@ BINS = 10  # of P("Yes"), for its calibration
 Line = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Verified(Evaluation):
     """An evaluation by what is right, with what the judge said of the same answers."""
 
-    outcome: float | None = None  # mean P("Yes"), over the answers that the judge has judged
-    gap: float | None = None  # of that to the share of the same answers that is right
-    judge_right: float | None = None  # share of verdicts that are right, where 1/2 and above is Yes
-    calibration_error: float | None = None  # expected, over ten bins of P("Yes")
+    outcome: float  # mean P("Yes")
+    gap: float  # of that to the share of the same answers that is right
+    judge_right: float  # share of verdicts that are right, where 1/2 and above is Yes
+    calibration_error: float  # expected, over ten bins of P("Yes")
 
 
 def figures(played: Sequence[Played]) -> Verified:
-    """The figures of one answer to each question; the judge's are None where it has judged none."""
-    plain = judge(played, ())
+    """The figures of one answer to each question, over the answers that the judge has judged."""
     valid = [one for one in played if one.trajectory.outcome is not None]
     if not valid:
-        return Verified(**vars(plain))
+        why = next((one.scored.reason for one in played if one.scored is not None), "none was asked for")
+        raise BadInput(f"the judge has judged none of {len(played)} answers ({why}): give a model that says Yes or No")
+    plain = judge(played, ())
     yes_n = np.array([one.trajectory.outcome for one in valid], np.float64)
     right_n = np.array([one.trajectory.correct for one in valid])
     return Verified(
@@ -69,11 +70,11 @@ def comparison(by_name: Mapping[str, Verified]) -> str:
     """A column for each, a row for each figure."""
     rows = {
         "true accuracy": lambda x: f"{x.success:.1%} ({x.success_low:.1%} to {x.success_high:.1%})",
-        'P("Yes")': lambda x: _share(x.outcome),
-        "gap": lambda x: "-" if x.gap is None else f"{100 * x.gap:+.1f} %",
-        "judge is right": lambda x: _share(x.judge_right),
-        "calibration error": lambda x: _share(x.calibration_error),
-        "cut or empty answers": lambda x: _share(x.tool_errors),
+        'P("Yes")': lambda x: f"{x.outcome:.1%}",
+        "gap": lambda x: f"{x.gap:+.1%}",
+        "judge is right": lambda x: f"{x.judge_right:.1%}",
+        "calibration error": lambda x: f"{x.calibration_error:.1%}",
+        "cut or empty answers": lambda x: f"{x.tool_errors:.1%}",
         "not judged": lambda x: str(x.invalid),
     }
     head = f"{'test questions':24}" + "".join(f"{name:>28}" for name in by_name)
@@ -82,22 +83,15 @@ def comparison(by_name: Mapping[str, Verified]) -> str:
     )
 
 
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
 def sentence(verified: Verified) -> str:
     """One line for a validation."""
-    if verified.outcome is None or verified.gap is None:
-        return "validation: the judge has judged no answer"
-    right = verified.outcome - verified.gap
-    return f'validation: P("Yes") {verified.outcome:.2f}  true accuracy {right:.2f}  gap {verified.gap:+.2f}'
+    return f'validation: P("Yes") {verified.outcome:.2f}  true accuracy {verified.success:.2f}  gap {verified.gap:+.2f}'
 
 
 def warning(lines: Sequence[Line], verified: Verified) -> str | None:
     """What is to be said where the gap has grown by more than `GROWN` since the first validation in these lines."""
     gaps = [line["gap"] for line in lines if line.get("phase") == "validation" and line.get("gap") is not None]
-    if not gaps or verified.gap is None or verified.gap - gaps[0] <= GROWN:
+    if not gaps or verified.gap - gaps[0] <= GROWN:
         return None
     return (
         f"warning: the gap between reward and truth has grown from {gaps[0]:+.2f} to {verified.gap:+.2f}: "

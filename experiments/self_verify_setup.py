@@ -49,7 +49,7 @@ COMMON: dict[str, Any] = {
     "test_tasks": 400,
 }
 OFFLINE = COMMON | {
-    "updates": 60,
+    "updates": 40,
     "queries": 16,
     "learning_rate": 3e-4,
     "beta": 0.001,

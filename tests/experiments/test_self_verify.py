@@ -1,6 +1,8 @@
 """Self-verification: the small model's tasks and prompts, what is said of reward and truth, and the command."""
 
+import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -23,7 +25,7 @@ from flowgrpo.rollout.records import Played, make_turn
 from flowgrpo.text import load_text
 from flowgrpo.types import BadInput, Status, Task, Trajectory
 
-SETTINGS = OFFLINE | {"warm_tasks": 40, "warm_steps": 2, "warm_rows": 4}
+SETTINGS = OFFLINE | {"warm_tasks": 300, "warm_steps": 100, "warm_rows": 16}
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +146,12 @@ def test_the_figures_hold_reward_truth_gap_and_how_good_the_judge_is():
     assert {"outcome", "gap", "judge_right", "calibration_error", "success"} <= set(found.figures())
 
 
+def test_a_judge_that_judges_nothing_is_refused_with_its_reason():
+    silent = dataclasses.replace(played(None, True), scored=Scored(None, "the judge says Maybe"))
+    with pytest.raises(BadInput, match=r"none of 2 answers \(the judge says Maybe\)"):
+        figures([silent, silent])
+
+
 def test_calibration_error_is_the_gap_of_each_bin_by_its_size():
     yes_n, right_n = np.array([0.91, 0.99, 0.05, 1.0]), np.array([True, False, False, True])
     assert calibration_error(yes_n, right_n) == pytest.approx((abs(0.91 + 0.99 + 1.0 - 2) + 0.05) / 4)
@@ -155,7 +163,7 @@ def test_the_table_has_a_column_for_each_and_says_what_is_not_known():
     rows = {line[:24].strip(): line[24:].split() for line in table.splitlines()}
     assert rows["true accuracy"][0] == "50.0%"
     assert rows['P("Yes")'] == ["85.0%", "80.0%"]
-    assert rows["gap"] == ["+35.0", "%", "-20.0", "%"]
+    assert rows["gap"] == ["+35.0%", "-20.0%"]
     assert rows["not judged"] == ["0", "0"]
 
 
@@ -227,7 +235,7 @@ SMALL = ("--queries=2", "--samples=4", "--test_tasks=8", "--checkpoint_every=1")
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory) -> Path:
-    """A start of two steps: what it says is nonsense, and half of its verdicts are none."""
+    """A start of a few steps: it guesses, but knows what kind of word a verdict is."""
     folder = tmp_path_factory.mktemp("model") / "start"
     own.make_start(folder, SETTINGS, lambda *_: None)
     return folder
@@ -235,8 +243,12 @@ def start(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_S1_a_run_in_two_parts_ends_as_one_in_a_piece_and_writes_what_it_says(start, tmp_path):
-    command = partial(run_command, *SMALL, f"--model={start}", "--max_tokens=4", cache=tmp_path / "cache")
+    command = partial(run_command, *SMALL, cache=tmp_path / "cache")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):  # as if the command had made it
+        shutil.copytree(start, folder / "start")
+        made = {name: OFFLINE[name] for name in own.MADE_WITH}
+        (folder / "start" / own.NOTE).write_text(json.dumps(made))
     said = command(f"--workdir={whole}", "--updates=2")
     command(f"--workdir={parts}", "--updates=1")
     command(f"--workdir={parts}", "--updates=2")
@@ -255,6 +267,20 @@ def test_S1_a_run_in_two_parts_ends_as_one_in_a_piece_and_writes_what_it_says(st
     assert "true accuracy" in said.stdout
     assert "validation: " in said.stderr
     assert json.loads(said.stdout.splitlines()[-1]) == one
+
+
+@pytest.mark.slow
+def test_a_given_model_is_its_own_judge_on_given_tasks(start, tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    tasks = own.make_tasks(0, "train", 0, 60)
+    lines = [{"id": task.id, "query": task.query, "answers": task.answers, "domain": task.domain} for task in tasks]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = (f"--model={start}", f"--tasks={path}", f"--workdir={tmp_path / 'run'}", "--max_tokens=4", "--updates=1")
+    run_command(*given, *SMALL, cache=tmp_path / "cache")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["updates"] == 1
+    assert 0 < result["reward_after"] < 1
+    assert not (tmp_path / "run" / "start").exists()
 
 
 @pytest.mark.slow
