@@ -125,7 +125,8 @@ def play(setup: HostedSetup, env: HostEnv, tasks: Sequence[Task], key: jax.Array
         reward=setup.reward,
         solved=setup.solved,
         temperature=settings["temperature"],
-        width=2 * settings["slots"],
+        # Fewer than there are slots, so that a conversation that waits for a tool keeps its cache.
+        width=max(settings["slots"] * 3 // 4, 2),
         deadline=settings["group_seconds"],
         turn_deadline=settings["turn_seconds"],
     )
