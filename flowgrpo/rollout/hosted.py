@@ -44,7 +44,8 @@ def hosted(
     first member: members that wait for an effect then end as TIMEOUT, those that wait for the engine are given back
     unfinished. `turn_deadline` is that of what follows one action, and of the reset. Without a `reward` the outcome
     is the sum of what the environment paid; with `by_turn` that is paid turn by turn. Groups are judged in at most
-    `judges` threads, each group within `judge_deadline` seconds.
+    `judges` threads, each group within `judge_deadline` seconds. Where contexts append, the engine should have `width`
+    slots: a conversation whose cache was evicted is computed again token by token.
     """
     return partial(
         _rollout,

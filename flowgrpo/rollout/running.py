@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,44 +199,43 @@ class Run:
             for member in list(self.playing):
                 since = member.since
                 if member.phase in ("reset", "step") and now >= since + settings.turn_deadline:
-                    self._stop(member, f"the turn's {settings.turn_deadline:g} s", since)
+                    self._stop([member], f"the turn's {settings.turn_deadline:g} s", since)
         for group in self.groups.values():
             if group.ends_at is not None and now >= group.ends_at:
                 group.ends_at = None
-                for member in group.members:
-                    if member.index not in self.played and member not in group.to_judge:
-                        self._stop(member, f"the group's {settings.deadline:g} s")
+                self._stop(group.members, f"the group's {settings.deadline:g} s")
         for group in list(self.judging):
             if now >= group.judged_since + settings.judge_deadline:
                 why = f"the reward did not return within {settings.judge_deadline:g} s"
                 self._judged(group, [Scored(None, why)] * len(group.to_judge))
 
-    def _stop(self, member: Member, limit: str, since: float | None = None) -> None:
-        """End a member that waits for an effect; give one back that waits for the engine, or for its turn to start."""
-        phase, course = member.stop(since), member.course
-        if phase is None:  # it has ended by itself, or went on
-            return
-        if phase in ("reset", "step"):
-            call = member.call
-            awaited = f"{call.kind} {call.name!r}" if call else f"the environment's {phase}"
-            # Before the first action nothing that happens is the policy's doing.
-            status = Status.TIMEOUT if phase == "step" else Status.TOOL_FAILURE
-            thread = f"left in the thread flowgrpo-rollout-{member.index}"
-            course.cut(status, f"{awaited} did not return within {limit}: {thread}", tool_of(call))
-        else:
-            self._cancel(member)
-            whole = member.given if phase in ("queued", "resumed") else None
-            self.unfinished[member.index] = whole or course.unfinished(member.seconds)
-        self.playing.discard(member)
-        if member in self.waiting:
-            self.waiting.remove(member)
-        self._settle(member)
+    def _stop(self, members: Sequence[Member], limit: str, since: float | None = None) -> None:
+        """End those that wait for an effect; give back those that wait for the engine, or for their turn to start."""
+        # All of them before anything else, so that none goes on while others are seen to.
+        stopped = [(member, phase) for member in members if (phase := member.stop(since)) is not None]
+        self._cancel([member.future for member, _ in stopped if member.future is not None])
+        for member, phase in stopped:
+            if phase in ("reset", "step"):
+                self._cut(member, phase, limit)
+            else:
+                whole = member.given if phase in ("queued", "resumed") else None
+                self.unfinished[member.index] = whole or member.course.unfinished(member.seconds)
+            self.playing.discard(member)
+            if member in self.waiting:
+                self.waiting.remove(member)
+            self._settle(member)
 
-    def _cancel(self, member: Member) -> None:
-        """Cancel what a stopped member waits for; count what was delivered all the same."""
-        if member.future is None or member.future.cancel():
-            return
-        try:
-            self.unused += len(member.future.result(ANSWERING).tokens)
-        except (Exception, CancelledError):
-            return  # nothing was delivered
+    def _cut(self, member: Member, phase: str, limit: str) -> None:
+        """What the policy started did not return; before its first action nothing that happens is its doing."""
+        call = member.call
+        awaited = f"{call.kind} {call.name!r}" if call else f"the environment's {phase}"
+        status = Status.TIMEOUT if phase == "step" else Status.TOOL_FAILURE
+        reason = f"{awaited} did not return within {limit}: left in the thread flowgrpo-rollout-{member.index}"
+        member.course.cut(status, reason, tool_of(call))
+
+    def _cancel(self, futures: Sequence[Future]) -> None:
+        """Cancel what stopped members wait for; count what is delivered all the same."""
+        late = [future for future in futures if not future.cancel()]
+        for future in wait(late, ANSWERING).done:
+            if future.exception() is None:
+                self.unused += len(future.result().tokens)

