@@ -227,7 +227,9 @@ def test_a_start_that_was_made_otherwise_is_refused(tmp_path):
 
 def run_command(*arguments: str, cache: Path, check: bool = True) -> subprocess.CompletedProcess:
     program = [sys.executable, "-m", "experiments.self_verify", f"--compilation_cache={cache}", *arguments]
-    return subprocess.run(program, capture_output=True, text=True, check=check, timeout=500)
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=500)
+    assert ran.returncode == 0 or not check, ran.stderr
+    return ran
 
 
 SMALL = ("--queries=2", "--samples=4", "--test_tasks=8", "--checkpoint_every=1")
