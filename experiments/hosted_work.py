@@ -27,7 +27,7 @@ from flowgrpo.models.hf import Model
 from flowgrpo.packing import pack
 from flowgrpo.rollout.hosted import Hosted, hosted
 from flowgrpo.rollout.judging import is_solved
-from flowgrpo.rollout.records import Played, rollout_of, to_json
+from flowgrpo.rollout.records import Played, aborted, rollout_of, to_json
 from flowgrpo.types import BadInput, Task
 
 TASKS = {"train": 0, "validation": 1, "test": 2}
@@ -116,7 +116,7 @@ def _step(run: loop.Run, *, setup: HostedSetup, learn) -> tuple[loop.Run, dict[s
 
 
 def play(setup: HostedSetup, env: HostEnv, tasks: Sequence[Task], key: jax.Array, *, samples: int) -> Hosted:
-    """So many trajectories of each task, all at once."""
+    """So many trajectories of each task, all at once, in the order of tasks and samples."""
     settings = setup.settings
     rollout = hosted(
         env,
@@ -131,7 +131,10 @@ def play(setup: HostedSetup, env: HostEnv, tasks: Sequence[Task], key: jax.Array
         turn_deadline=settings["turn_seconds"],
     )
     every = [task for task in tasks for _ in range(samples)]
-    return rollout(every, jax.random.split(key, len(every)), np.repeat(np.arange(len(tasks)), samples))
+    played = rollout(every, jax.random.split(key, len(every)), np.repeat(np.arange(len(tasks)), samples))
+    late = [aborted(one, "its group's deadline passed while it waited for the engine") for one in played.unfinished]
+    in_order = sorted([*played.played, *late], key=lambda one: (one.group, one.sample))
+    return played._replace(played=tuple(in_order), unfinished=())
 
 
 def record(path: Path, played: Sequence[Played]) -> None:

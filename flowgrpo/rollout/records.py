@@ -16,7 +16,7 @@ from flowgrpo.contracts import Scored
 from flowgrpo.effects import Effect
 from flowgrpo.ragged import collate
 from flowgrpo.rollout.compiled import Rollout
-from flowgrpo.types import BadInput, Fate, Ledger, Status, Task, Trajectory, Turn
+from flowgrpo.types import COUNTS, BadInput, Fate, Ledger, Status, Task, Trajectory, Turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,21 +77,38 @@ def given_up(unfinished: Sequence[Unfinished]) -> Ledger:
 def rollout_of(
     played: Sequence[Played], tools: Sequence[str], *, turns: int | None = None, length: int | None = None
 ) -> Rollout:
-    """The trajectories that have a turn, dense and in NumPy; `tools` are the environment's, which number its calls.
+    """The trajectories, dense and in NumPy, those without a turn too; `tools` are the environment's, which number its
+    calls.
 
     `length` is by default the longest turn, rounded up to a power of two, so that compiled programs are met again.
     """
-    kept = [one for one in played if one.trajectory.turns]
-    needed = max((len(turn.tokens) for one in kept for turn in one.trajectory.turns), default=1)
+    needed = max((len(turn.tokens) for one in played for turn in one.trajectory.turns), default=1)
     size = 1 << (needed - 1).bit_length() if length is None else length
-    trajectories = collate([one.trajectory for one in kept], turns=turns, length=size)
+    trajectories = collate([_with_a_turn(one.trajectory) for one in played], turns=turns, length=size)
+    acted_n = np.array([bool(one.trajectory.turns) for one in played])
+    trajectories = trajectories.replace(turns=trajectories.turns & acted_n[:, None])
     number = {name: index for index, name in enumerate(tools)}
     tool_nt = np.full(trajectories.turns.shape, -1, np.int32)
     error_nt = np.zeros(trajectories.turns.shape, bool)
-    for n, one in enumerate(kept):
+    for n, one in enumerate(played):
         tool_nt[n, : len(one.tools)] = [number.get(tool, -1) for tool in one.tools]
         error_nt[n, : len(one.errors)] = one.errors
     return Rollout(trajectories, tool_nt, error_nt)
+
+
+def _with_a_turn(trajectory: Trajectory) -> Trajectory:
+    """What `collate` takes: one that has no turn, and so no outcome, gets an empty one, which is masked afterwards."""
+    if trajectory.turns:
+        return trajectory
+    status = Status.ABORTED if COUNTS[trajectory.status] else trajectory.status
+    return replace(trajectory, turns=[make_turn([0], [], [], 0, None, 0)], outcome=None, status=status)
+
+
+def aborted(unfinished: Unfinished, reason: str) -> Played:
+    """A trajectory that nobody will resume: it takes part in nothing, and its tokens are accounted for."""
+    record = {item.name: getattr(unfinished, item.name) for item in fields(unfinished) if item.name != "turns"}
+    trajectory = Trajectory(unfinished.turns, None, unfinished.group, status=Status.ABORTED)
+    return Played(**record, trajectory=trajectory, output=None, scored=None, reason=reason)
 
 
 # As JSON ----------------------------------------------------------------------------------------------

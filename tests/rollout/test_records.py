@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import flowgrpo as fg
 from flowgrpo.contracts import Call, Result, Scored
 from flowgrpo.effects import Effect
-from flowgrpo.rollout.records import Played, from_json, make_turn, rollout_of, to_json
+from flowgrpo.rollout.records import Played, Unfinished, aborted, from_json, make_turn, rollout_of, to_json
 from flowgrpo.types import Status, Trajectory
 
 words, ids = st.text(max_size=8), st.integers(0, 2**31 - 1)
@@ -129,13 +129,25 @@ def test_sizes_come_again():
         rollout_of([of(5)], (), turns=1, length=4)
 
 
-def test_calls_are_numbered_and_what_has_no_turn_is_left_out():
+def test_calls_are_numbered_and_what_has_no_turn_keeps_its_place():
     played = [of(2, 2, 2, tools=("b", "", "nowhere")), of(), of(2, tools=("a",))]
     rollout = rollout_of(played, ("a", "b"), turns=4)
-    np.testing.assert_array_equal(rollout.tool, [[1, -1, -1, -1], [0, -1, -1, -1]])
-    np.testing.assert_array_equal(rollout.error, [[True, True, True, False], [True, False, False, False]])
-    with pytest.raises(fg.BadInput, match="there are no trajectories"):
-        rollout_of([of()], ("a",), turns=1)
+    np.testing.assert_array_equal(rollout.tool, [[1, -1, -1, -1], [-1, -1, -1, -1], [0, -1, -1, -1]])
+    np.testing.assert_array_equal(rollout.error[0], [True, True, True, False])
+    np.testing.assert_array_equal(rollout.trajectories.turns.sum(axis=1), [3, 0, 1])
+    np.testing.assert_array_equal(rollout.trajectories.valid, [True, False, True])
+    assert not rollout_of([of()], ("a",), turns=1).trajectories.turns.any()
+
+
+def test_an_unfinished_trajectory_that_nobody_resumes_takes_part_in_nothing():
+    whole = of(2, 2, tools=("a", "b"))
+    names = ("task", "key", "group", "sample", "tools", "errors", "log", "lens", "seconds")
+    left = Unfinished(**{name: getattr(whole, name) for name in names}, turns=tuple(whole.trajectory.turns))
+    played = aborted(left, "its time was over")
+    assert (played.trajectory.status, played.trajectory.outcome) == (Status.ABORTED, None)
+    rollout = rollout_of([whole, played], ("a", "b"), turns=2)
+    np.testing.assert_array_equal(rollout.trajectories.valid, [True, False])
+    assert rollout.trajectories.chosen[1].sum() == rollout.trajectories.chosen[0].sum()
 
 
 def test_the_ledger_counts_each_chosen_token_of_a_record():

@@ -1,0 +1,121 @@
+"""The agent run as a command: what it writes, how it goes on, what it refuses."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from experiments import agent_setups
+from flowgrpo.rollout.records import from_json
+from flowgrpo.types import BadInput
+
+pytestmark = pytest.mark.slow
+
+SMALL = ("--warm_steps=40", "--queries=4", "--samples=3", "--test_tasks=12", "--checkpoint_every=2", "--slots=16")
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """Runs an experiment; what one has compiled, the next finds."""
+    return partial(run_command, cache=tmp_path_factory.mktemp("compiled"))
+
+
+def run_command(module: str, *arguments: str, cache: Path, check: bool = True) -> subprocess.CompletedProcess:
+    program = [sys.executable, "-m", f"experiments.{module}", f"--compilation_cache={cache}", *arguments]
+    return subprocess.run(program, capture_output=True, text=True, check=check, timeout=500)
+
+
+@pytest.fixture(scope="module")
+def whole(command, tmp_path_factory) -> Path:
+    """Four updates in one go."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    command("agentflow", f"--workdir={folder}", "--updates=4", *SMALL)
+    return folder
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_it_writes_what_it_says(whole):
+    found = result(whole)
+    domains = {"mathematics", "code", "search", "drawing"}
+    assert {"success_before", "success_after", "tool_error_before", "tool_error_after", "turns_after"} <= set(found)
+    assert set(found["success_by_domain_after"]) == set(found["tool_error_by_domain_before"]) == domains
+    assert (found["updates"], found["resumed_at"], found["env"]) == (4, [], "agent")
+    assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if line["phase"] == "train"]
+    assert len(trained) == 4
+    assert all(0 <= line[f"success_{domain}"] <= 1 for line in trained for domain in domains)
+    assert all(line["tokens_trained"] + line.get("tokens_dropped_no_signal", 0) > 0 for line in trained)
+
+
+def test_its_trajectories_are_records_that_can_be_read(whole):
+    names = sorted(path.name for path in (whole / "trajectories").iterdir())
+    assert names == [f"{update:06d}.jsonl" for update in (1, 2, 3, 4)] + ["test-after.jsonl", "test-before.jsonl"]
+    played = [from_json(line) for line in (whole / "trajectories" / "test-after.jsonl").read_text().splitlines()]
+    assert len(played) == 12
+    assert all(one.trajectory.turns for one in played)
+
+
+def test_S1_a_run_that_was_stopped_ends_as_one_that_was_not(command, whole, tmp_path):
+    folder = tmp_path / "parts"
+    command("agentflow", f"--workdir={folder}", "--updates=2", *SMALL)
+    command("agentflow", f"--workdir={folder}", "--updates=4", *SMALL)
+    assert result(folder)["resumed_at"] == [2]
+    assert result(folder)["params_sha256"] == result(whole)["params_sha256"]
+    assert (folder / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_a_finished_run_is_evaluated_on_fresh_tasks_by_domain(command, whole):
+    said = command("evaluate", f"--workdir={whole}", "--num_tasks=8", "--samples=2").stdout
+    found = json.loads(said.splitlines()[-1])
+    assert {"success_before", "success_after", "pass@2_after", "success_by_domain_after"} <= set(found)
+    assert "drawing" in said
+
+
+def test_a_dry_run_shows_prompts_and_rollouts_and_leaves_no_run(command, tmp_path):
+    said = command("agentflow", "--dry_run", f"--workdir={tmp_path}", *SMALL).stdout
+    assert "<|im_start|>user" in said
+    assert said.count("\nreward ") == 4
+    assert not (tmp_path / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--tools=calculator,browser"], "'browser' is none of calculator, python, search"),
+        (["--domains=chess"], "'chess' has no offline tasks"),
+        (["--tasks=nowhere.jsonl"], "nowhere.jsonl"),
+        (["--model=nowhere/at/all", "--tasks=reasoning_gym:leg_counting", "--tools=calculator"], "nowhere/at/all"),
+        (["--corpus=nowhere.txt"], "nowhere.txt"),
+        (["--executor=loud"], "loud"),
+        (["--turns=0"], "turns"),
+        (["--mcp=no-such-command-anywhere"], "no-such-command-anywhere"),
+    ],
+)
+def test_bad_flags_are_one_sentence(command, tmp_path, given, said):
+    done = command("agentflow", f"--workdir={tmp_path}", "--updates=1", *SMALL, *given, check=False)
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_without_a_model_the_settings_are_offline_and_with_one_those_of_the_paper():
+    paper = agent_setups.settings_of("some/model")
+    assert {name: paper[name] for name in ("queries", "samples", "learning_rate", "beta", "clip_high")} == {
+        "queries": 32,
+        "samples": 8,
+        "learning_rate": 1e-6,
+        "beta": 0.001,
+        "clip_high": 0.2,
+    }
+    assert (paper["temperature"], paper["turns"], paper["exam_turns"], paper["max_tokens"]) == (0.5, 3, 10, 2048)
+    assert agent_setups.settings_of(None)["warm_steps"] > 0
+    with pytest.raises(BadInput, match="is no setting"):
+        agent_setups.settings_of(None, colour="red")
