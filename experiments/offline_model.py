@@ -3,7 +3,7 @@
 write_model(folder, texts, seed=0)  ->  a folder that `load_model` and transformers open
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,33 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+Cut = Callable[[], Any]  # a pre-tokenizer of the package tokenizers
 SHAPE: Mapping[str, Any] = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "head_dim": 32}
 
 
-def write_tokenizer(folder: Path, texts: Iterable[str], *, vocab_size: int = 1024) -> None:
-    """Byte-pair encoding learned from these texts, digits apart, so that any text can be written and read."""
+def words() -> Any:
+    """Cuts text into words and single digits: numbers and names are copied piece by piece."""
+    from tokenizers import pre_tokenizers
+
+    digits, letters = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return pre_tokenizers.Sequence([digits, letters])
+
+
+def phrases() -> Any:
+    """Cuts text at numbers only: a number is one token, and so is what often stands between two of them."""
+    from tokenizers import Regex, pre_tokenizers
+
+    numbers = pre_tokenizers.Split(Regex("[0-9]+"), "isolated")
+    return pre_tokenizers.Sequence([numbers, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def write_tokenizer(folder: Path, texts: Iterable[str], *, cut: Cut = words, vocab_size: int = 1024) -> None:
+    """Byte-pair encoding learned from these texts within the pieces of `cut`; any text can be written and read."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    tokenizer.pre_tokenizer = cut()
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -48,10 +63,16 @@ def write_tokenizer(folder: Path, texts: Iterable[str], *, vocab_size: int = 102
 
 
 def write_model(
-    folder: Path, texts: Iterable[str], *, seed: int, shape: Mapping[str, Any] = SHAPE, vocab_size: int = 1024
+    folder: Path,
+    texts: Iterable[str],
+    *,
+    seed: int,
+    shape: Mapping[str, Any] = SHAPE,
+    cut: Cut = words,
+    vocab_size: int = 1024,
 ) -> None:
     """Tokenizer, configuration and random weights."""
-    write_tokenizer(folder, texts, vocab_size=vocab_size)
+    write_tokenizer(folder, texts, cut=cut, vocab_size=vocab_size)
     text = load_text(folder)
     heads = shape["hidden_size"] // shape["head_dim"]
     source = {

@@ -24,7 +24,7 @@ import numpy as np
 
 import flowgrpo as fg
 from experiments.hosted_work import imitation_rows
-from experiments.self_verify_model import write_phrase_model
+from experiments.offline_model import phrases, write_model
 from flowgrpo.agent.question import question
 from flowgrpo.effects import no_effects
 from flowgrpo.learner.folder import differing
@@ -42,6 +42,7 @@ NUMBERS = range(10, 100)
 LISTED = 4  # numbers of a question
 ROW = 64  # tokens of a row of the warm start
 ASKED_EVERY, PATIENCE = 50, 4  # steps between two validations; how many may bring nothing
+MOST = 2048  # ids of the tokenizer, which writes the fixed parts of prompts as one: a judge reads a tenth as much
 HELD = 300  # questions kept back for the validation
 SHOWN_FROM = 1_000_000  # the first question that the warm start shows; training begins with 0
 
@@ -145,7 +146,7 @@ def make_start(folder: Path, settings: Mapping[str, Any], tell: Callable[[int, f
         return
     beside = folder.with_name(f".{folder.name}")
     shutil.rmtree(beside, ignore_errors=True)
-    write_phrase_model(beside, texts(settings["seed"]), seed=settings["seed"])
+    write_model(beside, texts(settings["seed"]), seed=settings["seed"], cut=phrases, vocab_size=MOST)
     model = load_model(beside)
     save_model(beside, model._replace(params=warm_start(model, settings, tell)))
     (beside / NOTE).write_text(json.dumps(made) + "\n")

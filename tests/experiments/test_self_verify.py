@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from experiments import self_verify_tasks as own
-from experiments.self_verify_model import write_phrase_model, write_phrase_tokenizer
+from experiments.offline_model import phrases, write_model, write_tokenizer
 from experiments.self_verify_report import GROWN, calibration_error, comparison, draw, figures, sentence, warning
 from experiments.self_verify_setup import OFFLINE, is_right, judged, settings_of, story
 from flowgrpo.contracts import Scored
@@ -32,7 +32,7 @@ SETTINGS = OFFLINE | {"warm_tasks": 300, "warm_steps": 100, "warm_rows": 16}
 def text(tmp_path_factory):
     """The tokenizer of the small model."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    write_phrase_tokenizer(folder, own.texts(0))
+    write_tokenizer(folder, own.texts(0), cut=phrases, vocab_size=own.MOST)
     return load_text(folder)
 
 
@@ -117,7 +117,7 @@ def test_what_is_right_is_what_the_matcher_says_whatever_the_judge_says():
 
 
 def test_R3_the_reward_is_the_judges_and_the_matcher_stands_beside_it(tmp_path):
-    write_phrase_model(tmp_path, own.texts(0), seed=0)
+    write_model(tmp_path, own.texts(0), seed=0, cut=phrases, vocab_size=own.MOST)
     tasks = [own.make_task(0, "test", i) for i in range(3)]
     outputs = [tasks[0].answers[0], "nothing", f" {tasks[2].answers[0]} "]
     model = load_model(tmp_path)
