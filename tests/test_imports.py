@@ -81,7 +81,8 @@ for name in {MODULES!r}:
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized(), "a backend was started"
 assert threading.active_count() == before, "a thread was started"
-assert not {{"torch", "ray", "transformers", "matplotlib", "mcp", "bm25s"}} & set(sys.modules), "a heavy module was imported"
+heavy = {{"torch", "ray", "transformers", "matplotlib", "mcp", "bm25s"}} & set(sys.modules)
+assert not heavy, "a heavy module was imported"
 from absl import flags
 assert not [f for f in flags.FLAGS.flags_by_module_dict() if "flowgrpo" in f], "a flag was defined"
 """
