@@ -31,9 +31,9 @@ class Flaws:
     wrong_tool: float = 0.18  # a step by another tool, or by one that doesn't exist
     damaged: float = 0.12  # a step whose command has lost something
     formless: float = 0.06  # an action without its form
-    early: float = 0.24  # an answer before the last step
-    wrong_sign: float = 0.14  # a step that computes or looks up something else
-    wrong_answer: float = 0.18  # at the end
+    early: float = 0.15  # an answer before the last step
+    wrong_sign: float = 0.12  # a step that computes or looks up something else
+    wrong_answer: float = 0.22  # at the end
     wrong_drawing: float = 0.60
 
 

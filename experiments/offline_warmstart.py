@@ -100,8 +100,11 @@ def _batches(rows: fg.Batch, size: int, seed: int) -> Iterator[fg.Batch]:
 
 
 def _tasks(settings: Mapping[str, Any], split: str, size: int):
-    # Seeds of demonstrations are apart from those of training, which begins with the same index.
-    return make_tasks(settings["seed"] + 500_000, 0, size, split, settings["domains"].split(","))
+    names = settings["domains"].split(",")
+    # Questions take the longest to learn, for what is copied there are names. Seeds are apart from those of training.
+    return make_tasks(
+        settings["seed"] + 500_000, 0, size, split, [*names, *[name for name in names if name == "search"]]
+    )
 
 
 def _spoken(text: Text, talk: Trajectory) -> str:
