@@ -157,19 +157,17 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
         if settings["model"] is None:
             offline_warmstart.write_start(folder / START, make, tools.do, settings)
         model = load_model(settings["model"] or folder / START, dtype=settings["dtype"])
-        banned = banned_ids(model)
-        engine = stack.enter_context(make_engine(model, settings, banned))
+        engine = stack.enter_context(make_engine(model, settings))
         env, exam_env = (make(model.text, turns=settings[name]) for name in ("turns", "exam_turns"))
         yield HostedSetup(
             name="agent",
             settings=settings,
             folder=folder,
             model=model,
-            banned=banned,
             env=env,
             exam_env=exam_env,
             engine=engine,
-            do=either(tools.do, _speakers(settings, model, banned, stack)),
+            do=either(tools.do, _speakers(settings, model, stack)),
             reward=domains.route(domains.Means(sandbox=sandbox), default="answer"),
             tasks=tasks,
             algorithm=_algorithm(settings),
@@ -177,7 +175,7 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
             sizes=loop.Settings(
                 **{name: settings[name] for name in ("queries", "samples", "temperature", "micro_rows")}
             ),
-            warm_start=partial(offline_warmstart.warm_start, model, env, tools.do, settings, banned),
+            warm_start=partial(offline_warmstart.warm_start, model, env, tools.do, settings),
             story=partial(_story, model.text, exam_env),
         )
 
@@ -196,16 +194,10 @@ def make_env(text: Text, *, schemas: Sequence[Schema], settings: Mapping[str, An
     )
 
 
-def make_engine(model: Model, settings: Mapping[str, Any], banned: tuple[int, ...], *, kept: int = 0) -> Engine:
+def make_engine(model: Model, settings: Mapping[str, Any], *, kept: int = 0) -> Engine:
     """An engine whose slots hold a whole context."""
     sizes = {"slots": settings["slots"], "slot_length": settings["context_tokens"], "chunk": settings["chunk"]}
-    return Engine(model.policy, model.params, **sizes, steps=settings["steps"], banned=banned, kept=kept)
-
-
-def banned_ids(model: Model) -> tuple[int, ...]:
-    """Ids that are never sampled: padding, and rows of the embedding that no token has."""
-    padding = () if model.text.pad_id in model.text.stop_ids else (model.text.pad_id,)
-    return (*padding, *range(model.text.vocab_size, model.config.v))
+    return Engine(model.policy, model.params, **sizes, steps=settings["steps"], banned=model.banned, kept=kept)
 
 
 # Roles --------------------------------------------------------------------------------------------------
@@ -222,12 +214,12 @@ def _role(name: str, who: str) -> Role | Rule | None:
     return RULES[name]
 
 
-def _speakers(settings: Mapping[str, Any], model: Model, banned: tuple[int, ...], stack: ExitStack) -> dict[str, Do]:
+def _speakers(settings: Mapping[str, Any], model: Model, stack: ExitStack) -> dict[str, Do]:
     """Who speaks the roles that are not plain code: the frozen weights that the planner began with, or an endpoint."""
     asked = {name: settings[name] for name in ROLES if settings[name] not in ("rule", "none")}
     found: dict[str, Do] = {}
     if "model" in asked.values():
-        engine = stack.enter_context(make_engine(model, settings, banned, kept=1))
+        engine = stack.enter_context(make_engine(model, settings, kept=1))
         room = settings["context_tokens"] - settings["max_tokens"]
         frozen = speaker(
             model.text,

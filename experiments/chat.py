@@ -53,14 +53,11 @@ class Speaker:
         """`width` is the size of recorded sets, 0 where the support is not cut."""
         text: Text = model.text
         assert model.policy.make_cache is not None
-        rows_without_token = range(text.vocab_size, model.config.v)
-        padding = () if text.pad_id in text.stop_ids else (text.pad_id,)
-        banned = (*padding, *rows_without_token)
         self.text, self.context = text, context
         self._params, self._settings = model.params, settings
         self._make_cache = partial(model.policy.make_cache, 1, context)
         self._prefill = jax.jit(partial(prefill, model.policy), donate_argnums=1)
-        options = {"steps": STEPS, "banned": banned, "width": width}
+        options = {"steps": STEPS, "banned": model.banned, "width": width}
         self._decode = jax.jit(partial(decode, model.policy, **options), donate_argnums=1)
         self.forget()
 

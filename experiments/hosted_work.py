@@ -30,8 +30,6 @@ from flowgrpo.rollout.judging import is_solved
 from flowgrpo.rollout.records import Played, aborted, rollout_of, to_json
 from flowgrpo.types import BadInput, Task
 
-TASKS = {"train": 0, "validation": 1, "test": 2}
-
 
 class HostedSetup(NamedTuple):
     """The parts of a run on a host environment."""
@@ -40,7 +38,6 @@ class HostedSetup(NamedTuple):
     settings: Mapping[str, Any]
     folder: Path
     model: Model
-    banned: tuple[int, ...]
     env: HostEnv
     exam_env: HostEnv  # the same with the turns that are allowed when it is examined
     engine: Engine
@@ -83,7 +80,7 @@ def make_step(setup: HostedSetup) -> Callable[[loop.Run], tuple[loop.Run, dict[s
     sizes, appends = setup.sizes, setup.settings["rendering"] == "append"
     trajectories = sizes.queries * sizes.oversample * sizes.samples
     credit, update = loop.make_learning(
-        setup.model.policy, setup.algorithm, setup.optimizer, sizes, banned=setup.banned
+        setup.model.policy, setup.algorithm, setup.optimizer, sizes, banned=setup.model.banned
     )
     learn = loop.make_learn(
         credit,

@@ -7,7 +7,7 @@ The script knows what is right (`metadata["steps"]` and `["final"]`), and at eve
 or answers wrongly. Nothing in a demonstration says which of its actions were slips. That is left to training.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -147,6 +147,3 @@ def _turn(said: Said, sampled: Sequence[int]) -> Turn:
     size = len(said.tokens)
     tokens = np.array([*said.tokens, *sampled], np.int32)
     return Turn(tokens, np.arange(len(tokens)) >= size, np.zeros(len(tokens), np.float32))
-
-
-Script = Callable[[Task], Iterator[str]]

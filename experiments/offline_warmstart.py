@@ -1,7 +1,7 @@
 """The warm start of the offline agent run: a small model is made, and imitates flawed demonstrations of the real tools.
 
 write_start(folder, make_env, do, settings)              tokenizer, configuration, random weights
-warm_start(model, env, do, settings, banned, tell)  ->  parameters at the lowest validation loss
+warm_start(model, env, do, settings, tell)  ->  parameters at the lowest validation loss
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -54,7 +54,6 @@ def warm_start(
     env: HostEnv,
     do: Do,
     settings: Mapping[str, Any],
-    banned: tuple[int, ...],
     tell: Callable[[int, float], None],
 ) -> Any:
     """Parameters at the lowest validation loss of imitation, which `tell` hears of; without steps, the model's own."""
@@ -65,7 +64,7 @@ def warm_start(
     optimizer = make_optimizer(
         learning_rate=settings["warm_rate"], warmup_steps=20, decay_steps=steps, matrices=matrices(model.config)
     )
-    sizes = {"banned": banned, "micro_rows": settings["micro_rows"]}
+    sizes = {"banned": model.banned, "micro_rows": settings["micro_rows"]}
     step = jax.jit(make_supervised(model.policy, optimizer, **sizes))
     loss = jax.jit(make_validation(model.policy, **sizes))
     asked = count(0, ASKED_EVERY)

@@ -114,9 +114,8 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
         if settings["model"] is None:
             _make_start(settings, folder)
         model = load_model(settings["model"] or folder / START, dtype=settings["dtype"])
-        banned = banned_ids(model)
         sizes = {"slots": settings["slots"], "slot_length": settings["context_tokens"], "chunk": settings["chunk"]}
-        engine = Engine(model.policy, model.params, **sizes, steps=settings["steps"], banned=banned)
+        engine = Engine(model.policy, model.params, **sizes, steps=settings["steps"], banned=model.banned)
         instructions = BRIEF if settings["tasks"] is not None else ""
         env = question(model.text, max_tokens=settings["max_tokens"], instructions=instructions)
         yield HostedSetup(
@@ -124,7 +123,6 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
             settings=settings,
             folder=folder,
             model=model,
-            banned=banned,
             env=env,
             exam_env=env,
             engine=stack.enter_context(engine),
@@ -151,12 +149,6 @@ def judged(model: Model, check: Reward) -> Reward:
 def is_right(scored: Scored) -> bool:
     """Whether the matcher found the answer right, whatever the judge said."""
     return scored.parts.get(CHECK, 0.0) >= 1 - 1e-6
-
-
-def banned_ids(model: Model) -> tuple[int, ...]:
-    """Ids that are never sampled: padding, and rows of the embedding that no token has."""
-    padding = () if model.text.pad_id in model.text.stop_ids else (model.text.pad_id,)
-    return (*padding, *range(model.text.vocab_size, model.config.v))
 
 
 def story(played: Played) -> str:

@@ -33,9 +33,9 @@ from flowgrpo.learner.warmstart import make_supervised, make_validation, train_t
 from flowgrpo.models.decoder import matrices
 from flowgrpo.models.hf import Model, load_model, save_model
 from flowgrpo.rewards.judge import ask_alone
-from flowgrpo.rewards.prompts import guard, shorten
+from flowgrpo.rewards.prompts import shorten
 from flowgrpo.tasks import split_of
-from flowgrpo.text import Text, start
+from flowgrpo.text import Text, guard, start
 from flowgrpo.types import BadInput, Task, Trajectory, Turn
 
 NUMBERS = range(10, 100)
@@ -183,10 +183,9 @@ def warm_start(model: Model, settings: Mapping[str, Any], tell: Callable[[int, f
     optimizer = make_optimizer(
         learning_rate=settings["warm_rate"], warmup_steps=20, decay_steps=steps, matrices=matrices(model.config)
     )
-    banned = (model.text.pad_id,)
-    step = jax.jit(make_supervised(model.policy, optimizer, banned=banned))
+    step = jax.jit(make_supervised(model.policy, optimizer, banned=model.banned))
     validate = partial(
-        _validate, loss=jax.jit(make_validation(model.policy, banned=banned)), rows=rows["validation"], tell=tell
+        _validate, loss=jax.jit(make_validation(model.policy, banned=model.banned)), rows=rows["validation"], tell=tell
     )
     batches = islice(_batches(rows["train"], settings["warm_rows"], seed), steps)
     state = init_learner(model.params, optimizer)

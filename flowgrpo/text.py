@@ -115,6 +115,17 @@ def add_messages(text: Text, conversation: Conversation, messages: Messages) -> 
     return conversation.extend(tokens, chosen=False)
 
 
+def guard(text: Text) -> Text:
+    """`text` that breaks up every added token in messages, also those like <think> that aren't marked as special."""
+    spells = sorted(text.tokenizer.get_added_vocab(), key=len, reverse=True)
+    return replace(text, special=re.compile("|".join(map(re.escape, spells)) or "(?!)"))
+
+
+def split_all(text: Text) -> Text:
+    """`text` that breaks up messages after every character: no control token is left, however it was spelled."""
+    return replace(text, special=re.compile(r"[\s\S]"))
+
+
 def load_text(path: str | PathLike[str], template: str | None = None, options: Mapping[str, Any] | None = None) -> Text:
     """The tokenizer of a model folder or hub id; `template` (Jinja) replaces its chat template."""
     tokenizer = _load_tokenizer(path)

@@ -7,7 +7,6 @@ Both answer None for `Said` where even an empty memory leaves the prompt too lon
 added tokens are broken up in messages, also those like <think> that a tokenizer does not mark as special.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from flowgrpo.agent.memory import Memory, render
 from flowgrpo.agent.roles import Role
 from flowgrpo.agent.state import AgentState
 from flowgrpo.contracts import Said
-from flowgrpo.text import BREAK, Conversation, Messages, Text, add_messages, start
+from flowgrpo.text import BREAK, Conversation, Messages, Text, add_messages, split_all, start
 
 Tokens = tuple[int, ...]
 
@@ -51,12 +50,6 @@ def appending(frame: Frame, state: AgentState, role: Role) -> tuple[AgentState, 
     budget = state.budget._replace(tokens=state.budget.tokens - len(tokens))
     talk, shown = talk.extend(tokens, chosen=False), len(state.memory.records)
     return replace(state, conversation=talk, shown=shown, budget=budget), Said(tokens)
-
-
-def guard(text: Text) -> Text:
-    """`text` that breaks up every added token in messages."""
-    spells = sorted(text.tokenizer.get_added_vocab(), key=len, reverse=True)
-    return replace(text, special=re.compile("|".join(map(re.escape, spells)) or "(?!)"))
 
 
 def count_tokens(text: Text, string: str) -> int:
@@ -99,7 +92,7 @@ def _plainly(text: Text, messages: Messages, write: Callable[[Text, Messages], T
     plain = write(text, [{**message, "content": "x"} for message in messages])
     if [i for i in tokens if i in control] == [i for i in plain if i in control]:
         return tokens
-    return write(replace(text, special=re.compile(r"[\s\S]")), messages)
+    return write(split_all(text), messages)
 
 
 def _fit(frame: Frame, memory: Memory, limit: int, write: Callable[[str], Tokens]) -> Tokens | None:

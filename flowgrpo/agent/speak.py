@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from flowgrpo.agent.rendering import first_tokens, guard
+from flowgrpo.agent.rendering import first_tokens
 from flowgrpo.contracts import Call, Completion, Do, Generate, Request, Result
-from flowgrpo.text import Text
+from flowgrpo.text import Text, guard
 from flowgrpo.types import BadInput
 
 LONGEST_FAILURE = 300  # characters of a failure's sentence

@@ -23,7 +23,7 @@ from typing import Any
 
 from flowgrpo.agent import roles as make
 from flowgrpo.agent.machine import System, go_on, hear
-from flowgrpo.agent.rendering import Frame, Rendering, appending, first_tokens, fresh, guard
+from flowgrpo.agent.rendering import Frame, Rendering, appending, first_tokens, fresh
 from flowgrpo.agent.roles import Role, Rule, Schema
 from flowgrpo.agent.state import (
     ANALYST,
@@ -40,7 +40,7 @@ from flowgrpo.agent.state import (
     seed_of,
 )
 from flowgrpo.contracts import Do, HostEnv, HostStep, Said
-from flowgrpo.text import Text
+from flowgrpo.text import Text, guard
 from flowgrpo.types import BadInput, Status, Task
 
 ROUND = (PLANNER, EXECUTOR, VERIFIER)  # who speaks in each turn of the planner

@@ -42,6 +42,12 @@ class Model(NamedTuple):
     config: DecoderConfig
     source: families.Source  # config.json
 
+    @property
+    def banned(self) -> tuple[int, ...]:
+        """Ids that are never to be sampled: padding, and rows of the embedding that no token has."""
+        padding = () if self.text.pad_id in self.text.stop_ids else (self.text.pad_id,)
+        return (*padding, *range(self.text.vocab_size, self.config.v))
+
 
 def load_model(path: str | Path, *, dtype="float32", sharding: Placing | None = None, text: bool = True) -> Model:
     """Read a folder or a hub id.

@@ -31,12 +31,11 @@ from flowgrpo.rewards.prompts import (
     TokenLists,
     control_ids,
     first_line,
-    guard,
     in_fixed_shapes,
     quote,
     shorten,
 )
-from flowgrpo.text import Text, start
+from flowgrpo.text import Text, guard, start
 from flowgrpo.types import BadInput, Task
 
 NextLogp = Callable[[TokenLists], np.ndarray]  # lists of ids -> [n v]: log-probabilities of what follows each

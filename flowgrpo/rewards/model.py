@@ -25,13 +25,11 @@ from flowgrpo.rewards.prompts import (
     control_ids,
     encode_marked,
     first_line,
-    guard,
     in_fixed_shapes,
     mark,
     shorten,
-    split_all,
 )
-from flowgrpo.text import Text
+from flowgrpo.text import Text, guard, split_all
 from flowgrpo.types import BadInput, Task
 
 ScoreTokens = Callable[[TokenLists], np.ndarray]  # lists of ids -> [n]: the score after the last of each

@@ -8,9 +8,7 @@ An answer may be 10 MB long, binary, or aimed at its judge. It is cut before it 
 the budget and not by the answer.
 """
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -26,17 +24,6 @@ TokenLists = Sequence[Sequence[int]]
 
 
 # Text as data -----------------------------------------------------------------------------------------
-
-
-def guard(text: Text) -> Text:
-    """`text` that breaks up every added token in messages, also those like <think> that aren't marked as special."""
-    spells = sorted(text.tokenizer.get_added_vocab(), key=len, reverse=True)
-    return replace(text, special=re.compile("|".join(map(re.escape, spells)) or "(?!)"))
-
-
-def split_all(text: Text) -> Text:
-    """`text` that breaks up messages after every character: no control token is left, however it was spelled."""
-    return replace(text, special=re.compile(r"[\s\S]"))
 
 
 def control_ids(text: Text) -> frozenset[int]:

@@ -21,7 +21,8 @@ from flowgrpo.rewards.judge import (
     verdict_ids,
     verifier_probability,
 )
-from flowgrpo.rewards.prompts import LEFT_OUT, encode_marked, guard, mark, shorten
+from flowgrpo.rewards.prompts import LEFT_OUT, encode_marked, mark, shorten
+from flowgrpo.text import guard
 from flowgrpo.types import BadInput, Task
 
 TEXT = judge_text()
