@@ -4,7 +4,7 @@
     python -m experiments.evaluate --workdir=runs/quickstart-lookup-0 --seed=7 --num_tasks=2000 --samples=8
 
 Opens the run's checkpoints, and lets the warm start and the checkpoint that was best in validation do the same tasks,
-of kinds that neither has seen. Prints a table and one JSON line, with `pass@k` where there are several samples a task;
+of kinds that neither has seen. Opens runs of quickstart and of agentflow. Prints a table and one JSON line, with `pass@k` where there are several samples a task;
 in seconds.
 """
 
@@ -40,7 +40,7 @@ def main() -> None:
             f"{folder} holds no run: {RUN} is missing; give the --workdir of a quickstart or an agentflow"
         )
     settings = json.loads(path.read_text())["settings"]
-    best, tested = (evaluate_pure if "env" in settings else evaluate_agent)(settings, folder)
+    best, tested = _evaluation(settings, folder)(settings, folder)
     print(tested.words)
     samples, ks = _SAMPLES.value, _ks()
     names = {"success": "success", "tool_errors": "tool_error", "turns": "turns"} | {
@@ -51,6 +51,15 @@ def main() -> None:
         figures = one.figures()
         result |= {f"{name}_{when}": figures[field] for field, name in names.items() if field in figures}
     print(json.dumps(result | tested.more))
+
+
+def _evaluation(settings: Mapping[str, Any], folder: Path):
+    """How a run with such settings is evaluated."""
+    if "env" in settings:
+        return evaluate_pure
+    if "exam_turns" in settings:
+        return evaluate_agent
+    raise fg.BadInput(f"{folder} is a run of another command, whose own result.json says how it did")
 
 
 def _ks() -> list[int]:
