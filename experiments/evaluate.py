@@ -4,8 +4,8 @@
     python -m experiments.evaluate --workdir=runs/quickstart-lookup-0 --seed=7 --num_tasks=2000 --samples=8
 
 Opens the checkpoints of a run of quickstart or agentflow, and lets the warm start and the checkpoint that was best in
-validation do the same tasks, of kinds that neither has seen. Prints a table and one JSON line, with `pass@k` where there
-are several samples a task.
+validation do the same tasks, of kinds that neither has seen. Prints a table and one JSON line, with `pass@k` where
+there are several samples a task.
 """
 
 import json

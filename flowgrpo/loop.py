@@ -291,7 +291,7 @@ def _learn(run: Run, rollout: Rollout, *, credit, update, describe, algorithm, s
     trajectories = jax.device_get(rollout.trajectories)
     batch = pack(trajectories, adv, weights, **sizes, skip_no_signal=algorithm.skips)
     run, metrics = update(run, batch)
-    ledger = account(trajectories, weights, batch, adv=adv if algorithm.skips else None).check()
+    ledger = account(trajectories, weights, batch, adv=adv if algorithm.skips else None)
     fates = {f"tokens_{fate.name.lower()}": count for fate, count in ledger.fates.items()}
     return run, metrics | describe(rollout) | fates
 
