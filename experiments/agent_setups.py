@@ -6,6 +6,7 @@ are those of the paper (AgentFlow, arXiv:2510.05592), and the other roles are sp
 """
 
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -36,7 +37,7 @@ from flowgrpo.task_files import read_tasks
 from flowgrpo.tasks import Tasks, batch_at, split_tasks
 from flowgrpo.text import Text
 from flowgrpo.tools.calculator import calculator
-from flowgrpo.tools.mcp import mcp_tools
+from flowgrpo.tools.mcp import Stdio, mcp_tools
 from flowgrpo.tools.python import python
 from flowgrpo.tools.search import read_corpus, search
 from flowgrpo.tools.toolset import toolset
@@ -265,8 +266,16 @@ def _tools(settings: Mapping[str, Any], sandbox: Sandbox, folder: Path, stack: E
         raise BadInput(f"--tools: {unknown[0]!r} is none of {', '.join(known)}; servers are named by --mcp")
     found = [known[name]() for name in names]
     for server in settings["mcp"]:
-        found += stack.enter_context(mcp_tools(server)).tools
+        found += stack.enter_context(mcp_tools(_server(server))).tools
     return found
+
+
+def _server(named: str) -> Stdio | str:
+    """An MCP server: the URL of one, or the command that starts one."""
+    words = shlex.split(named)
+    if not words:
+        raise BadInput("--mcp is empty: give the command of an MCP server, or its URL")
+    return named if "://" in named else Stdio(words[0], words[1:])
 
 
 def _corpus(settings: Mapping[str, Any], folder: Path) -> Path:
