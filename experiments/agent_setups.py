@@ -146,6 +146,8 @@ def settings_of(model: str | None, **chosen: Any) -> dict[str, Any]:
 @contextmanager
 def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetup]:
     """The parts that these settings describe; sandbox, servers and engines live as long as the block."""
+    for name in ROLES:
+        _check_role(name, settings[name])
     with ExitStack() as stack:
         tasks, names = _tasks(settings)
         sandbox = stack.enter_context(Sandbox(workers=launch.cores(), preload=domains.preload(names)))
@@ -210,9 +212,14 @@ def _role(name: str, who: str) -> Role | Rule | None:
         return None
     if who != "rule":
         return SPOKEN[name]()
-    if name not in RULES:
-        raise BadInput(f"--{name}=rule: there is no plain code for it; give model, none, or the URL of an endpoint")
     return RULES[name]
+
+
+def _check_role(name: str, who: str) -> None:
+    """Raise `BadInput` for a name that nobody has."""
+    known = ("model", "rule") if name in RULES else ("model", "none")
+    if who not in known and "://" not in who:
+        raise BadInput(f"--{name}={who} must be {known[0]}, {known[1]}, or the URL of a server (URL#model)")
 
 
 def _speakers(settings: Mapping[str, Any], model: Model, stack: ExitStack) -> dict[str, Do]:
