@@ -1,9 +1,6 @@
 """The agent run as a command: what it writes, how it goes on, what it refuses."""
 
 import json
-import subprocess
-import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,17 +12,6 @@ from flowgrpo.types import BadInput
 pytestmark = pytest.mark.slow
 
 SMALL = ("--warm_steps=40", "--queries=4", "--samples=3", "--test_tasks=12", "--checkpoint_every=2", "--slots=16")
-
-
-@pytest.fixture(scope="module")
-def command(tmp_path_factory):
-    """Runs an experiment; what one has compiled, the next finds."""
-    return partial(run_command, cache=tmp_path_factory.mktemp("compiled"))
-
-
-def run_command(module: str, *arguments: str, cache: Path, check: bool = True) -> subprocess.CompletedProcess:
-    program = [sys.executable, "-m", f"experiments.{module}", f"--compilation_cache={cache}", *arguments]
-    return subprocess.run(program, capture_output=True, text=True, check=check, timeout=500)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -24,18 +23,6 @@ from flowgrpo.types import BadInput
 pytestmark = pytest.mark.slow
 
 SMALL = ("--warm_steps=50", "--queries=4", "--samples=4", "--test_tasks=16", "--checkpoint_every=2")
-
-
-@pytest.fixture(scope="module")
-def command(tmp_path_factory):
-    """Runs an experiment; what one has compiled, the next finds."""
-    cache = tmp_path_factory.mktemp("compiled")
-    return partial(run_command, cache=cache)
-
-
-def run_command(module: str, *arguments: str, cache: Path, check: bool = True) -> subprocess.CompletedProcess:
-    program = [sys.executable, "-m", f"experiments.{module}", f"--compilation_cache={cache}", *arguments]
-    return subprocess.run(program, capture_output=True, text=True, check=check, timeout=500)
 
 
 @pytest.fixture(scope="module")

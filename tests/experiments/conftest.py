@@ -1,0 +1,21 @@
+"""What the tests of experiments as commands share."""
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """Runs an experiment; what one has compiled, the next finds."""
+    return partial(run_command, cache=tmp_path_factory.mktemp("compiled"))
+
+
+def run_command(module: str, *arguments: str, cache: Path, check: bool = True) -> subprocess.CompletedProcess:
+    program = [sys.executable, "-m", f"experiments.{module}", f"--compilation_cache={cache}", *arguments]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=500)
+    assert not check or done.returncode == 0, done.stderr
+    return done
