@@ -113,6 +113,7 @@ OFFLINE: dict[str, Any] = PAPER | {
     "turn_seconds": 60.0,
     "group_seconds": 300.0,
     "test_tasks": 400,
+    "recorded": 4,  # one of each domain
     "warm_steps": 800,
     "warm_rate": 3e-3,
     "warm_rows": 16,
