@@ -79,6 +79,12 @@ STYLES: Mapping[str, Callable[[str, str], str]] = {
     "and": lambda one, two: f"Start with {NOUNS[one]} and {THEN_WORDS[two]}.",
     "result": lambda one, two: f"What is the result if you {THEN_WORDS[two]} after you take {NOUNS[one]}?",
     "first": lambda one, two: f"First take {NOUNS[one]}, second {THEN_WORDS[two]}. What comes out?",
+    "work": lambda one, two: f"Work out ({{a}} {one} {{b}}) {two} {{c}}.",
+    "let": lambda one, two: f"Let y be {NOUNS[one]}. Now {THEN_WORDS[two]}.",
+    "once": lambda one, two: f"Once you have {NOUNS[one]}, {THEN_WORDS[two]}.",
+    "steps": lambda one, two: f"{FIRST_WORDS[one]}. After that, {THEN_WORDS[two]}.",
+    "get": lambda one, two: f"What do you get from {NOUNS[one]} when you {THEN_WORDS[two]}?",
+    "give": lambda one, two: f"{FIRST_WORDS[one]} and {THEN_WORDS[two]}. Give the result.",
     "find": lambda one, two: f"Find x: it is {NOUNS[one]}, and then you {THEN_WORDS[two]}.",
 }
 
