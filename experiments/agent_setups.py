@@ -70,6 +70,7 @@ PAPER: dict[str, Any] = {
     "validation_tasks": 64,
     "dtype": "bfloat16",
     "warm_steps": 0,
+    "demonstrations": 0,
     "decay_updates": 150,
     "chunk": 256,
     "steps": 16,

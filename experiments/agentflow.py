@@ -59,6 +59,7 @@ _MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "New tokens of an action.
 _CONTEXT = flags.DEFINE_integer("context_tokens", None, "Tokens of a context with its action.", lower_bound=2)
 _SLOTS = flags.DEFINE_integer("slots", None, "Requests that decode together.", lower_bound=2)
 _WARM = flags.DEFINE_integer("warm_steps", None, "Steps of imitation at most, in the offline run.", lower_bound=0)
+_SHOWN = flags.DEFINE_integer("demonstrations", None, "How many are imitated, in the offline run.", lower_bound=20)
 _DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "What the weights are held in.")
 _EVERY = flags.DEFINE_integer("checkpoint_every", 10, "Updates between validations and checkpoints.", lower_bound=1)
 _TEST = flags.DEFINE_integer("test_tasks", None, "Test tasks of the final table.", lower_bound=1)
@@ -90,6 +91,7 @@ def read_flags() -> dict[str, Any]:
         "context_tokens": _CONTEXT.value,
         "slots": _SLOTS.value,
         "warm_steps": _WARM.value,
+        "demonstrations": _SHOWN.value,
         "dtype": _DTYPE.value,
         "test_tasks": _TEST.value,
     }

@@ -11,7 +11,10 @@ from flowgrpo.types import BadInput
 
 pytestmark = pytest.mark.slow
 
-SMALL = ("--warm_steps=40", "--queries=4", "--samples=3", "--test_tasks=12", "--checkpoint_every=2", "--slots=16")
+SMALL = (
+    *("--warm_steps=20", "--demonstrations=100", "--queries=4", "--samples=3"),
+    *("--test_tasks=12", "--checkpoint_every=2", "--slots=16"),
+)
 
 
 @pytest.fixture(scope="module")
