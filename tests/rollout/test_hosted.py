@@ -171,7 +171,7 @@ def test_a_step_that_gives_nonsense_is_a_bug_of_its_own_trajectory(engine, given
     assert second.trajectory.status in (Status.FINISHED, Status.TURN_LIMIT)
 
 
-def test_what_failed_before_its_first_turn_is_given_back_and_left_out(engine):
+def test_what_failed_before_its_first_turn_is_given_back_and_takes_no_part(engine):
     env = make_env()
 
     def reset(key, task, do):
@@ -183,7 +183,8 @@ def test_what_failed_before_its_first_turn_is_given_back_and_left_out(engine):
     assert (got.left_out, len(got.played)) == (1, 3)
     assert got.played[1].trajectory.turns == ()
     assert got.played[1].reason == "reset raised OSError: no such file"
-    assert len(rollout_of(got.played, env.tools, turns=env.turns).trajectories.group) == 2
+    valid_n = rollout_of(got.played, env.tools, turns=env.turns).trajectories.valid
+    assert valid_n.tolist() == [True, False, True]
 
 
 def test_a_context_that_outgrows_the_engine_ends_with_the_token_limit():
