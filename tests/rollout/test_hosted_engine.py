@@ -174,7 +174,7 @@ def test_a_deadline_and_a_resumption_over_the_real_engine_leave_the_same_bits(en
         rest = run(Listening(engine), now, Do(seconds=0.005), env=env, deadline=0.03 * 2**rounds, more=more)
         got |= {(one["group"], one["sample"]): one for one in values(rest)}
         given, rounds = rest.unfinished, rounds + 1
-    # A call that is under way at the deadline ends its trajectory: after an action as TIMEOUT, in the reset as a failure.
+    # A call under way at the deadline ends its trajectory: after an action as TIMEOUT, in the reset as a failure.
     late = {place for place, one in got.items() if one["status"] in ("TIMEOUT", "TOOL_FAILURE")}
     assert rounds > 1
     assert [got[g, s] for g in range(6) for s in range(4) if (g, s) not in late] == [
