@@ -153,11 +153,8 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
     with ExitStack() as stack:
         tasks, names = _tasks(settings)
         sandbox = stack.enter_context(Sandbox(workers=launch.cores(), preload=domains.preload(names)))
-        tools = stack.enter_context(
-            toolset(
-                _tools(settings, sandbox, folder, stack), seconds=settings["tool_seconds"], workers=settings["slots"]
-            )
-        )
+        own = _tools(settings, sandbox, folder, stack)
+        tools = stack.enter_context(toolset(own, seconds=settings["tool_seconds"], workers=settings["slots"]))
         make = partial(make_env, schemas=tools.schemas, settings=settings)
         if settings["model"] is None:
             offline_warmstart.write_start(folder / START, make, tools.do, settings)
@@ -177,9 +174,7 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
             tasks=tasks,
             algorithm=_algorithm(settings),
             optimizer=_optimizer(settings),
-            sizes=loop.Settings(
-                **{name: settings[name] for name in ("queries", "samples", "temperature", "micro_rows")}
-            ),
+            sizes=loop.Settings(**{name: settings[name] for name in SIZES}),
             warm_start=partial(offline_warmstart.warm_start, model, env, tools.do, settings),
             story=partial(_story, model.text, exam_env),
         )

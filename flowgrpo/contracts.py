@@ -11,7 +11,7 @@ from flax import struct
 from jax import Array
 from jaxtyping import Float, Int
 
-from flowgrpo.types import AnyArray, Batch, Status, Task, Trajectories
+from flowgrpo.types import AnyArray, BadInput, Batch, Status, Task, Trajectories
 
 Metrics = dict[str, Array]
 
@@ -241,6 +241,10 @@ class Completion(NamedTuple):
     margin: Sequence[float] = ()  # how near each token was to another one (E3's near-ties)
     kept: Any = None  # [token, k] recorded sets, where the support was cut
     reused: int = 0  # tokens of the prompt whose cache was found
+
+
+class EngineClosed(BadInput):
+    """A request came after an engine was closed: whoever made it can't go on, whatever else it asks for."""
 
 
 Generate = Callable[[Sequence[Request]], Sequence[Completion]]

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 import flowgrpo as fg
-from flowgrpo.contracts import Call, HostEnv, HostStep, Result, Said
+from flowgrpo.contracts import Call, EngineClosed, HostEnv, HostStep, Result, Said
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.rollout.records import Hosted, Played, to_json
 from flowgrpo.types import COUNTS, BadInput, Fate, Ledger, Status
@@ -41,7 +41,7 @@ class Engine:
             raise BadInput(f"{len(request.tokens)} tokens must fit a slot of {self.longest}: shorten the request")
         with self._wake:
             if self._closed:
-                raise BadInput("the engine is closed: submit before closing it")
+                raise EngineClosed("the engine is closed: submit before closing it")
             future = Future()
             self._queue.append((request, future))
             self.requests.append(request)

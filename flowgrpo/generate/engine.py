@@ -17,7 +17,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from flowgrpo.contracts import Completion, Policy, Request
+from flowgrpo.contracts import Completion, EngineClosed, Policy, Request
 from flowgrpo.generate.jobs import Job, make_job
 from flowgrpo.generate.pieces import Piece, cut, rest, widths
 from flowgrpo.generate.programs import Turn, make_programs
@@ -94,7 +94,7 @@ class Engine:
         """Use these weights from the next stretch on; no request is dropped."""
         with self._wake:
             if self._closed:
-                raise BadInput("the engine is closed: swap before closing it") from self._failure
+                raise EngineClosed("the engine is closed: swap before closing it") from self._failure
             self._swap = (params, version)
             self._wake.notify()
 
@@ -121,7 +121,7 @@ class Engine:
                 self._queue.extend(jobs)
                 self._wake.notify()
             elif self._failure is None:
-                raise BadInput("the engine is closed: submit before closing it")
+                raise EngineClosed("the engine is closed: submit before closing it")
             else:  # as for those that came just before the failure
                 for job in jobs:
                     job.answer(self._failure)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flowgrpo.contracts import Call, Completion, Do, Request, Result
+from flowgrpo.contracts import Call, Completion, Do, EngineClosed, Request, Result
 from flowgrpo.effects import recorded
 from flowgrpo.rollout.course import Course, call_reset, call_step
 from flowgrpo.rollout.keys import key_of
@@ -157,9 +157,9 @@ def _ask(member: Member, submit: Submit, temperature: float) -> Completion | Non
             raise Stopped
         try:
             future = member.future = submit(request)
+        except EngineClosed:
+            raise
         except BadInput as error:
-            if "the engine is closed" in str(error):
-                raise
             course.end(Status.TOKEN_LIMIT, str(error))
             member._enter("ended")
             return None
