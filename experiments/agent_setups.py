@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import domains, offline_tasks, offline_warmstart
-from experiments.hosted_work import HostedSetup
+from experiments.hosted_work import Draw, HostedSetup, draw_from, make_engine
 from experiments.members import ALGORITHMS
 from flowgrpo import launch, loop
 from flowgrpo.agent import roles
@@ -25,7 +25,6 @@ from flowgrpo.agent.show import show
 from flowgrpo.agent.speak import either, remote_speaker, speaker
 from flowgrpo.agent.system import agent_system
 from flowgrpo.contracts import Algorithm, Do, HostEnv, Tool
-from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.remote import remote
 from flowgrpo.generate.wire import TextRequest
 from flowgrpo.learner.state import make_optimizer
@@ -34,14 +33,13 @@ from flowgrpo.rollout.records import Played
 from flowgrpo.rollout.replay import last_state
 from flowgrpo.sandbox import Limits, Sandbox
 from flowgrpo.task_files import read_tasks
-from flowgrpo.tasks import Tasks, batch_at, split_tasks
 from flowgrpo.text import Text
 from flowgrpo.tools.calculator import calculator
 from flowgrpo.tools.mcp import Stdio, mcp_tools
 from flowgrpo.tools.python import python
 from flowgrpo.tools.search import read_corpus, search
 from flowgrpo.tools.toolset import toolset
-from flowgrpo.types import BadInput, Task
+from flowgrpo.types import BadInput
 
 PAPER: dict[str, Any] = {
     "algorithm": "flow_grpo",
@@ -194,12 +192,6 @@ def make_env(text: Text, *, schemas: Sequence[Schema], settings: Mapping[str, An
     )
 
 
-def make_engine(model: Model, settings: Mapping[str, Any], *, kept: int = 0) -> Engine:
-    """An engine whose slots hold a whole context."""
-    sizes = {"slots": settings["slots"], "slot_length": settings["context_tokens"], "chunk": settings["chunk"]}
-    return Engine(model.policy, model.params, **sizes, steps=settings["steps"], banned=model.banned, kept=kept)
-
-
 # Roles --------------------------------------------------------------------------------------------------
 
 
@@ -294,7 +286,7 @@ def _corpus(settings: Mapping[str, Any], folder: Path) -> Path:
     return path
 
 
-def _tasks(settings: Mapping[str, Any]) -> tuple[Callable[[str, int, int], list[Task]], tuple[str, ...]]:
+def _tasks(settings: Mapping[str, Any]) -> tuple[Draw, tuple[str, ...]]:
     """`tasks(split, first, count)`, and the domains that they are of."""
     if settings["tasks"] is None:
         if settings["model"] is not None:
@@ -303,11 +295,7 @@ def _tasks(settings: Mapping[str, Any]) -> tuple[Callable[[str, int, int], list[
         seed = settings["seed"]
         return lambda split, first, count: offline_tasks.make_tasks(seed, first, count, split, names), names
     read = read_tasks(settings["tasks"])
-    parts: dict[str, Tasks] = split_tasks(read)
-    seed = settings["seed"]
-    return lambda split, first, count: batch_at(parts[split], seed, first, count)[0], tuple(
-        {task.domain for task in read}
-    )
+    return draw_from(read, settings["seed"]), tuple({task.domain for task in read})
 
 
 # Learning -----------------------------------------------------------------------------------------------

@@ -28,7 +28,10 @@ from flowgrpo.packing import pack
 from flowgrpo.rollout.hosted import Hosted, hosted
 from flowgrpo.rollout.judging import is_solved
 from flowgrpo.rollout.records import Played, aborted, rollout_of, to_json
+from flowgrpo.tasks import Tasks, batch_at, split_tasks
 from flowgrpo.types import BadInput, Task
+
+Draw = Callable[[str, int, int], list[Task]]  # (split, first, count) -> tasks
 
 
 class HostedSetup(NamedTuple):
@@ -43,7 +46,7 @@ class HostedSetup(NamedTuple):
     engine: Engine
     do: Do
     reward: Reward
-    tasks: Callable[[str, int, int], list[Task]]  # (split, first, count) -> tasks
+    tasks: Draw
     algorithm: fg.Algorithm
     optimizer: optax.GradientTransformation
     sizes: loop.Settings
@@ -70,6 +73,24 @@ def hosted_work(setup: HostedSetup) -> Work:
         examine=partial(_examine, setup, keys["validation"]),
         test=partial(_test, setup, keys["test"]),
     )
+
+
+# Parts that such runs share -----------------------------------------------------------------------------
+
+
+def make_engine(model: Model, settings: Mapping[str, Any], *, kept: int = 0) -> Engine:
+    """An engine whose slots hold a whole context."""
+    sizes = {"slots": settings["slots"], "slot_length": settings["context_tokens"], "chunk": settings["chunk"]}
+    return Engine(model.policy, model.params, **sizes, steps=settings["steps"], banned=model.banned, kept=kept)
+
+
+def draw_from(read: Tasks, seed: int) -> Draw:
+    """`tasks(split, first, count)` of a task file, which must have some for every split."""
+    parts = split_tasks(read)
+    for name, part in parts.items():
+        if not len(part):
+            raise BadInput(f"{read.source} has no task for {name}: give more than {len(read)}")
+    return lambda split, first, count: batch_at(parts[split], seed, first, count)[0]
 
 
 # Training -----------------------------------------------------------------------------------------------
@@ -109,7 +130,8 @@ def _step(run: loop.Run, *, setup: HostedSetup, learn) -> tuple[loop.Run, dict[s
     first = [one for one in played.played if one.group < setup.settings["recorded"]]
     record(setup.folder / "trajectories" / f"{update + 1:06d}.jsonl", first)
     lost = {f"tokens_{fate.name.lower()}": size for fate, size in played.ledger.fates.items()}
-    return run, {**metrics, **by_domain(played.played, "success", _solved), **lost}
+    solved = {f"success_{name}": _solved(own) for name, own in domains_of(played.played).items()}
+    return run, {**metrics, **solved, **lost}
 
 
 def play(setup: HostedSetup, env: HostEnv, tasks: Sequence[Task], key: jax.Array, *, samples: int) -> Hosted:
@@ -139,11 +161,6 @@ def record(path: Path, played: Sequence[Played]) -> None:
     if played:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(to_json(one) + "\n" for one in played))
-
-
-def by_domain(played: Sequence[Played], name: str, of: Callable[[list[Played]], float]) -> dict[str, float]:
-    """A figure of each domain, as `name_domain`."""
-    return {f"{name}_{domain}": of(own) for domain, own in domains_of(played).items()}
 
 
 def domains_of(played: Sequence[Played]) -> dict[str, list[Played]]:

@@ -15,6 +15,7 @@ from functools import partial
 import jax
 import numpy as np
 
+from experiments.offline_tasks import LANDS, TOWNS, TRADES, WARES
 from flowgrpo.contracts import Do, HostEnv, HostStep, Said
 from flowgrpo.text import Text
 from flowgrpo.types import Status, Task, Trajectory, Turn
@@ -94,8 +95,6 @@ def _wrong(task: Task, random: Random) -> str:
 
 def _another(name: str, random: Random) -> str:
     """Another name of the same kind."""
-    from experiments.offline_tasks import LANDS, TOWNS, TRADES, WARES
-
     own = next(names for names in (TOWNS, LANDS, TRADES, WARES) if name in names)
     others = [other for other in own if other != name]
     return others[int(random.integers(len(others)))]

@@ -4,7 +4,7 @@ The model's starting weights are frozen as the judge. The reward of an answer is
 answer is right is found by a matcher, which the training never sees, and recorded as `correct`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,11 @@ import jax.numpy as jnp
 
 import flowgrpo as fg
 from experiments import domains, self_verify_tasks
-from experiments.hosted_work import HostedSetup
+from experiments.hosted_work import Draw, HostedSetup, draw_from, make_engine
 from flowgrpo import launch, loop
 from flowgrpo.agent.question import question
 from flowgrpo.contracts import Reward, Scored
 from flowgrpo.effects import no_effects
-from flowgrpo.generate.engine import Engine
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.report.progress import Progress
@@ -30,8 +29,7 @@ from flowgrpo.rewards.shaping import CHECK, second_check
 from flowgrpo.rollout.records import Played
 from flowgrpo.sandbox import Sandbox
 from flowgrpo.task_files import read_tasks
-from flowgrpo.tasks import Tasks, batch_at, split_tasks
-from flowgrpo.types import BadInput, Task
+from flowgrpo.types import BadInput
 
 START = "start"  # the folder of the model that an offline run begins with
 BRIEF = 'Answer the question. Put the final answer last, after "Answer:".'  # what a given model is told
@@ -84,8 +82,6 @@ GIVEN = COMMON | {
     "dtype": "bfloat16",
 }
 
-Draw = Callable[[str, int, int], list[Task]]  # (split, first, count) -> tasks
-
 
 def settings_of(model: str | None, tasks: str | None, **chosen: Any) -> dict[str, Any]:
     """The preset, offline or for a given model, with what was chosen in its place; `None` is no choice."""
@@ -114,8 +110,6 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
         if settings["model"] is None:
             _make_start(settings, folder)
         model = load_model(settings["model"] or folder / START, dtype=settings["dtype"])
-        sizes = {"slots": settings["slots"], "slot_length": settings["context_tokens"], "chunk": settings["chunk"]}
-        engine = Engine(model.policy, model.params, **sizes, steps=settings["steps"], banned=model.banned)
         instructions = BRIEF if settings["tasks"] is not None else ""
         env = question(model.text, max_tokens=settings["max_tokens"], instructions=instructions)
         yield HostedSetup(
@@ -125,7 +119,7 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
             model=model,
             env=env,
             exam_env=env,
-            engine=stack.enter_context(engine),
+            engine=stack.enter_context(make_engine(model, settings)),
             do=no_effects,
             reward=judged(model, check),
             tasks=draw,
@@ -181,12 +175,7 @@ def _tasks_and_check(settings: Mapping[str, Any], stack: ExitStack) -> tuple[Dra
     for task in read:
         if not task.answers:
             raise BadInput(f"{read.source}: task {task.id!r} has no answer, so what is right is not known: give it one")
-    parts: dict[str, Tasks] = split_tasks(read)
-    for name, part in parts.items():
-        if not len(part):
-            raise BadInput(f"{read.source} has no task for {name}: give more than {len(read)}")
-    names = {task.domain for task in read}
-    return lambda split, first, count: batch_at(parts[split], seed, first, count)[0], _check(names, stack)
+    return draw_from(read, seed), _check({task.domain for task in read}, stack)
 
 
 def _check(names: set[str], stack: ExitStack) -> Reward:

@@ -80,7 +80,6 @@ def test_a_dry_run_shows_prompts_and_rollouts_and_leaves_no_run(command, tmp_pat
         (["--tools=calculator,browser"], "'browser' is none of calculator, python, search"),
         (["--domains=chess"], "'chess' has no offline tasks"),
         (["--tasks=nowhere.jsonl"], "nowhere.jsonl"),
-        (["--model=nowhere/at/all", "--tasks=reasoning_gym:leg_counting", "--tools=calculator"], "nowhere/at/all"),
         (["--corpus=nowhere.txt"], "nowhere.txt"),
         (["--executor=loud"], "loud"),
         (["--turns=0"], "turns"),
@@ -88,6 +87,19 @@ def test_a_dry_run_shows_prompts_and_rollouts_and_leaves_no_run(command, tmp_pat
     ],
 )
 def test_bad_flags_are_one_sentence(command, tmp_path, given, said):
+    refused(command, tmp_path, given, said)
+
+
+def test_a_model_that_is_nowhere_is_one_sentence(command, tmp_path):
+    tasks = tmp_path / "tasks.jsonl"
+    task = {"domain": "mathematics", "query": "What is 2 + 2?", "answers": ["4"]}
+    tasks.write_text("".join(json.dumps(task | {"id": f"sum-{number}"}) + "\n" for number in range(200)))
+    given = ["--model=nowhere/at/all", f"--tasks={tasks}", "--tools=calculator"]
+    refused(command, tmp_path, given, "nowhere/at/all")
+
+
+def refused(command, tmp_path, given, said):
+    """The command ends with one sentence that says so, and writes no result."""
     done = command("agentflow", f"--workdir={tmp_path}", "--updates=1", *SMALL, *given, check=False)
     assert done.returncode != 0
     assert said in done.stderr
