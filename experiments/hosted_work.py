@@ -25,6 +25,7 @@ from flowgrpo.evaluate import Evaluation, evaluate
 from flowgrpo.generate.engine import Engine
 from flowgrpo.models.hf import Model
 from flowgrpo.packing import pack
+from flowgrpo.rollout.exam import shuffled_rewards
 from flowgrpo.rollout.hosted import Hosted, hosted
 from flowgrpo.rollout.judging import is_solved
 from flowgrpo.rollout.records import Played, aborted, rollout_of, to_json
@@ -100,17 +101,17 @@ def make_step(setup: HostedSetup) -> Callable[[loop.Run], tuple[loop.Run, dict[s
     """`step(run) -> (run, metrics)`: one iteration."""
     sizes, appends = setup.sizes, setup.settings["rendering"] == "append"
     trajectories = sizes.queries * sizes.oversample * sizes.samples
-    credit, update = loop.make_learning(
+    learning = loop.make_learning(
         setup.model.policy, setup.algorithm, setup.optimizer, sizes, banned=setup.model.banned
     )
     learn = loop.make_learn(
-        credit,
-        update,
+        learning,
         setup.algorithm,
         tools=len(setup.env.tools),
         samples=sizes.samples,
         row_length=setup.settings["context_tokens"],
         rows=trajectories if appends else trajectories * setup.env.turns,
+        ranks=sizes.mini_batches,
     )
     return partial(_step, setup=setup, learn=learn)
 
@@ -124,7 +125,7 @@ def _step(run: loop.Run, *, setup: HostedSetup, learn) -> tuple[loop.Run, dict[s
     played = play(setup, setup.env, tasks, sample_key, samples=sizes.samples)
     rollout = rollout_of(played.played, setup.env.tools, turns=setup.env.turns)
     if setup.settings["control"] == "shuffled_rewards":
-        shuffled = loop.shuffled_rewards(rollout.trajectories, judge_key, samples=sizes.samples)
+        shuffled = shuffled_rewards(rollout.trajectories, judge_key, samples=sizes.samples)
         rollout = rollout.replace(trajectories=jax.device_get(shuffled))
     run, metrics = learn(run, rollout)
     first = [one for one in played.played if one.group < setup.settings["recorded"]]

@@ -142,7 +142,7 @@ def stage_by_stage(setup: setups.Setup, stages: list[Callable], run: loop.Run) -
 
 def laid_out(setup: setups.Setup, credit: Callable, trajectories: Trajectories) -> Batch:
     """Packed as `loop.three_programs` does it."""
-    adv, weights = (np.asarray(x) for x in credit(trajectories))
+    adv, weights, _ = jax.device_get(credit(trajectories))
     rows, length = len(trajectories.group), loop.longest(setup.env)
     skips = setup.algorithm.skips
     return pack(jax.device_get(trajectories), adv, weights, row_length=length, rows=rows, skip_no_signal=skips)

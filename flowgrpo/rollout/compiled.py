@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
-from jax.sharding import Mesh
 from jaxtyping import Bool, Int
 
 from flowgrpo.contracts import Env, Observation, Policy, Step
 from flowgrpo.envs.env import END, PAD
 from flowgrpo.generate.sampler import Rows, Sampled, decode, feed, sampling
-from flowgrpo.spread import map_rows
+from flowgrpo.spread import Spread, map_rows
 from flowgrpo.types import AnyArray, BadInput, Status, Trajectories
 
 
@@ -57,7 +56,7 @@ class Going(struct.PyTreeNode):
 
 
 def make_rollout(
-    env: Env, policy: Policy, *, temperature: float = 1.0, block: int | None = None, mesh: Mesh | None = None
+    env: Env, policy: Policy, *, temperature: float = 1.0, block: int | None = None, mesh: Spread = None
 ) -> Callable:
     """`rollout(params, tasks, keys_n, group_n, version=0) -> Rollout`, to be jitted by the caller.
 
