@@ -21,6 +21,7 @@ which can be replayed without tools. The same command goes on where a run was st
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,13 @@ def main() -> None:
     """Train, or look."""
     settings = read_flags()
     folder = Path(_WORKDIR.value or f"runs/agentflow-{_SEED.value}")
+    if not _RESUME.value and folder.exists() and not _DRY.value:
+        shutil.rmtree(folder)  # here, since the model to start with and the corpus lie there too
     with agent_setups.open_setup(settings, folder) as setup:
         if _DRY.value:
             dry_run(setup)
             return
-        result = one_run(hosted_work(setup), folder, every=_EVERY.value, resume=_RESUME.value)
+        result = one_run(hosted_work(setup), folder, every=_EVERY.value)
     print(json.dumps(result))
 
 
