@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 AXIS, FSDP, TENSOR = "data", "fsdp", "tensor"
 ROWS = (AXIS, FSDP)  # over which rows are dealt where XLA divides a program
@@ -59,8 +59,24 @@ def share(tree, mesh: Mesh | None):
 
 
 def place(tree, shardings):
-    """The tree laid out by a tree of shardings, or by one for all; every process gives the same values."""
-    return jax.device_put(tree, shardings)
+    """The tree laid out by a tree of shardings, or by one for all; where there are other processes, all give the same.
+
+    What it was given may go on lying in the same memory.
+    """
+    if isinstance(shardings, Sharding):
+        one = shardings
+        shardings = jax.tree.map(lambda _: one, tree)
+    return jax.tree.map(_put, tree, shardings)
+
+
+def _put(x, sharding: NamedSharding) -> Array:
+    """`jax.device_put`, for keys on other processes' devices too."""
+    is_key = isinstance(x, Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    if sharding.is_fully_addressable or not is_key:
+        return jax.device_put(x, sharding)
+    data = jax.device_put(jax.random.key_data(x), sharding)
+    wrap = partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
+    return jax.jit(wrap, out_shardings=sharding)(data)
 
 
 def abreast(mesh: Spread) -> int:

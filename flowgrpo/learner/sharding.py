@@ -2,9 +2,9 @@
 
     mesh = make_mesh(parse_mesh("data=2,fsdp=2,tensor=2"))
     axes = decoder_axes(config)                                  # {"embed": "vd", "q": "ndhe", ...}
-    where = state_shardings(jax.eval_shape(start), mesh, axes)   # a state of shardings
-    step = jit_update(make_update(..., mesh=mesh), where)
-    state, metrics = step(place(state, where), batch)
+    where = state_shardings(jax.eval_shape(lambda: state), mesh, axes)
+    step = jit_update(make_update(settled(policy, mesh, axes), algorithm, optimizer, mesh=mesh), where)
+    state, metrics = step(place(state, where), batch)            # `spread.place`
 
     data      rows are dealt, parameters are whole on every device
     fsdp      rows are dealt as well, and each parameter's model axis d (Zhao et al., 2023, arXiv:2304.11277)
@@ -16,18 +16,22 @@ remembers of a parameter lies where the parameter does, and counters lie everywh
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from flowgrpo.contracts import Params, Policy
 from flowgrpo.learner.trained import WHOLE, Trained
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.critic import critic_parameters
 from flowgrpo.models.decoder import parameters
-from flowgrpo.spread import AXIS, FSDP, SHARED, TENSOR
-from flowgrpo.types import BadInput
+from flowgrpo.spread import AXIS, FSDP, SHARED, TENSOR, PerDevice, Spread, divides, lay
+from flowgrpo.types import BadInput, Batch
 
 AXES = (AXIS, FSDP, TENSOR)
 RULES = {"v": TENSOR, "h": TENSOR, "k": TENSOR, "f": TENSOR, "d": FSDP}  # n, e and z are never divided
@@ -134,8 +138,8 @@ def param_shardings(abstract_params: Any, mesh: Mesh, axes_of: Any) -> Any:
 def state_shardings(abstract_state: Any, mesh: Mesh, axes_of: Any, *, trained: Trained = WHOLE) -> Any:
     """The sharding of everything in a state that holds such parameters somewhere, such as a LearnerState or a Run.
 
-    An array belongs to the parameter whose place in the tree its own place ends with; where its shape is another, as
-    of factored or 8-bit memory, the first axis that can be is divided. What belongs to none lies on every device.
+    An array belongs to the parameter whose place in the tree is part of its own. Where it has other axes, as in
+    factored memory, the first that can be is divided. What belongs to no parameter lies on every device.
     """
     known = {}
     for axes in (axes_of, trained.take(axes_of)):
@@ -147,11 +151,12 @@ def state_shardings(abstract_state: Any, mesh: Mesh, axes_of: Any, *, trained: T
 
 
 def _find(known: Mapping[tuple, str], path: tuple, x: Any, mesh: Mesh) -> PartitionSpec:
-    """How the array at a place of a state is divided."""
-    for start in range(len(path)):
-        axes = known.get(path[start:])
-        if axes is not None:
-            return spec(axes, x.shape, mesh) if len(axes) == len(x.shape) else _any_axis(x.shape, mesh)
+    """How the array at a place of a state is divided: as the parameter with the longest place that is part of it."""
+    for length in range(len(path), 0, -1):
+        for start in range(len(path) - length + 1):
+            axes = known.get(path[start : start + length])
+            if axes is not None:
+                return spec(axes, x.shape, mesh) if len(axes) == len(x.shape) else _any_axis(x.shape, mesh)
     return SHARED
 
 
@@ -174,6 +179,57 @@ def _name(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def _last(path: tuple) -> str:
+    return jax.tree_util.keystr(path[-1:], simple=True)
+
+
+# Policies ---------------------------------------------------------------------------------------------
+
+
+def settled(policy: Policy, mesh: Spread, axes: Mapping[str, str]) -> Policy:
+    """The policy for a mesh: each layer runs on the rows of its devices, over parameters gathered for it alone.
+
+    Numbers are the same without. But left to itself XLA divides hidden states as the parameters are, by d over
+    fsdp, and moves them between devices for every product. `axes` has the letters of the decoder's parameters, and of
+    an adapter's.
+    """
+    if not (isinstance(mesh, Mesh) and divides(mesh)):
+        return policy
+    ends = partial(_gather_ends, mesh=mesh, axes={name: letters for name, letters in axes.items() if "v" in letters})
+    settle = partial(_settle, mesh=mesh, axes=axes)
+    return policy._replace(
+        hidden=partial(_hidden, hidden=policy.hidden, ends=ends, settle=settle),
+        unembed=partial(_unembed, unembed=policy.unembed, ends=ends, mesh=mesh),
+    )
+
+
+def _hidden(params, *inputs, hidden: Callable[..., tuple], ends: Callable, settle: Callable) -> tuple:
+    return hidden(ends(params), *inputs, settle=settle)
+
+
+def _unembed(params, hidden: Array, *, unembed: Callable[..., Array], ends: Callable, mesh: Mesh) -> Array:
+    return unembed(ends(params), lay(hidden, mesh))
+
+
+def _settle(x_rsd: Array, layer: Params, *, mesh: Mesh, axes: Mapping[str, str]) -> tuple[Array, Params]:
+    return lay(x_rsd, mesh), {name: _gather(name, value, mesh=mesh, axes=axes) for name, value in layer.items()}
+
+
+def _gather_ends(params: Any, *, mesh: Mesh, axes: Mapping[str, str]) -> Any:
+    """Parameters whose first or last matrix is gathered, wherever in the tree that is."""
+    gathered = [_gather(_last(path), x, mesh=mesh, axes=axes) for path, x in jax.tree.leaves_with_path(params)]
+    return jax.tree.unflatten(jax.tree.structure(params), gathered)
+
+
+def _gather(name: str, value: Array, *, mesh: Mesh, axes: Mapping[str, str]) -> Array:
+    """A parameter whole along its model axis; what is no parameter stays as it is."""
+    if name not in axes:
+        return value
+    divided = spec(axes[name].removeprefix("n"), value.shape, mesh)
+    kept = [None if over == FSDP else over for over in divided]
+    return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(*kept)))
+
+
 # Programs ---------------------------------------------------------------------------------------------
 
 
@@ -185,3 +241,24 @@ def jit_update(update: Callable, shardings: Any, *, donate: bool = False) -> Cal
     mesh = jax.tree.leaves(shardings)[0].mesh
     after = (shardings, NamedSharding(mesh, SHARED))
     return jax.jit(update, out_shardings=after, donate_argnums=(0,) if donate else ())
+
+
+def pmap_update(make: Callable[..., Callable], devices: Sequence[Any] | None = None) -> Callable:
+    """The same by `jax.pmap` for those who want it: `update(states, batch, ref_params=None) -> (states, metrics)`.
+
+    `make(mesh=...)` makes an update, as `partial(make_update, policy, algorithm, optimizer)` does. `states` holds the
+    state of every device along a first axis (`stack`; `jax.tree.map(lambda x: x[0], states)` is one of them).
+    """
+    devices = jax.devices() if devices is None else devices
+    update = make(mesh=PerDevice(AXIS, len(devices)))
+    mapped = jax.pmap(update, AXIS, in_axes=(0, None, None), out_axes=(0, None), devices=devices)
+    return partial(_pmapped, mapped=mapped)
+
+
+def _pmapped(states: Any, batch: Batch, ref_params: Any = None, *, mapped: Callable) -> tuple:
+    return mapped(states, batch, ref_params)
+
+
+def stack(tree: Any, count: int) -> Any:
+    """The tree `count` times, along a new first axis."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (count, *x.shape)), tree)
