@@ -27,7 +27,7 @@ PURE = ["types", "contracts", "masked", "algorithms", "layouts", "ragged", "pack
 PURE_FILES = [f"models.{name}" for name in ("attention", "cache", "config", "critic", "decoder", "image_text")]
 PURE_FILES += [f"generate.{name}" for name in ("jobs", "pieces", "programs", "sampler", "slots", "stops")]
 PURE_FILES += [f"learner.{name}" for name in ("appraise", "critic", "micro", "state", "trained", "update", "warmstart")]
-PURE_FILES += [f"learner.{name}" for name in ("floor", "optimizers", "quantised", "traced", "watch")]
+PURE_FILES += [f"learner.{name}" for name in ("floor", "optimizers", "quantised", "sharding", "traced", "watch")]
 EFFECTS = {"ray", "absl", "transformers", "subprocess", "os", "io", "pathlib", "time", "datetime", "random", "torch"}
 
 
