@@ -28,6 +28,7 @@ from flowgrpo.evaluate import Evaluation
 from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
 from flowgrpo.learner.disk import is_full
 from flowgrpo.learner.folder import check_same, identity, run_folder
+from flowgrpo.learner.trained import WHOLE, Trained
 from flowgrpo.report.metrics import TIMINGS, Metrics, read_metrics
 from flowgrpo.report.plots import curves
 from flowgrpo.report.progress import Progress
@@ -61,6 +62,8 @@ class Work(NamedTuple):
     line: Callable[[Mapping[str, Any]], dict[str, Any]]  # an update's figures as a line of metrics
     examine: Callable[[Any], Evaluation]  # of parameters, on validation tasks
     test: Callable[[Sequence[Any]], Tested]  # of the warm start and the best, once
+    trained: Trained = WHOLE  # the part that changes: what a checkpoint holds
+    frozen: Callable[[], Any] = lambda: None  # the parameters that the part belongs into, where it isn't all
 
 
 class Standing(NamedTuple):
@@ -92,16 +95,26 @@ class Session:
     @property
     def start(self) -> Any:
         """The parameters after the warm start."""
-        return share(jax.device_put(self._start), self.work.mesh)
+        return self._whole(self._start)
 
     # Stages -------------------------------------------------------------------------------------------
 
     def begin(self, params, position: Mapping[str, int]) -> None:
         """Stand before the first update, with these parameters."""
-        self._start = jax.device_get(params)
-        own = jax.tree.map(jnp.copy, params)  # which a step may donate
-        run = loop.start_run(own, self.work.optimizer, self.work.key)
+        trained = self.work.trained
+        part = trained.take(params)
+        own = trained.put(params, jax.tree.map(jnp.copy, part))  # a step may donate the part
+        run = loop.start_run(own, self.work.optimizer, self.work.key, trained=trained)
+        self._start = jax.device_get(part)
         self.at = Standing(share(run, self.work.mesh), position)
+
+    def _whole(self, part: Any) -> Any:
+        """The parameters with this part, where they are used."""
+        return share(self.work.trained.put(self.work.frozen(), jax.device_put(part)), self.work.mesh)
+
+    def _part(self, run: loop.Run) -> loop.Run:
+        """What of a state is saved: all but what is frozen."""
+        return run.replace(learner=run.learner.replace(params=self.work.trained.take(run.learner.params)))
 
     def restore(self, *, may_differ: Sequence[str] = MAY_DIFFER) -> bool:
         """Go on from the newest checkpoint, if there is one; another run's is refused, with what differs."""
@@ -112,7 +125,9 @@ class Session:
         check_same(self.checkpoints.folder, note.get("run", {}), self.identity, may_differ=may_differ)
         tree = self.checkpoints.restore(step, self._template())
         self._start, self.resumed_at = tree["start"], list(tree["resumed_at"])
-        self.at = Standing(share(tree["run"], self.work.mesh), tree["position"], note.get("validation"))
+        learner = tree["run"].learner
+        run = tree["run"].replace(learner=learner.replace(params=self._whole(learner.params)))
+        self.at = Standing(share(run, self.work.mesh), tree["position"], note.get("validation"))
         self.progress.say(f"going on at update {step} of {self.folder}")
         if step < self.work.settings["updates"]:
             self.resumed_at.append(step)
@@ -120,29 +135,24 @@ class Session:
 
     def _template(self) -> dict[str, Any]:
         """The shapes of what a checkpoint holds."""
-        start = partial(loop.start_run, optimizer=self.work.optimizer)
+        start = partial(loop.start_run, optimizer=self.work.optimizer, trained=self.work.trained)
         blank = jax.eval_shape(self.work.blank)
-        host = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), blank)
-        return {
-            "run": jax.eval_shape(lambda params, key: start(params, key=key), blank, self.work.key),
-            "start": host,
-            "resumed_at": ...,
-            "position": ...,
-        }
+        run = jax.eval_shape(lambda params, key: self._part(start(params, key=key)), blank, self.work.key)
+        host = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), run.learner.params)
+        return {"run": run, "start": host, "resumed_at": ..., "position": ...}
 
     def best_params(self) -> tuple[int | None, Any]:
         """The update with the best validation, and its parameters."""
         best = self.checkpoints.best()
         if best is None or best == int(self.run.update):
             return best, self.run.learner.params
-        params = self.checkpoints.part(best, PARAMS, jax.eval_shape(self.work.blank))
-        return best, share(params, self.work.mesh)
+        return best, self._whole(self.checkpoints.part(best, PARAMS, self._template()["run"].learner.params))
 
     def save(self) -> None:
         """Write a checkpoint of where the run stands, while it goes on."""
         assert self.at is not None
         run, position, validation = self.at
-        tree = {"run": run, "start": self._start, "resumed_at": self.resumed_at, "position": dict(position)}
+        tree = {"run": self._part(run), "start": self._start, "resumed_at": self.resumed_at, "position": dict(position)}
         note = {"run": self.identity} | ({} if validation is None else {"validation": validation})
         self.checkpoints.save(int(run.update), tree, note)
 
@@ -180,7 +190,7 @@ class Session:
         run, figures = next(loop.train(step, self.run, self.work.settings["updates"]))
         took = time.monotonic() - began
         check_finite(figures, self.checkpoints)
-        speed = {"seconds": took, "tokens_per_second": figures["tokens"] / took}
+        speed = {"seconds": took, "tokens_per_second": figures["tokens"] / took, **figures.pop("timings", {})}
         metrics.write(self.work.line(figures), speed)
         self.progress.show("train", figures["update"], figures | speed)
         self.at = Standing(run, metrics.position)

@@ -53,7 +53,7 @@ def check_run(folder: Path, settings: Mapping[str, Any], *, may_differ: Sequence
     """Write `run.json` where there is none; otherwise raise `BadInput` where it tells of another run."""
     path, here = folder / RUN, identity(settings)
     if path.exists():
-        there = _read(path)
+        there = read_run(folder)
         check_same(folder, there, here, may_differ=may_differ)
         if there == here:
             return
@@ -120,7 +120,9 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_run(folder: str | os.PathLike) -> dict[str, Any]:
+    """What a run was started with: `settings`, and the `machine`."""
+    path = Path(folder) / RUN
     try:
         there = json.loads(path.read_text())
         return {"settings": dict(there["settings"]), "machine": dict(there["machine"])}
