@@ -106,8 +106,9 @@ def report(sums: dict[str, Metrics]) -> Metrics:
     if "by_turn" in sums:
         figures |= {f"{name}_by_turn": x_t for name, x_t in _means(sums["by_turn"]).items()}
         figures["live_tokens_by_turn"] = sums["counts"]["turns"]
-        count_b = sums["counts"]["log_ratios"]
-        figures |= {f"ratio_{name}": _quantile(count_b, share) for name, share in QUANTILES.items()}
+        shares = jnp.array(list(QUANTILES.values()), jnp.float32)
+        ratios = jax.vmap(partial(_quantile, sums["counts"]["log_ratios"]))(shares)
+        figures |= {f"ratio_{name}": ratio for name, ratio in zip(QUANTILES, ratios, strict=True)}
     return figures
 
 
@@ -119,7 +120,7 @@ def _means(sums: Metrics) -> Metrics:
     return {name: jnp.where(some, x, 0.0) for name, x in divided.items()}
 
 
-def _quantile(count_b: Array, share: float) -> Array:
+def _quantile(count_b: Array, share: Array) -> Array:
     """The ratio below which this share of the tokens lies, read from the histogram; 0 where there are none."""
     below_b = jnp.cumsum(count_b)
     wanted = share * below_b[-1]
