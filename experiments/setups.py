@@ -61,20 +61,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "maze": {"d": 64, "layers": 2, "updates": 120},
 }
-# What fits an algorithm, where that differs from what fits Flow-GRPO.
+# What fits an algorithm where that differs from what fits Flow-GRPO; and how long it then takes in an environment.
 BY_ALGORITHM: dict[str, dict[str, Any]] = {
     "ppo": {
-        "critic": "own",  # a network of its own, or "shared": a head on the policy's trunk
+        "critic": "own",  # a network of its own that starts as the policy, or "shared": a head on the policy's trunk
         "critic_rate": 1e-3,
         "gamma": 1.0,
         "lam": 0.95,
-        "mini_batches": 2,
-        "epochs": 2,
+        "mini_batches": 4,
         "learning_rate": 5e-4,
         "clip_high": 0.2,
     },
-    "dpo": {"beta": 0.1, "learning_rate": 3e-4, "epochs": 2},
+    "dpo": {"beta": 0.1, "epochs": 2},
 }
+LENGTHS: dict[tuple[str, str], dict[str, Any]] = {("lookup", "ppo"): {"updates": 75, "decay_updates": 75}}
 CONTROLS = ("none", "shuffled_rewards", "supervised", "last_turn")
 VALIDATION_ROWS = 256
 ASKED_EVERY, PATIENCE = 50, 10  # steps of the warm start between two validations; how many may bring nothing
@@ -100,7 +100,7 @@ def settings_of(env: str, **chosen: Any) -> dict[str, Any]:
     if env not in PRESETS:
         raise fg.BadInput(f"environment {env!r} is unknown; choose from {', '.join(PRESETS)}")
     algorithm = chosen.get("algorithm") or COMMON["algorithm"]
-    preset = COMMON | PRESETS[env] | BY_ALGORITHM.get(algorithm, {})
+    preset = COMMON | PRESETS[env] | BY_ALGORITHM.get(algorithm, {}) | LENGTHS.get((env, algorithm), {})
     unknown = sorted(set(chosen) - set(preset) - {"seed"})
     if unknown:
         raise fg.BadInput(f"{unknown[0]!r} is no setting; they are {', '.join(preset)}")
