@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,10 +30,9 @@ import numpy as np
 from absl import flags
 
 from experiments import common
-from experiments.session import RESULT
+from experiments.same_run import differences, result_of
 from flowgrpo import launch
 from flowgrpo.learner.checkpoint import UNFINISHED, Checkpoints
-from flowgrpo.learner.leaves import take
 from flowgrpo.report.metrics import METRICS, read_metrics
 from flowgrpo.types import BadInput
 
@@ -53,8 +52,8 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where the runs lie; runs/soak-E
 # What is going on between two lines of the metrics, by the second; the order in which moments are drawn.
 KINDS = ("update", "write", "warm start", "examination", "update", "test", "update", "start")
 NAMES = {"train": "update", "validation": "examination", "warm start": "warm start"}
-CLOCKS = ("minutes", "tokens_per_second", "resumed_at")  # of a result: what may differ
 POLL = 0.005  # seconds
+WRITING = 0.2  # seconds within which a signal comes once a checkpoint is being written
 TRIES = 4  # at a moment that the run may pass before the signal comes
 ENDED = {"KILL": (-signal.SIGKILL,), "TERM": (common.BY_SIGNAL + signal.SIGTERM, -signal.SIGTERM)}
 ENDED["INT"] = (common.BY_SIGNAL + signal.SIGINT, -signal.SIGINT, 1)
@@ -175,6 +174,7 @@ def _wait(moment: Moment, process: subprocess.Popen, folder: Path, timeline: Tim
         until += moment.share * timeline.gap(timeline.kinds.index("update"))
     while process.poll() is None and time.monotonic() < until:
         if moment.kind == "write" and any(folder.glob(f"checkpoints/{UNFINISHED}*")):
+            time.sleep(moment.share * WRITING)
             return
         time.sleep(POLL / 3)
 
@@ -196,73 +196,14 @@ def soak(command: Sequence[str], folder: Path, moments: Sequence[Moment], timeli
 
 def in_words(kill: Kill) -> str:
     """A line for a kill."""
-    where = f"{kill.moment.kind:12} {kill.moment.share:4.0%} after line {kill.moment.lines:<3}"
+    share = "    " if kill.moment.kind == "write" else f"{kill.moment.share:4.0%}"
+    where = f"{kill.moment.kind:12} {share} after line {kill.moment.lines:<3}"
     said = "nothing yet" if kill.said is None else f"update {kill.said}"
     torn = ", torn: a checkpoint was being written" if kill.torn else ""
     return f"{where} went on from {said}, saved {kill.saved}{torn}" if kill.landed else f"{where} had ended before"
 
 
-# What must be the same ----------------------------------------------------------------------------------
-
-
-def differences(one: Path, two: Path) -> dict[str, str]:
-    """What differs between two finished runs: by part, the first place."""
-    parts = {
-        "metrics": _in_lines(one / METRICS, two / METRICS),
-        "result": _in_result(_result(one), _result(two)),
-        "checkpoint": _in_leaves(one, two),
-        "trajectories": _in_trajectories(one / "trajectories", two / "trajectories"),
-    }
-    return {name: words for name, words in parts.items() if words}
-
-
-def _in_lines(one: Path, two: Path) -> str:
-    lines = [path.read_bytes().split(b"\n") for path in (one, two)]
-    if lines[0] == lines[1]:
-        return ""
-    number = next((i for i, pair in enumerate(zip(*lines, strict=False)) if pair[0] != pair[1]), min(map(len, lines)))
-    return f"{one.name}:{number + 1}"
-
-
-def _result(folder: Path) -> dict[str, Any]:
-    found = json.loads((folder / RESULT).read_text())
-    return {name: value for name, value in found.items() if name not in CLOCKS}
-
-
-def _in_result(one: Mapping[str, Any], two: Mapping[str, Any]) -> str:
-    return next((name for name in {**one, **two} if one.get(name) != two.get(name)), "")
-
-
-def _in_leaves(one: Path, two: Path) -> str:
-    """The first leaf of the last checkpoint that differs: parameters, optimizer, keys, counters, reference, start."""
-    steps = [Checkpoints(folder, best="validation") for folder in (one, two)]
-    if steps[0].latest() != steps[1].latest() or steps[0].best() != steps[1].best():
-        return "its update"
-    last = steps[0].latest()
-    assert last is not None
-    for part in ("run", "start"):
-        leaves = [{leaf.name: leaf for leaf in take(each.part(last, part))} for each in steps]
-        for name in {**leaves[0], **leaves[1]}:
-            pair = [leaf.get(name) for leaf in leaves]
-            if None in pair or _bits(pair[0]) != _bits(pair[1]):
-                return f"{part}/{name}"
-    return ""
-
-
-def _bits(leaf) -> tuple:
-    value = np.asarray(leaf.value)
-    return leaf.kind, str(value.dtype), value.shape, value.tobytes()
-
-
-def _in_trajectories(one: Path, two: Path) -> str:
-    """The first trajectory that differs in anything but its seconds, with all that its tools said."""
-    names = sorted({path.name for folder in (one, two) if folder.exists() for path in folder.iterdir()})
-    for name in names:
-        told = [[json.loads(line) for line in (folder / name).read_text().splitlines()] for folder in (one, two)]
-        for number, pair in enumerate(zip(*told, strict=True), 1):
-            if pair[0] | {"seconds": 0} != pair[1] | {"seconds": 0}:
-                return f"{name}:{number}"
-    return ""
+# What came of it ------------------------------------------------------------------------------------------
 
 
 def wrong_starts(kills: Sequence[Kill]) -> list[str]:
@@ -283,41 +224,46 @@ def report(kills: Sequence[Kill]) -> str:
     return "\n".join([head, *rows, f"{'all':14}{landed.total():7}{torn.total():20}"])
 
 
-def main() -> None:
-    """Run twice, kill the third, compare."""
-    name, began = _EXPERIMENT.value, time.monotonic()
-    base = launch.make_folder(_WORKDIR.value or f"runs/soak-{name}")
-    folders = [base / each for each in ("whole", "again", "killed")]
-    if any(folder.exists() for folder in folders):
+def run_soak(command: Sequence[str], base: Path, *, kills: int, seed: int, name: str) -> dict[str, Any]:
+    """Run twice, kill the third, compare -> the figures of it."""
+    whole, again, killed = (base / each for each in ("whole", "again", "killed"))
+    if any(folder.exists() for folder in (whole, again, killed)):
         raise BadInput(f"{base} holds an earlier soak: remove it, or choose another --workdir")
+    began = time.monotonic()
+    launch.make_folder(base)
+    undisturbed(command, whole)
+    timeline = undisturbed(command, again)
+    same = differences(whole, again)
+    if same:
+        raise BadInput(f"two undisturbed runs differ in {same}: what differs between them is no matter of kills")
+    met = soak(command, killed, draw(timeline, kills, seed), timeline, name)
+    print(f"\n{report(met)}\n")
+    return {
+        "signal": name,
+        "kills": sum(kill.landed for kill in met),
+        "missed": sum(not kill.landed for kill in met),
+        "writing": sum(kill.torn for kill in met),
+        "went_on_from": [kill.said for kill in met if kill.said is not None],
+        "resumed_at": result_of(killed)["resumed_at"],
+        "params_sha256": result_of(killed)["params_sha256"],
+        "differences": differences(whole, killed),
+        "wrong_starts": wrong_starts(met),
+        "minutes": round((time.monotonic() - began) / 60, 2),
+    }
+
+
+def main() -> None:
+    """Soak, and say what came of it."""
+    name = _EXPERIMENT.value
+    base = Path(_WORKDIR.value or f"runs/soak-{name}")
     cache = flags.FLAGS["compilation_cache"].value or base / "compiled"
     sizes = [*shlex.split(SMALL[name]), *shlex.split(_ARGUMENTS.value)]
     command = [sys.executable, "-m", f"experiments.{name}", f"--compilation_cache={cache}", *sizes]
-    undisturbed(command, folders[0])
-    timeline = undisturbed(command, folders[1])
-    same = differences(*folders[:2])
-    if same:
-        raise BadInput(f"two undisturbed runs differ in {same}: what differs between them is no matter of kills")
-    moments = draw(timeline, _KILLS.value, _SEED.value)
-    kills = soak(command, folders[2], moments, timeline, _SIGNAL.value)
-    wrong, starts = differences(folders[0], folders[2]), wrong_starts(kills)
-    print(f"\n{report(kills)}\n")
-    figures = {
-        "experiment": name,
-        "signal": _SIGNAL.value,
-        "kills": sum(kill.landed for kill in kills),
-        "missed": sum(not kill.landed for kill in kills),
-        "writing": sum(kill.torn for kill in kills),
-        "went_on_from": [kill.said for kill in kills if kill.said is not None],
-        "resumed_at": json.loads((folders[2] / RESULT).read_text())["resumed_at"],
-        "params_sha256": _result(folders[2])["params_sha256"],
-        "differences": wrong,
-        "wrong_starts": starts,
-        "minutes": round((time.monotonic() - began) / 60, 2),
-    }
-    print(json.dumps(figures))
-    if wrong or starts:
-        sys.exit(f"experiments.soak: the run that was killed is another: {wrong or starts}")
+    figures = run_soak(command, base, kills=_KILLS.value, seed=_SEED.value, name=_SIGNAL.value)
+    print(json.dumps({"experiment": name} | figures))
+    wrong = [*figures["differences"], *figures["wrong_starts"]]
+    if wrong:
+        sys.exit(f"experiments.soak: the run that was killed is another: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":
