@@ -76,6 +76,8 @@ PAPER: dict[str, Any] = {
     "tool_seconds": 30.0,
     "turn_seconds": 300.0,
     "group_seconds": 1800.0,
+    "offload": "none",  # or host, disk: where models are that a stage doesn't use
+    "watch_seconds": 1800.0,  # of an iteration, until it says what it waits for
     "recorded": 1,  # groups of each update whose trajectories are written
     "test_tasks": 256,
     "tasks": None,

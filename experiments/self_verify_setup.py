@@ -41,6 +41,8 @@ COMMON: dict[str, Any] = {
     "clip_high": 0.28,
     "control": "none",
     "rendering": "fresh",
+    "offload": "none",  # or host, disk: where models are that a stage doesn't use
+    "watch_seconds": 1800.0,  # of an iteration, until it says what it waits for
     "recorded": 2,  # groups of an update whose trajectories are written down
     "turn_seconds": 60.0,
     "group_seconds": 600.0,

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 import flowgrpo as fg
 from experiments.stopping import STOPPING, held, listening
@@ -32,7 +31,6 @@ from flowgrpo.learner.trained import WHOLE, Trained
 from flowgrpo.report.metrics import TIMINGS, Metrics, read_metrics
 from flowgrpo.report.plots import curves
 from flowgrpo.report.progress import Progress
-from flowgrpo.spread import share
 
 RESULT = "result.json"
 PARAMS = "run/learner/params"  # where a checkpoint holds them
@@ -55,7 +53,7 @@ class Work(NamedTuple):
     settings: Mapping[str, Any]
     optimizer: optax.GradientTransformation
     key: jax.Array  # of the run
-    mesh: Mesh | None
+    place: Callable[[Any], Any]  # a run, or parameters -> the same on the devices where they belong
     blank: Callable[[], Any]  # parameters of the right shapes, to restore into
     warm_start: Callable[[Callable[[int, float], None]], Any]  # tell -> the parameters to begin with
     make_step: Callable[[], Callable[[loop.Run], tuple[loop.Run, dict[str, Any]]]]
@@ -106,11 +104,11 @@ class Session:
         own = trained.put(params, jax.tree.map(jnp.copy, part))  # a step may donate the part
         run = loop.start_run(own, self.work.optimizer, self.work.key, trained=trained)
         self._start = jax.device_get(part)
-        self.at = Standing(share(run, self.work.mesh), position)
+        self.at = Standing(self.work.place(run), position)
 
     def _whole(self, part: Any) -> Any:
         """The parameters with this part, where they are used."""
-        return share(self.work.trained.put(self.work.frozen(), jax.device_put(part)), self.work.mesh)
+        return self.work.place(self.work.trained.put(self.work.frozen(), jax.device_put(part)))
 
     def _part(self, run: loop.Run) -> loop.Run:
         """What of a state is saved: all but what is frozen."""
@@ -127,7 +125,7 @@ class Session:
         self._start, self.resumed_at = tree["start"], list(tree["resumed_at"])
         learner = tree["run"].learner
         run = tree["run"].replace(learner=learner.replace(params=self._whole(learner.params)))
-        self.at = Standing(share(run, self.work.mesh), tree["position"], note.get("validation"))
+        self.at = Standing(self.work.place(run), tree["position"], note.get("validation"))
         self.progress.say(f"going on at update {step} of {self.folder}")
         if step < self.work.settings["updates"]:
             self.resumed_at.append(step)
