@@ -76,7 +76,7 @@ def hosted_work(setup: HostedSetup) -> Work:
         settings=settings,
         optimizer=setup.optimizer,
         key=keys["run"],
-        mesh=None,
+        place=lambda tree: tree,
         blank=lambda: jax.tree.map(jnp.zeros_like, setup.model.params),
         warm_start=setup.warm_start,
         make_step=partial(make_step, setup),
