@@ -26,6 +26,7 @@ from flowgrpo.learner.critic import Valuation, acting, explained_variance, make_
 from flowgrpo.learner.state import LearnerState, init_learner
 from flowgrpo.learner.trained import WHOLE, Trained
 from flowgrpo.learner.update import make_update
+from flowgrpo.learner.watch import signal
 from flowgrpo.packing import account, pack
 from flowgrpo.rollout.compiled import Rollout, make_rollout, repeat
 from flowgrpo.rollout.exam import draw_tasks, summarise, tool_mix
@@ -237,9 +238,9 @@ def one_program(iteration: Iteration, env: Env, settings: Settings) -> Callable[
 def _one_program(run: Run, *, iteration: Iteration, env: Env, settings: Settings) -> tuple[Run, Metrics]:
     rollout = iteration.rollout(run)
     trajectories = iteration.appraise(run, rollout.trajectories)
-    batch = iteration.lay_out(trajectories, *iteration.credit(trajectories))
-    run, metrics = iteration.update(run, batch)
-    return run, metrics | _describe(rollout, tools=len(env.tools), samples=settings.samples)
+    credit = iteration.credit(trajectories)
+    run, metrics = iteration.update(run, iteration.lay_out(trajectories, *credit))
+    return run, metrics | _describe(rollout, credit, tools=len(env.tools), samples=settings.samples)
 
 
 def three_programs(
@@ -275,8 +276,10 @@ def make_learn(
     return partial(_learn, stages=stages, describe=describe, algorithm=algorithm, sizes=sizes)
 
 
-def _describe(rollout: Rollout, *, tools: int, samples: int) -> Metrics:
-    return summarise(rollout, samples=samples) | {"tool_calls": tool_mix(rollout, tools)}
+def _describe(rollout: Rollout, credit: Credit, *, tools: int, samples: int) -> Metrics:
+    """Figures of all that was rolled out, so that its advantages are those before packing left any out."""
+    figures = summarise(rollout, samples=samples) | {"tool_calls": tool_mix(rollout, tools)}
+    return figures | signal(rollout.trajectories, credit.adv, credit.weights)
 
 
 def _learn(run: Run, rollout: Rollout, *, stages: Learning, describe, algorithm, sizes) -> tuple[Run, Metrics]:
@@ -287,7 +290,7 @@ def _learn(run: Run, rollout: Rollout, *, stages: Learning, describe, algorithm,
     run, metrics = stages.update(run, batch)
     ledger = account(trajectories, credit.weights, batch, adv=credit.adv if algorithm.skips else None)
     fates = {f"tokens_{fate.name.lower()}": count for fate, count in ledger.fates.items()}
-    return run, metrics | describe(rollout) | fates
+    return run, metrics | describe(rollout, credit) | fates
 
 
 def train(step: Callable[[Run], tuple[Run, Metrics]], run: Run, updates: int) -> Iterator[tuple[Run, dict[str, Any]]]:

@@ -27,6 +27,7 @@ from flowgrpo.learner.gauge import Gauge, live_bytes
 from flowgrpo.learner.residency import DEVICE, Move, Residency
 from flowgrpo.learner.state import LearnerState
 from flowgrpo.learner.trained import WHOLE, Trained
+from flowgrpo.learner.watch import signal
 from flowgrpo.packing import account, pack
 from flowgrpo.rollout.compiled import Rollout
 from flowgrpo.rollout.exam import summarise, tool_mix
@@ -63,7 +64,7 @@ class Parts(NamedTuple):
     appraise: Callable[..., dict] | None  # (params, reference, trajectories) -> what it scored
     credit: Callable[[Trajectories], loop.Credit]
     train: Callable[..., tuple]  # (learner, rest of the run, batch) -> (learner, update, metrics)
-    describe: Callable[[Rollout], Metrics]
+    describe: Callable[[Rollout, loop.Credit], Metrics]
     algorithm: Algorithm
     trained: Trained
     sizes: Mapping[str, int]  # of `pack`
@@ -281,8 +282,9 @@ def _train(learner: LearnerState, rest: loop.Run, batch: Batch, *, update, train
     return after.learner, after.update, metrics
 
 
-def _describe(rollout: Rollout, *, tools: int, samples: int) -> Metrics:
-    return summarise(rollout, samples=samples) | {"tool_calls": tool_mix(rollout, tools)}
+def _describe(rollout: Rollout, credit: loop.Credit, *, tools: int, samples: int) -> Metrics:
+    figures = summarise(rollout, samples=samples) | {"tool_calls": tool_mix(rollout, tools)}
+    return figures | signal(rollout.trajectories, credit.adv, credit.weights)
 
 
 # The models of a run ----------------------------------------------------------------------------------------

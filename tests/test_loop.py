@@ -62,7 +62,7 @@ def test_three_programs_do_what_one_does(by_one):
     step = loop.three_programs(iteration(), ENV, ALGORITHM, SIZES)
     for (run, figures), (other, others) in zip(by_one, loop.train(step, start(), 3), strict=True):
         assert_close(run.learner.params, other.learner.params, atol=2e-5)
-        for name in ("success", "turns", "tokens", "tool_calls", "tool_errors", "mixed_groups"):
+        for name in ("success", "turns", "tokens", "tool_calls", "tool_errors", "mixed_groups", "zero_signal_groups"):
             assert figures[name] == others[name], name
         assert figures["loss"] == pytest.approx(others["loss"], abs=1e-5)
 

@@ -69,7 +69,7 @@ def _of_turn(turn: Array, *, algorithm: Algorithm, scores: Scores, batch: Batch,
 def _own(scores: Scores, batch: Batch) -> Metrics:
     """What can be said without knowing the algorithm."""
     live_rs, weight_rs = batch.live, masked.fill(batch.weight, batch.live)
-    seen = {"kl_old": _k3(-_log_ratio(scores, batch))}
+    seen = {"kl_old": _k3(_log_ratio(scores, batch))}
     if batch.logp_ref is not None:
         seen["kl"] = _k3(_difference(batch.logp_ref, scores.logp, live_rs))
     return weighted_sums(seen, weight_rs, live_rs)
