@@ -11,6 +11,7 @@ setting `offload` says where models are that a stage does not use: "none" leaves
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from flowgrpo.contracts import Do, HostEnv, Reward, Scored
 from flowgrpo.evaluate import Evaluation, evaluate
 from flowgrpo.generate.engine import Engine
 from flowgrpo.launch import make_folder
+from flowgrpo.learner.checkpoint import Checkpoints
 from flowgrpo.learner.critic import acting
 from flowgrpo.learner.residency import DEVICE, DISK, HOST, Residency, places
 from flowgrpo.models.hf import Model
@@ -34,6 +36,7 @@ from flowgrpo.packing import pack
 from flowgrpo.rollout.compiled import Rollout
 from flowgrpo.rollout.exam import shuffled_rewards
 from flowgrpo.rollout.hosted import Hosted, hosted
+from flowgrpo.rollout.journal import Journal
 from flowgrpo.rollout.judging import is_solved
 from flowgrpo.rollout.records import Played, aborted, rollout_of, to_json
 from flowgrpo.staged import Rolled, Step, Told, make_staged
@@ -64,11 +67,17 @@ class HostedSetup(NamedTuple):
     warm_start: Callable[[Callable[[int, float], None]], Any]
     story: Callable[[Played], str]  # a trajectory as text
     solved: Callable[[Scored], bool] = is_solved  # by what a reward said, which `correct` records
+    journal: Journal | None = None  # of what the world answers
 
 
 def hosted_work(setup: HostedSetup) -> Work:
-    """Rollouts over one engine, judged while others still generate; examinations on tasks that training never meets."""
-    settings = setup.settings
+    """Rollouts over one engine, judged while others still generate; examinations on tasks that training never meets.
+
+    What tools, other roles and rewards answered is kept until a checkpoint covers it, so that a run which is killed in
+    a rollout hears the same again.
+    """
+    settings, journal = setup.settings, Journal(setup.folder / "journal", _covered(setup.folder))
+    setup = setup._replace(do=journal.effects(setup.do), reward=journal.verdicts(setup.reward), journal=journal)
     keys = dict(zip(("run", "validation", "test"), jax.random.split(jax.random.key(settings["seed"]), 3), strict=True))
     return Work(
         name=setup.name,
@@ -149,7 +158,10 @@ def _roll_out(run: loop.Run, told: Told, *, setup: HostedSetup) -> Rolled:
         told.played(_dense(setup, so_far).trajectories)
 
     callbacks = {"on_played": on_played, "on_start": told.ask}
-    played = play(setup, setup.env, tasks, sample_key, samples=sizes.samples, **callbacks)
+    if setup.journal is not None:
+        setup.journal.forget(_covered(setup.folder))
+    with _kept(setup, "train", update + 1):
+        played = play(setup, setup.env, tasks, sample_key, samples=sizes.samples, **callbacks)
     rollout = _dense(setup, played)
     if setup.settings["control"] == "shuffled_rewards":
         shuffled = shuffled_rewards(rollout.trajectories, judge_key, samples=sizes.samples)
@@ -162,6 +174,16 @@ def _roll_out(run: loop.Run, told: Told, *, setup: HostedSetup) -> Rolled:
         f"engine_{fate.name.lower()}": size - lost.fates.get(fate, 0) for fate, size in setup.engine.lost.fates.items()
     }
     return Rolled(rollout, {**solved, **fates}, {"judging_seconds": played.seconds["judging"], **more})
+
+
+def _covered(folder: Path) -> int:
+    """The update whose checkpoint a run in this folder would go on from."""
+    return Checkpoints(folder).latest() or 0
+
+
+def _kept(setup: HostedSetup, name: str, update: int | None = None) -> AbstractContextManager[None]:
+    """A rollout whose answers are kept, where there is a journal."""
+    return nullcontext() if setup.journal is None else setup.journal.at(name, update)
 
 
 def _dense(setup: HostedSetup, played: Hosted) -> Rollout:
@@ -242,15 +264,18 @@ def judge(played: Sequence[Played], tools: Sequence[str], *, samples: int = 1, k
 
 
 def _examine(setup: HostedSetup, key: jax.Array, params) -> Evaluation:
-    played = examine(setup, params, key, "validation", tasks=setup.settings["validation_tasks"]).played
+    with _kept(setup, "validation"):
+        played = examine(setup, params, key, "validation", tasks=setup.settings["validation_tasks"]).played
     return judge(played, setup.env.tools)
 
 
 def _test(setup: HostedSetup, key: jax.Array, params: Sequence[Any]) -> Tested:
     tasks = setup.settings["test_tasks"]
-    played = [examine(setup, one, key, "test", tasks=tasks).played for one in params]
-    for when, own in zip(("before", "after"), played, strict=True):
-        record(setup.folder / "trajectories" / f"test-{when}.jsonl", own)
+    played = []
+    for when, one in zip(("before", "after"), params, strict=True):
+        with _kept(setup, f"test-{when}"):
+            played.append(examine(setup, one, key, "test", tasks=tasks).played)
+        record(setup.folder / "trajectories" / f"test-{when}.jsonl", played[-1])
     return compare_before_after(setup, played)
 
 
