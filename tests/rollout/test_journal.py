@@ -6,6 +6,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+from hosted_cases import Engine, run, tasks_of, value, values
 
 from flowgrpo.contracts import Call, Result, Reward, Scored
 from flowgrpo.rollout.journal import Journal
@@ -152,3 +153,53 @@ def test_what_can_not_be_read_or_written_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="can't be written"), Journal(tmp_path / "file").at("train", 1):
         pass
+
+
+class Fickle:
+    """Tools and a reward whose answers are never the same twice."""
+
+    def __init__(self, seed: int, *, until: threading.Event | None = None):
+        self.random, self.asked, self.lock, self.until = np.random.default_rng(seed), 0, threading.Lock(), until
+
+    def do(self, call: Call) -> Result:
+        if self.until is not None and call.arguments["query"] >= "4":
+            self.until.wait(60)
+        with self.lock:
+            self.asked += 1
+            return Result(f"{self.random.integers(20, 90)}")
+
+    @property
+    def reward(self) -> Reward:
+        return Reward(lambda *_: Scored(float(self.random.random())))
+
+
+def rollout(journal: Journal, world: Fickle, work, **more) -> list[dict]:
+    """The trajectories of a rollout whose answers are kept."""
+    with Engine() as engine, journal.at("train", 1):
+        effects = {"do": journal.effects(world.do), "reward": journal.verdicts(world.reward)}
+        played = run(engine, work, **effects, more=more)
+    return values(played)
+
+
+def test_S1_a_rollout_that_is_stopped_in_the_middle_and_begins_again_is_the_one_that_it_was(tmp_path):
+    """Its tools and its reward answer differently each time; what they had answered decides."""
+    work, ended = tasks_of(6, 2), []
+
+    def stop(played) -> None:
+        ended.append(value(played))
+        if len(ended) == 5:
+            raise KeyboardInterrupt
+
+    late = threading.Event()  # the last groups do not get far before the rollout is stopped
+    first, second, third = Fickle(1, until=late), Fickle(2), Fickle(3)
+    with pytest.raises(KeyboardInterrupt):
+        rollout(Journal(tmp_path), first, work, on_done=stop)
+    late.set()
+    kept = len((tmp_path / "000001-train.jsonl").read_text().splitlines())
+    again = rollout(Journal(tmp_path), second, work)
+    assert first.asked > 0 < second.asked
+    assert [one for one in ended if one not in again] == []  # with their tools' answers, and their verdicts
+    assert rollout(Journal(tmp_path), third, work) == again
+    assert third.asked == 0
+    assert len((tmp_path / "000001-train.jsonl").read_text().splitlines()) > kept
+    assert rollout(Journal(tmp_path / "other"), Fickle(4), work) != again
