@@ -32,6 +32,7 @@ _ALGORITHM = flags.DEFINE_enum("algorithm", None, list(ALGORITHMS), "Member of t
 _CONTROL = flags.DEFINE_enum(
     "control", None, setups.CONTROLS, "Shuffle rewards within groups, imitate on, or credit the last turn only."
 )
+_MESH = flags.DEFINE_string("mesh", None, "How devices are arranged, such as data=2,fsdp=4; all as data by default.")
 _UPDATES = flags.DEFINE_integer("updates", None, "Updates of the reinforcement phase.", lower_bound=0)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of everything.")
 _NUM_SEEDS = flags.DEFINE_integer("num_seeds", 1, "Runs with successive seeds, one after another.", lower_bound=1)
@@ -53,6 +54,7 @@ def read_flags(seed: int) -> dict[str, Any]:
         "seed": seed,
         "algorithm": _ALGORITHM.value,
         "control": _CONTROL.value,
+        "mesh": _MESH.value,
         "updates": _UPDATES.value,
         "queries": _QUERIES.value,
         "samples": _SAMPLES.value,

@@ -14,21 +14,23 @@ import optax
 from jax.sharding import Mesh
 
 import flowgrpo as fg
+from experiments.devices import mesh_of, placing
 from experiments.members import ALGORITHMS, ENVIRONMENTS
 from flowgrpo import loop
 from flowgrpo.envs.env import PAD
-from flowgrpo.learner.critic import Valuation, by_part, copied_trunk, own_network, shared_trunk
+from flowgrpo.learner.critic import ActorCritic, Valuation, by_part, copied_trunk, own_network, shared_trunk
+from flowgrpo.learner.sharding import critic_axes, decoder_axes, settled
 from flowgrpo.learner.state import init_learner, make_optimizer
 from flowgrpo.learner.warmstart import demonstrate, imitation_rows, make_supervised, make_validation, train_to_minimum
 from flowgrpo.models.config import DecoderConfig, Rope
-from flowgrpo.models.critic import make_critic
+from flowgrpo.models.critic import HEAD, make_critic
 from flowgrpo.models.decoder import make_policy, matrices
 from flowgrpo.rollout.exam import draw_tasks, shuffled_rewards
-from flowgrpo.spread import data_mesh, share
 
 COMMON: dict[str, Any] = {
     "algorithm": "flow_grpo",
     "control": "none",
+    "mesh": None,  # all devices side by side
     "temperature": 1.0,
     "head": 16,  # dimensions of an attention head
     "queries": 32,
@@ -92,6 +94,7 @@ class Setup(NamedTuple):
     sizes: loop.Settings
     iteration: loop.Iteration
     mesh: Mesh | None
+    place: Callable[[Any], Any]  # what holds parameters -> the same on the mesh
     critic: Valuation | None = None
 
 
@@ -110,7 +113,8 @@ def settings_of(env: str, **chosen: Any) -> dict[str, Any]:
 def build(settings: dict[str, Any]) -> Setup:
     """The parts that these settings describe."""
     env = ENVIRONMENTS[settings["env"]]()
-    policy = make_policy(shape(env, settings), unroll=True)
+    config = shape(env, settings)
+    policy = make_policy(config, unroll=True)
     algorithm = _algorithm(settings, env)
     steps = settings["decay_updates"] * settings["mini_batches"] * settings["epochs"]
     fall = {"decay_steps": steps, "final_share": settings["decay"]} if settings["decay"] < 1 else {}
@@ -121,9 +125,17 @@ def build(settings: dict[str, Any]) -> Setup:
     names = ("queries", "samples", "oversample", "temperature", "mini_batches", "epochs")
     sizes = loop.Settings(**{name: settings[name] for name in names})
     judge = partial(shuffled_rewards, samples=sizes.samples) if settings["control"] == "shuffled_rewards" else None
-    mesh = data_mesh()
+    mesh = mesh_of(settings["mesh"])
+    policy, place = settled(policy, mesh, decoder_axes(config)), placing(mesh, _axes(config, settings, critic))
     iteration = loop.make_iteration(env, policy, algorithm, optimizer, sizes, judge=judge, critic=critic, mesh=mesh)
-    return Setup(settings, env, policy, algorithm, optimizer, sizes, iteration, mesh, critic)
+    return Setup(settings, env, policy, algorithm, optimizer, sizes, iteration, mesh, place, critic)
+
+
+def _axes(config: DecoderConfig, settings: Mapping[str, Any], critic: Valuation | None) -> Any:
+    """The axis letters of all parameters."""
+    if critic is None:
+        return decoder_axes(config)
+    return ActorCritic(decoder_axes(config), critic_axes(config) if settings["critic"] == "own" else {HEAD: "d"})
 
 
 def shape(env: fg.Env, settings: Mapping[str, Any]) -> DecoderConfig:
@@ -211,7 +223,7 @@ def warm_start(setup: Setup, params, key: jax.Array, tell: Callable[[int, float]
         return value
 
     batches = (draw(jax.random.fold_in(key, index)) for index in range(1, steps + 1))
-    state = share(init_learner(params, optimizer), setup.mesh)
+    state = setup.place(init_learner(params, optimizer))
     return train_to_minimum(state, batches, step, validate, every=ASKED_EVERY, patience=PATIENCE)[0].params
 
 

@@ -26,6 +26,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flowgrpo.contracts import Params, Policy
+from flowgrpo.learner.critic import acting
 from flowgrpo.learner.trained import WHOLE, Trained
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.critic import critic_parameters
@@ -142,7 +143,8 @@ def state_shardings(abstract_state: Any, mesh: Mesh, axes_of: Any, *, trained: T
     factored memory, the first that can be is divided. What belongs to no parameter lies on every device.
     """
     known = {}
-    for axes in (axes_of, trained.take(axes_of)):
+    part = trained.take(axes_of)
+    for axes in (axes_of, part, acting(part)):
         known |= {tuple(path): letters for path, letters in jax.tree.leaves_with_path(axes)}
     leaves, structure = jax.tree.flatten_with_path(abstract_state)
     return jax.tree.unflatten(
