@@ -131,7 +131,7 @@ def make_step(setup: HostedSetup) -> Step:
         tools=len(setup.env.tools),
         row_length=settings["context_tokens"],
         rows=trajectories if appends else trajectories * setup.env.turns,
-        slots=settings["context_tokens"] if appends else None,
+        slots=settings["context_tokens"],
         residency=make_residency(settings, setup.folder),
         release=setup.engine.release if moves else lambda: 0,
         watch=Watch(settings["watch_seconds"]),

@@ -12,6 +12,7 @@ scored before packing instead of after it. The run that a step returns has its m
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -228,7 +229,9 @@ def _infer(run: loop.Run, trajectories: Trajectories, parts: Parts) -> tuple[dic
             return {}, freed
         run = _found(parts.residency, run)
         reference = parts.trained.put(run.learner.params, run.reference)
-        return jax.device_get(parts.appraise(run.learner.params, reference, trajectories)), freed
+        appends = trajectories.appends
+        apart = appends is not None and not np.any(appends)
+        return jax.device_get(parts.appraise(run.learner.params, reference, trajectories, apart=apart)), freed
 
 
 def _pack(rollout: Rollout, scored: dict, parts: Parts) -> tuple[Trajectories, Batch, loop.Credit]:
@@ -266,13 +269,35 @@ def _appraisal(policy: Policy, algorithm: Algorithm, settings: loop.Settings, cr
         return None
     scoring = {"temperature": settings.temperature, "banned": banned, "micro_rows": settings.micro_rows}
     appraise = make_appraise(policy, critic=critic, needs=needs, slots=slots, **scoring)
-    return jax.jit(partial(_appraise, appraise=appraise))
+    return jax.jit(partial(_appraise, appraise=appraise), static_argnames="apart")
 
 
-def _appraise(params, reference, trajectories: Trajectories, *, appraise) -> dict:
-    found = appraise(params, reference, trajectories)
-    fields = {name: getattr(found, name) for name in ("logp_ref", "value", "last_value")}
-    return {name: x for name, x in fields.items() if x is not None}
+def _appraise(params, reference, trajectories: Trajectories, *, appraise, apart: bool) -> dict:
+    """What was scored; contexts that are all rendered afresh are rows of their own, and not parts of longer ones."""
+    turns_nt = jnp.asarray(trajectories.turns)
+    found = appraise(params, reference, turn_by_turn(trajectories) if apart else trajectories)
+    scored = {"logp_ref": found.logp_ref, "value": found.value}
+    laid = {name: x.reshape(trajectories.tokens.shape) for name, x in scored.items() if x is not None}
+    if found.last_value is None:
+        return laid
+    last_value_n = found.last_value
+    if apart:
+        last_n = jnp.max(jnp.where(turns_nt, jnp.arange(turns_nt.shape[1])[None, :], 0), axis=1)
+        last_value_n = jnp.take_along_axis(last_value_n.reshape(turns_nt.shape), last_n[:, None], axis=1)[:, 0]
+    return laid | {"last_value": last_value_n}
+
+
+def turn_by_turn(trajectories: Trajectories) -> Trajectories:
+    """Every turn as a trajectory of its own, all turns of the first before those of the second."""
+    count, turns = trajectories.turns.shape
+    named = {field.name: getattr(trajectories, field.name) for field in fields(trajectories)}
+    given = {name: jnp.asarray(x) for name, x in named.items() if x is not None}
+    return trajectories.replace(
+        **{
+            name: jnp.repeat(x, turns, axis=0) if x.ndim == 1 else x.reshape(count * turns, 1, *x.shape[2:])
+            for name, x in given.items()
+        }
+    )
 
 
 def _train(learner: LearnerState, rest: loop.Run, batch: Batch, *, update, trained: Trained):

@@ -7,26 +7,30 @@ from functools import cache, partial
 import jax
 import numpy as np
 import pytest
+import tiny_learner
+from cases import make_case
 from tiny_env import tiny_env
+from tiny_learner import BIGRAMS, SETTINGS
 
 import flowgrpo as fg
 from flowgrpo import loop
 from flowgrpo.contracts import Scored
 from flowgrpo.envs.env import PAD
 from flowgrpo.generate.engine import Engine
+from flowgrpo.learner.appraise import make_appraise
 from flowgrpo.learner.critic import actor_critic, own_network, with_critic
 from flowgrpo.learner.residency import DEVICE, DISK, HOST, Residency, place_of, places
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.learner.trained import WHOLE
 from flowgrpo.models.config import DecoderConfig, Rope
-from flowgrpo.models.critic import make_critic
+from flowgrpo.models.critic import Critic, make_critic
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.rollout.compiled import Rollout, repeat
 from flowgrpo.rollout.exam import draw_tasks
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.rollout.pure import as_host, unstack
 from flowgrpo.rollout.records import Hosted, rollout_of
-from flowgrpo.staged import Parts, Told, _step, compiled_rollout, hosted_rollout, make_staged
+from flowgrpo.staged import Parts, Told, _appraise, _step, compiled_rollout, hosted_rollout, make_staged
 from flowgrpo.stuck import Watch
 from flowgrpo.types import Status
 
@@ -291,6 +295,31 @@ def test_a_rollout_that_does_not_say_when_all_have_played_is_refused():
 
     with Residency(places(DEVICE)) as residency, pytest.raises(fg.BadInput, match="did not say that all have played"):
         staged("plain", residency, roll_out=silent)(start("plain"))
+
+
+# Contexts that are rendered afresh --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_turns_that_are_rendered_afresh_are_scored_alone_to_the_same_numbers(seed):
+    played = make_case(seed).trajectories
+    paid = {"outcome": np.nan_to_num(played.outcome), "reward": np.nan_to_num(played.reward)}
+    fresh = played.replace(
+        appends=np.zeros(len(played.group), bool), logp_old=None, logp_ref=None, value=None, last_value=None, **paid
+    )
+    critic = own_network(
+        BIGRAMS, Critic(tiny_learner.init, lambda params, *given: BIGRAMS.hidden(params, *given)[0].sum(axis=-1))
+    )
+    params = with_critic(critic, jax.random.key(1), tiny_learner.init(jax.random.key(0)))
+    appraise = make_appraise(BIGRAMS, critic=critic, needs={"logp_ref", "value"}, micro_rows=5, **SETTINGS)
+    whole, apart = (
+        jax.jit(partial(_appraise, appraise=appraise, apart=apart))(params, params.policy, fresh)
+        for apart in (False, True)
+    )
+    assert set(whole) == {"logp_ref", "value", "last_value"}
+    for name, x in whole.items():
+        assert np.abs(x).max() > 0
+        np.testing.assert_allclose(apart[name], x, atol=1e-5, err_msg=name)
 
 
 # The watch --------------------------------------------------------------------------------------------------
