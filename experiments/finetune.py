@@ -33,7 +33,8 @@ from absl import flags
 import flowgrpo as fg
 from experiments import common
 from experiments.finetune_lessons import METHODS, Lesson, lesson_of, split
-from experiments.session import RESULT, write_result
+from experiments.session import RESULT
+from experiments.session_files import write_result
 from experiments.stopping import STOPPING, held, listening
 from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
 from flowgrpo.learner.folder import run_folder

@@ -7,7 +7,6 @@ A `Work` says what is done at each of these stages: `pure_work` for pure environ
 system. What `quickstart` and `agentflow` run, and what `evaluate` opens again.
 """
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 import optax
 
 import flowgrpo as fg
+from experiments.session_files import check_finite, median_speed, shown, write_result
 from experiments.stopping import STOPPING, held, listening
 from flowgrpo import loop
 from flowgrpo.evaluate import Evaluation
@@ -28,7 +28,7 @@ from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
 from flowgrpo.learner.disk import is_full
 from flowgrpo.learner.folder import check_same, identity, run_folder
 from flowgrpo.learner.trained import WHOLE, Trained
-from flowgrpo.report.metrics import TIMINGS, Metrics, read_metrics
+from flowgrpo.report.metrics import Metrics
 from flowgrpo.report.plots import curves
 from flowgrpo.report.progress import Progress
 
@@ -211,14 +211,19 @@ class Session:
     def stop(self) -> None:
         """Save where the run stands, unless that is saved, and say so."""
         latest = self.checkpoints.latest()
-        if self.at is None and latest is None:
-            self.progress.say("a warm start is not saved while it runs: the same command begins it anew")
-            return
-        update = latest if self.at is None else int(self.run.update)
-        if update != latest:  # another of the same would replace the note by which the best one is found
-            self.save()
+        try:
+            if self.at is not None and int(self.run.update) != latest:  # or else the note of the best one would go
+                self.save()
+        except RuntimeError:
+            if self._is_whole():
+                raise
+            # Another thread moved a model to where it is not used: the last checkpoint counts.
         self.checkpoints.wait()
-        self.progress.say(f"saved at update {update}; the same command goes on from there")
+        update = self.checkpoints.latest()
+        if update is None:
+            self.progress.say("a warm start is not saved while it runs: the same command begins it anew")
+        else:
+            self.progress.say(f"saved at update {update}; the same command goes on from there")
 
     def finish(self, minutes: float) -> dict[str, Any]:
         """Test the warm start and the best checkpoint once, on the same tasks; write everything down."""
@@ -281,27 +286,9 @@ def one_run(work: Work, folder: Path, *, every: int, resume: bool = True) -> dic
 # Parts ------------------------------------------------------------------------------------------------
 
 
-def write_result(path: Path, result: Mapping[str, Any]) -> None:
-    """The file, which is there when it is whole."""
-    beside = path.with_name(f".{path.name}")
-    beside.write_text(json.dumps(result, indent=1) + "\n")
-    beside.replace(path)
-
-
 def blank_like(init: Callable[..., Any], key: jax.Array) -> Any:
     """Zeros of the shapes that `init(key)` would give."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(init, key))
-
-
-def median_speed(folder: Path) -> float | None:
-    """Median tokens a second of the updates."""
-    speeds = [line["tokens_per_second"] for line in read_metrics(folder / TIMINGS) if "tokens_per_second" in line]
-    return float(np.median(speeds)) if speeds else None
-
-
-def shown(figures: Evaluation) -> dict[str, Any]:
-    """What of an evaluation goes into the metrics."""
-    return {name: value for name, value in figures.figures().items() if not name.startswith("pass@")}
 
 
 def train_line(figures: Mapping[str, Any], tools: Sequence[str]) -> dict[str, Any]:
@@ -310,15 +297,6 @@ def train_line(figures: Mapping[str, Any], tools: Sequence[str]) -> dict[str, An
     rest = {name: value for name, value in figures.items() if name != "tool_calls"}
     shares = calls / max(calls.sum(), 1.0)
     return {"phase": "train"} | rest | {"tools": dict(zip(tools, shares.tolist(), strict=False))}
-
-
-def check_finite(figures: Mapping[str, Any], checkpoints: Checkpoints) -> None:
-    """Stop where a loss was not a number; the checkpoints before are whole."""
-    if figures.get("skipped", 0) > 0:
-        raise fg.BadInput(
-            f"the loss of update {figures['update']} is not finite: lower --learning_rate; the last good checkpoint is "
-            f"that of update {checkpoints.latest()}"
-        )
 
 
 def report(before: Evaluation, after: Evaluation, right: Sequence[float | None] = (None, None)) -> str:

@@ -121,6 +121,25 @@ def test_a_signal_while_a_checkpoint_is_taken_comes_when_it_is_whole(whole, tmp_
     assert final(tmp_path) == final(whole)
 
 
+def test_a_state_that_is_moved_away_when_the_signal_comes_leaves_the_last_checkpoint(
+    whole, tmp_path, monkeypatch, capsys
+):
+    save = Session.save
+
+    def moved(session: Session) -> None:
+        if int(session.run.update) == 3:
+            jax.tree.leaves(session.run.learner.optimizer)[0].delete()
+        save(session)
+
+    monkeypatch.setattr(Session, "save", moved)
+    with pytest.raises(stopping.Terminated):
+        one_run(tiny_work(raise_at("rollout", 4, signal.SIGTERM, [])), tmp_path, every=EVERY)
+    assert "saved at update 2; the same command goes on from there" in capsys.readouterr().err
+    monkeypatch.undo()
+    one_run(tiny_work(), tmp_path, every=EVERY)
+    assert final(tmp_path) == final(whole)
+
+
 def fill(monkeypatch, step: int) -> None:
     """From this checkpoint on the disk is full."""
     write = Path.write_text
