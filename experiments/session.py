@@ -126,7 +126,6 @@ class Session:
         learner = tree["run"].learner
         run = tree["run"].replace(learner=learner.replace(params=self._whole(learner.params)))
         self.at = Standing(self.work.place(run), tree["position"], note.get("validation"))
-        self.progress.say(f"going on at update {step} of {self.folder}")
         if step < self.work.settings["updates"]:
             self.resumed_at.append(step)
         return True
@@ -264,10 +263,10 @@ def one_run(work: Work, folder: Path, *, every: int, resume: bool = True) -> dic
     with listening(*STOPPING), run_folder(folder, dict(work.settings), may_differ=MAY_DIFFER):
         session = Session(work, folder)
         try:
-            restored = session.restore()
-            position = session.at.position if session.at else None
-            with Metrics(folder, position) as metrics, session.checkpoints:
-                if not restored:
+            if session.restore():
+                session.progress.say(f"going on at update {int(session.run.update)} of {folder}")
+            with Metrics(folder, session.at and session.at.position) as metrics, session.checkpoints:
+                if session.at is None:
                     session.warm_start(metrics)
                 session.train(metrics, every=every)
             return session.finish((time.monotonic() - began) / 60)

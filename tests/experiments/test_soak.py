@@ -152,7 +152,8 @@ def test_a_run_that_differs_by_itself_and_one_that_fails_are_one_sentence(tiny, 
 
 SIZES = {
     "quickstart": "--updates=4 --test_tasks=16",
-    "agentflow": "--updates=2 --warm_steps=60 --demonstrations=200 --queries=3 --test_tasks=8 --checkpoint_every=1",
+    "agentflow": "--updates=2 --domains=drawing --warm_steps=100 --demonstrations=200 --test_tasks=8 "
+    "--checkpoint_every=1",
 }
 
 
