@@ -13,6 +13,7 @@ from experiments import setups
 from experiments.pure_work import pure_work
 from experiments.session import Session
 from flowgrpo import launch, loop
+from flowgrpo.learner.critic import ActorCritic, with_critic
 from flowgrpo.report.metrics import Metrics
 from flowgrpo.types import BadInput
 
@@ -98,6 +99,37 @@ def test_every_preset_builds(env):
     setup = setups.build(setups.settings_of(env))
     assert setup.env.name == env
     assert setup.algorithm.name == "flow_grpo"
+
+
+@pytest.mark.parametrize("name", list(setups.BY_ALGORITHM))
+def test_what_fits_an_algorithm_is_taken_unless_something_else_is_chosen(name):
+    settings = setups.settings_of("lookup", algorithm=name, learning_rate=0.5)
+    assert settings["learning_rate"] == 0.5
+    assert {key: settings[key] for key in setups.BY_ALGORITHM[name] if key != "learning_rate"} == {
+        key: value for key, value in setups.BY_ALGORITHM[name].items() if key != "learning_rate"
+    }
+    assert setups.build(settings).algorithm.name == name
+
+
+def test_a_critic_of_no_kind_is_refused():
+    with pytest.raises(BadInput, match="critic 'both' is unknown; choose from own, shared"):
+        setups.build(setups.settings_of("lookup", algorithm="ppo", critic="both"))
+
+
+def test_S1_an_actor_and_its_critic_come_back_as_they_were_saved(tmp_path):
+    setup = setups.build(setups.settings_of("lookup", algorithm="ppo", updates=1))
+    work = pure_work(setup)
+    session = Session(work, tmp_path)
+    key = jax.random.key(0)
+    session.begin(with_critic(setup.critic, key, setup.policy.init(key)), {"metrics.jsonl": 0})
+    session.save()
+    session.checkpoints.wait()
+    other = Session(work, tmp_path)
+    assert other.restore()
+    assert isinstance(other.run.learner.params, ActorCritic)
+    assert jax.tree.structure(other.run) == jax.tree.structure(session.run)
+    for one, two in zip(jax.tree.leaves(other.run.learner), jax.tree.leaves(session.run.learner), strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 def test_a_loss_that_is_no_number_stops_it_with_the_last_good_checkpoint(tmp_path):
