@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import domains, offline_tasks, offline_warmstart
-from experiments.hosted_work import Draw, HostedSetup, draw_from, make_engine
+from experiments.hosted_work import Draw, HostedSetup, draw_from, make_engine, make_residency
 from experiments.members import ALGORITHMS
 from flowgrpo import launch, loop
 from flowgrpo.agent import roles
@@ -169,6 +169,7 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
             env=env,
             exam_env=exam_env,
             engine=engine,
+            residency=stack.enter_context(make_residency(settings, folder)),
             do=either(tools.do, _speakers(settings, model, stack)),
             reward=domains.route(domains.Means(sandbox=sandbox), default="answer"),
             tasks=tasks,

@@ -58,6 +58,7 @@ class HostedSetup(NamedTuple):
     env: HostEnv
     exam_env: HostEnv  # the same with the turns that are allowed when it is examined
     engine: Engine
+    residency: Residency  # which may hold a judge
     do: Do
     reward: Reward
     tasks: Draw
@@ -132,7 +133,7 @@ def make_step(setup: HostedSetup) -> Step:
         row_length=settings["context_tokens"],
         rows=trajectories if appends else trajectories * setup.env.turns,
         slots=settings["context_tokens"],
-        residency=make_residency(settings, setup.folder),
+        residency=setup.residency,
         release=setup.engine.release if moves else lambda: 0,
         watch=Watch(settings["watch_seconds"]),
     )

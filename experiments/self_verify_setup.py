@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 import flowgrpo as fg
 from experiments import domains, self_verify_tasks
-from experiments.hosted_work import Draw, HostedSetup, draw_from, make_engine
+from experiments.hosted_work import Draw, HostedSetup, draw_from, make_engine, make_residency
 from flowgrpo import launch, loop
 from flowgrpo.agent.question import question
 from flowgrpo.contracts import Reward, Scored
@@ -112,6 +112,8 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
         if settings["model"] is None:
             _make_start(settings, folder)
         model = load_model(settings["model"] or folder / START, dtype=settings["dtype"])
+        residency = stack.enter_context(make_residency(settings, folder))
+        residency.hold("judge", model.params)
         instructions = BRIEF if settings["tasks"] is not None else ""
         env = question(model.text, max_tokens=settings["max_tokens"], instructions=instructions)
         yield HostedSetup(
@@ -123,7 +125,8 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
             exam_env=env,
             engine=stack.enter_context(make_engine(model, settings)),
             do=no_effects,
-            reward=judged(model, check),
+            residency=residency,
+            reward=judged(model, check, lambda: residency["judge"]),
             tasks=draw,
             algorithm=fg.flow_grpo(beta=settings["beta"], clip_high=settings["clip_high"]),
             optimizer=make_optimizer(learning_rate=settings["learning_rate"]),
@@ -136,9 +139,9 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
         )
 
 
-def judged(model: Model, check: Reward) -> Reward:
-    """P("Yes") of this model as it is now, with what the matcher says beside it."""
-    next_logp = make_next_logp(model.policy, model.params, lengths=(SHORT, *LENGTHS), pad_id=model.text.pad_id)
+def judged(model: Model, check: Reward, params: Any) -> Reward:
+    """P("Yes") under these parameters, or those that they give, with what the matcher says beside it."""
+    next_logp = make_next_logp(model.policy, params, lengths=(SHORT, *LENGTHS), pad_id=model.text.pad_id)
     return second_check(verifier_probability(model.text, next_logp, ask=ask_alone), check)
 
 

@@ -10,7 +10,7 @@ import pytest
 from tiny_env import tiny_env
 
 import flowgrpo as fg
-from experiments.hosted_work import HostedSetup, make_step
+from experiments.hosted_work import HostedSetup, make_residency, make_step
 from flowgrpo import loop
 from flowgrpo.contracts import Scored
 from flowgrpo.effects import no_effects
@@ -20,6 +20,7 @@ from flowgrpo.learner.residency import place_of
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
+from flowgrpo.rewards.judge import make_next_logp
 from flowgrpo.rollout.pure import as_host
 
 ENV = tiny_env(rounds=1)
@@ -64,6 +65,7 @@ def make_setup(folder, engine: Engine, offload: str) -> HostedSetup:
         env=env,
         exam_env=env,
         engine=engine,
+        residency=make_residency({"offload": offload}, folder),
         do=no_effects,
         reward=fg.Reward(lambda _, output: Scored(float(int(output.split()[0]) % 2))),
         tasks=tasks,
@@ -102,6 +104,20 @@ def test_offloading_changes_no_number_and_says_what_it_moved(tmp_path):
     assert list((tmp_path / "disk" / "offload").iterdir()) == []
 
 
+@pytest.mark.slow
+def test_a_judge_that_was_away_says_the_same(tmp_path):
+    with make_residency({"offload": "disk"}, tmp_path) as residency:
+        residency.hold("judge", POLICY.init(jax.random.key(0)))
+        next_logp = make_next_logp(POLICY, lambda: residency["judge"], rows=2, lengths=(8,))
+        said = []
+        for stage in ("rollout", "train", "inference"):
+            residency.enter(stage)
+            assert place_of(residency["judge"]) == ("disk" if stage == "train" else "device")
+            if stage != "train":
+                said.append(next_logp([(2, 3), (4,)]))
+        np.testing.assert_array_equal(*said)
+
+
 def test_an_unknown_place_is_refused(tmp_path):
     with pytest.raises(fg.BadInput, match="--offload=tape is unknown; choose from none, host, disk"):
-        make_step(make_setup(tmp_path, cast(Any, SimpleNamespace(release=lambda: 0)), "tape"))
+        make_residency({"offload": "tape"}, tmp_path)
