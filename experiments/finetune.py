@@ -14,7 +14,9 @@ the share of pairs whose margin, against the model that it began with, is on the
 work directory holds `metrics.jsonl`, `timings.jsonl`, `result.json`, `checkpoints/` and `model/`. The same command goes
 on where a run was stopped, to the same bits.
 
-Expected of a model of 0.3 M parameters, 400 demonstrations of sums and one core: a loss from 6.5 to 0.2 in a minute.
+Expected of a model of `offline_model` at a learning rate of 3e-3, on 400 demonstrations of short sums: a loss
+from 5.6 to 0.4 in 90 steps, 26 seconds of one core with compilation. Then, at 1e-4, on 400 preferences of form: a loss
+from 0.69 to 0.24 in 45 steps, with every held-out pair on the right side.
 """
 
 import json
