@@ -1,7 +1,7 @@
 """Ways to run a job on some devices, with memory and time by formula: a shape flows in, ranked candidates flow out.
 
 What is expected of a device is the floor (see `learner.floor`), and beside it what this code is known to hold: the
-running softmax of attention block by block, and the layer whose parameters are gathered. Seconds serve to rank only:
+block of attention that is worked on, and parameters that are gathered for a layer. Seconds serve to rank only:
 operations over the rate, or bytes over the bandwidth where that takes longer, and what is sent over the links.
 """
 
@@ -119,11 +119,10 @@ def expect(config: DecoderConfig, job: Job, run: Run, machine: Machine, mesh: di
 
 
 def attention_bytes(config: DecoderConfig, job: Job, mesh: dict[str, int]) -> float:
-    """What the backward pass of attention by blocks reads: a running softmax a block, or all shares of a few blocks."""
-    blocks, tokens = -(-job.length // BLOCK), job.micro_rows * job.length
-    each = config.e + 2 if blocks > UNROLLED else 2 * BLOCK + config.e
-    one = WIDE * tokens * config.h / mesh["tensor"] * blocks * each
-    return one * (1 if job.remat else config.num_layers)
+    """Shares, logits and their gradients of the blocks that are worked on at once."""
+    tokens, blocks = job.micro_rows * job.length, -(-job.length // BLOCK)
+    once = 1 if blocks > UNROLLED else blocks
+    return 4.0 * WIDE * tokens * config.h / mesh["tensor"] * once * BLOCK
 
 
 def gathered_bytes(config: DecoderConfig, job: Job, mesh: dict[str, int]) -> float:

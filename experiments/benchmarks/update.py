@@ -2,6 +2,7 @@
 
     python -m experiments.benchmarks.update
     python -m experiments.benchmarks.update --parts=speed --models=medium --lengths=96,384
+    python -m experiments.benchmarks.update --parts=speed --cpu_devices=2
     python -m experiments.benchmarks.update --parts=torch                      (needs the extra [oracle])
 
 All features are on: clip, entropy and the other figures that an update tells, the norm of the gradient and its clip, an
@@ -13,27 +14,29 @@ what a process was seen to hold (see `resident`). `growth`: seconds by rows, by 
 trajectory whose contexts append or are rendered afresh. `torch`: the same rows by PyTorch (see `torch_update`), in turn
 with ours.
 
-The rate is that of a matrix product that runs in turn with the updates, so that other work on the machine slows both.
-Medians of several runs.
+The rate is that of a matrix product that runs in turn with the updates, one on every device, so that other work on the
+machine slows both. `share` is by the clock; `work` is the same by the processor time of all threads, which leaves out
+what is lost where only one of them works, and is steady on a busy machine. With `--cpu_devices=2` rows are dealt over
+devices of one thread each. Medians of several runs.
 """
 
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
 import flowgrpo as fg
 from experiments import common
 from experiments.benchmarks import torch_update
-from experiments.benchmarks.measured import medians, show_lines, timed
+from experiments.benchmarks.measured import medians, show_columns, show_lines, timed
 from experiments.benchmarks.rows import PROTOTYPE, SHAPES, full_batch, shape_called
 from flowgrpo.envs.env import PAD
 from flowgrpo.learner.floor import count_parameters, forward_flops
@@ -42,6 +45,7 @@ from flowgrpo.learner.state import init_learner
 from flowgrpo.learner.update import make_update
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import make_policy
+from flowgrpo.spread import DEALT, data_mesh, share
 from flowgrpo.types import BadInput, Batch
 
 PARTS = ("speed", "memory", "growth", "torch")
@@ -63,7 +67,15 @@ _TURNS = flags.DEFINE_list("turns", ["1", "2", "4", "8"], "Turns of a trajectory
 _TURN = flags.DEFINE_integer("turn_tokens", 24, "Tokens that a turn adds in `growth`.", lower_bound=2)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
 
-RATE, SIZE = 1e-4, 1024  # of learning, and of the matrices whose product is the measure
+RATE = 1e-4  # of learning
+SIZE, TIMES = 1024, 16  # of the matrices whose product is the measure, and how often it is taken in a run
+
+
+class Took(NamedTuple):
+    """Seconds of one run."""
+
+    clock: float
+    processor: float  # of all threads
 
 
 class Work(NamedTuple):
@@ -82,10 +94,11 @@ def make_work(
     """One form of the update on a batch; it keeps its state, so that each run does the same."""
     policy, optimizer = make_policy(config, unroll=unroll, remat=remat), make_optimizer(learning_rate=RATE)
     algorithm = fg.flow_grpo(beta=0.04 if kl else 0.0)
-    update = jax.jit(make_update(policy, algorithm, optimizer, banned=(PAD,), micro_rows=_MICRO.value))
-    state = init_learner(params, optimizer)
+    mesh, settings = data_mesh(), {"banned": (PAD,), "micro_rows": _MICRO.value}
+    update = jax.jit(make_update(policy, algorithm, optimizer, mesh=mesh, **settings))
+    state, batch = share(init_learner(params, optimizer), mesh), share(batch, mesh)
     forward = forward_flops(config, batch.tokens.size, mean_seen(batch))
-    return Work(partial(update, state, jax.device_put(batch), params if kl else None), (4 if kl else 3) * forward)
+    return Work(partial(update, state, batch, state.params if kl else None), (4 if kl else 3) * forward)
 
 
 def mean_seen(batch: Batch) -> float:
@@ -94,14 +107,46 @@ def mean_seen(batch: Batch) -> float:
 
 
 def product() -> Work:
-    """What everything is measured by."""
-    a, b = (jax.random.normal(jax.random.key(seed), (SIZE, SIZE)) for seed in range(2))
-    return Work(partial(jax.jit(jnp.matmul), a, b), 2.0 * SIZE**3)
+    """What everything is measured by: a product on every device."""
+    mesh, each = data_mesh(), (jax.device_count(), SIZE, SIZE)
+    a, b = (jax.random.normal(jax.random.key(seed), each) for seed in range(2))
+    multiply: Callable[..., jax.Array] = _multiply
+    if mesh is not None:
+        multiply = jax.shard_map(_multiply, mesh=mesh, in_specs=DEALT, out_specs=DEALT)
+    return Work(partial(_repeat, jax.jit(multiply), a, b), TIMES * 2.0 * SIZE**3 * len(a))
 
 
-def in_turn(works: dict[str, Work]) -> dict[str, float]:
-    """Median seconds of each, which run one after the other again and again."""
-    return medians({name: timed(work.run)[0] for name, work in works.items()} for _ in range(1 + _REPEATS.value))
+def _repeat(multiply: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> list[jax.Array]:
+    return [multiply(a, b) for _ in range(TIMES)]
+
+
+def _multiply(a: jax.Array, b: jax.Array) -> jax.Array:
+    return (a[0] @ b[0])[None]
+
+
+def in_turn(works: dict[str, Work]) -> dict[str, Took]:
+    """Median seconds of each, by the clock and of the processor; they run one after the other again and again."""
+    rows = [{name: clocks(work.run) for name, work in works.items()} for _ in range(1 + _REPEATS.value)]
+    clock, processor = (medians({name: took[side] for name, took in row.items()} for row in rows) for side in range(2))
+    return {name: Took(clock[name], processor[name]) for name in works}
+
+
+def clocks(run: Callable[[], Any]) -> Took:
+    """Seconds of one run."""
+    before = time.process_time()
+    took, _ = timed(run)
+    return Took(took, time.process_time() - before)
+
+
+def shares(works: dict[str, Work], took: dict[str, Took]) -> dict[str, dict[str, Any]]:
+    """Of each work the seconds and its shares of the rate of the product, which is among the works."""
+    product, own = took["product"], works["product"].flops
+    lines = {}
+    for name, work in works.items():
+        asked = work.flops / own
+        by_clock, by_processor = (asked * a / b for a, b in zip(product, took[name], strict=True))
+        lines[name] = {"s": round(took[name].clock, 4), "share": round(by_clock, 3), "work": round(by_processor, 3)}
+    return lines
 
 
 def start_params(config: DecoderConfig) -> Any:
@@ -116,13 +161,13 @@ def measure_speed(name: str, length: int) -> dict[str, Any]:
     """Seconds of each form, and its share of the matrix-product rate."""
     config = shape_called(name)
     params, batch = start_params(config), full_batch(config, _ROWS.value, length)
-    works = {form: make_work(config, params, batch, **FORMS[form]) for form in _FORMS.value}
-    middle = in_turn(works | {"product": product()})
-    rate = 2.0 * SIZE**3 / middle["product"]
+    works = {form: make_work(config, params, batch, **FORMS[form]) for form in _FORMS.value} | {"product": product()}
+    took = in_turn(works)
     result: dict[str, Any] = {"model": name, "params": count_parameters(config), "rows": _ROWS.value, "length": length}
-    result["gflops"] = round(rate / 1e9, 1)
-    result |= {f"{form}_s": round(middle[form], 4) for form in works}
-    return result | {f"{form}_share": round(work.flops / middle[form] / rate, 3) for form, work in works.items()}
+    result["gflops"] = round(works["product"].flops / took["product"].clock / 1e9, 1)
+    for form, line in shares(works, took).items():
+        result |= {f"{form}_{what}": value for what, value in line.items()} if form in FORMS else {}
+    return result
 
 
 # Memory -----------------------------------------------------------------------------------------------
@@ -155,15 +200,13 @@ def measure_growth() -> list[dict[str, Any]]:
         sizes.append((f"{turns} turns, appended", rows, whole, 1))
         # Afresh, turn t is a context of its own with all before it; here they are alike, and as long in the mean.
         sizes.append((f"{turns} turns, afresh", rows, turns * (turns + 1) // 2 * _TURN.value, turns))
-    works = {size: make_work(config, params, full_batch(config, *size[1:3], segments=size[3])) for size in sizes}
-    middle = in_turn({str(size): work for size, work in works.items()} | {"product": product()})
-    rate = 2.0 * SIZE**3 / middle["product"]
-    found = []
-    for (what, count, tokens, _), work in works.items():
-        took = middle[str((what, count, tokens, _))]
-        line = {"what": what, "rows": count, "length": tokens, "seconds": round(took, 4)}
-        line |= {"tokens_per_second": round(count * tokens / took), "share": round(work.flops / took / rate, 3)}
-        found.append(line)
+    works = {str(size): make_work(config, params, full_batch(config, *size[1:3], segments=size[3])) for size in sizes}
+    works["product"] = product()
+    lines, found = shares(works, in_turn(works)), []
+    for what, count, tokens, segments in sizes:
+        line = lines[str((what, count, tokens, segments))]
+        speed = round(count * tokens / line["s"])
+        found.append({"what": what, "rows": count, "length": tokens, "tokens_per_second": speed} | line)
     return found
 
 
@@ -177,12 +220,12 @@ def measure_torch(name: str, length: int) -> dict[str, Any]:
     batch = full_batch(config, _ROWS.value, length)
     ours = make_work(config, start_params(config), batch)
     theirs = torch_update.make_step(source, batch, micro_rows=_MICRO.value, rate=RATE)
-    middle = in_turn({"ours": ours, "torch": Work(theirs, ours.flops), "product": product()})
-    rate = 2.0 * SIZE**3 / middle["product"]
-    result: dict[str, Any] = {"model": name, "length": length, "gflops": round(rate / 1e9, 1)}
-    result |= {f"{side}_s": round(middle[side], 4) for side in ("ours", "torch")}
-    result |= {f"{side}_share": round(ours.flops / middle[side] / rate, 3) for side in ("ours", "torch")}
-    return result | {"torch_over_ours": round(middle["torch"] / middle["ours"], 3)}
+    works = {"ours": ours, "torch": Work(theirs, ours.flops), "product": product()}
+    took = in_turn(works)
+    result: dict[str, Any] = {"model": name, "length": length}
+    for side, line in shares(works, took).items():
+        result |= {f"{side}_{what}": value for what, value in line.items()} if side != "product" else {}
+    return result | {"torch_over_ours": round(took["torch"].clock / took["ours"].clock, 3)}
 
 
 # The command ------------------------------------------------------------------------------------------
@@ -226,7 +269,8 @@ def main() -> None:
     for part in PARTS:
         if part in _PARTS.value:
             result[part] = measure(part)
-            show_lines(result[part])
+            show = show_columns if part in ("speed", "torch") else show_lines
+            show(result[part])
     print(json.dumps(result))
 
 
