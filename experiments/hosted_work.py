@@ -22,6 +22,7 @@ import numpy as np
 import optax
 
 import flowgrpo as fg
+from experiments.planner_setup import Planner
 from experiments.session import Tested, Work, report, train_line
 from flowgrpo import loop
 from flowgrpo.contracts import Do, HostEnv, Reward, Scored
@@ -29,7 +30,6 @@ from flowgrpo.evaluate import Evaluation, evaluate
 from flowgrpo.generate.engine import Engine
 from flowgrpo.launch import make_folder
 from flowgrpo.learner.checkpoint import Checkpoints
-from flowgrpo.learner.critic import acting
 from flowgrpo.learner.residency import DEVICE, DISK, HOST, Residency, places
 from flowgrpo.models.hf import Model
 from flowgrpo.packing import pack
@@ -54,7 +54,8 @@ class HostedSetup(NamedTuple):
     name: str
     settings: Mapping[str, Any]
     folder: Path
-    model: Model
+    model: Model  # that the planner starts as
+    planner: Planner
     env: HostEnv
     exam_env: HostEnv  # the same with the turns that are allowed when it is examined
     engine: Engine
@@ -86,13 +87,15 @@ def hosted_work(setup: HostedSetup) -> Work:
         settings=settings,
         optimizer=setup.optimizer,
         key=keys["run"],
-        place=lambda tree: tree,
-        blank=lambda: jax.tree.map(jnp.zeros_like, setup.model.params),
+        place=setup.planner.place,
+        blank=lambda: jax.tree.map(jnp.zeros_like, setup.planner.params),
         warm_start=setup.warm_start,
         make_step=partial(make_step, setup),
         line=partial(train_line, tools=setup.env.tools),
         examine=partial(_examine, setup, keys["validation"]),
         test=partial(_test, setup, keys["test"]),
+        trained=setup.planner.trained,
+        frozen=lambda: setup.planner.params,
     )
 
 
@@ -119,11 +122,11 @@ def draw_from(read: Tasks, seed: int) -> Draw:
 
 def make_step(setup: HostedSetup) -> Step:
     """`step(run) -> (run, metrics)`: one iteration."""
-    sizes, settings = setup.sizes, setup.settings
+    sizes, settings, planner = setup.sizes, setup.settings, setup.planner
     appends, moves = settings["rendering"] == "append", settings["offload"] != "none"
     trajectories = sizes.queries * sizes.oversample * sizes.samples
     return make_staged(
-        setup.model.policy,
+        planner.policy,
         setup.algorithm,
         setup.optimizer,
         sizes,
@@ -136,6 +139,8 @@ def make_step(setup: HostedSetup) -> Step:
         residency=setup.residency,
         release=setup.engine.release if moves else lambda: 0,
         watch=Watch(settings["watch_seconds"]),
+        trained=planner.trained,
+        mesh=planner.mesh,
     )
 
 
@@ -152,7 +157,7 @@ def _roll_out(run: loop.Run, told: Told, *, setup: HostedSetup) -> Rolled:
     sizes, update, lost = setup.sizes, int(run.update), setup.engine.lost
     count = sizes.queries * sizes.oversample
     sample_key, judge_key = jax.random.split(jax.random.fold_in(run.key, run.update))
-    setup.engine.swap(acting(run.learner.params), int(run.learner.version))
+    setup.engine.swap(setup.planner.serve(run.learner.params), int(run.learner.version))
     tasks = setup.tasks("train", update * count, count)
 
     def on_played(so_far: Hosted) -> None:
@@ -244,7 +249,7 @@ def examine(
     setup: HostedSetup, params, key: jax.Array, split: str, *, tasks: int, samples: int = 1, first: int = 0
 ) -> Hosted:
     """What these parameters do on so many tasks of a split, from the `first` on."""
-    setup.engine.swap(params, 0)
+    setup.engine.swap(setup.planner.serve(params), 0)
     return play(setup, setup.exam_env, setup.tasks(split, first, tasks), key, samples=samples)
 
 

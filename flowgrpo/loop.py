@@ -25,7 +25,7 @@ from flowgrpo.learner.appraise import Appraise, make_appraise
 from flowgrpo.learner.critic import Valuation, acting, explained_variance, make_value_score, without_critic
 from flowgrpo.learner.state import LearnerState, init_learner
 from flowgrpo.learner.trained import WHOLE, Trained
-from flowgrpo.learner.update import make_update
+from flowgrpo.learner.update import cast, make_update
 from flowgrpo.learner.watch import signal
 from flowgrpo.packing import account, pack
 from flowgrpo.rollout.compiled import Rollout, make_rollout, repeat
@@ -46,6 +46,7 @@ class Settings:
     mini_batches: int = 1
     epochs: int = 1
     block: int | None = None  # trajectories that roll out together
+    compute_dtype: Any = None  # what parameters are cast to where they are used, where that is another than their own
 
     def __post_init__(self):
         for name in ("queries", "samples", "oversample", "micro_rows", "mini_batches", "epochs"):
@@ -144,9 +145,9 @@ def make_learning(
         raise BadInput(f"{algorithm.name} needs its groups whole, and packing parts them: set mini_batches to 1")
     critic = None if algorithm.targets is None else critic
     scoring: dict[str, Any] = {"temperature": settings.temperature, "banned": banned}
+    sizes: dict[str, Any] = {"micro_rows": settings.micro_rows, "compute_dtype": settings.compute_dtype, "mesh": mesh}
     # What has to be scored before the advantages is scored once, for them and for the loss.
     needs = algorithm.needs & {"logp_ref", "value"} if algorithm.before else frozenset()
-    sizes = {"micro_rows": settings.micro_rows, "mesh": mesh}
     learn = make_update(
         policy,
         algorithm,
@@ -180,8 +181,13 @@ def _roll_out(run: Run, *, env: Env, rollout, judge: Judge | None, settings: Set
     queries = settings.queries * settings.oversample
     tasks, group_n = repeat(draw_tasks(env, task_key, queries, "train"), settings.samples)
     keys = jax.random.split(sample_key, len(group_n))
-    played = rollout(acting(run.learner.params), tasks, keys, group_n, run.learner.version)
+    played = rollout(sampled(run.learner.params, settings.compute_dtype), tasks, keys, group_n, run.learner.version)
     return played if judge is None else played.replace(trajectories=judge(played.trajectories, judge_key))
+
+
+def sampled(params: Any, compute_dtype: Any) -> Any:
+    """The parameters that rollouts sample from: those of the policy, as the update scores with them (F7)."""
+    return acting(params) if compute_dtype is None else cast(acting(params), compute_dtype)
 
 
 def _appraise(run: Run, trajectories: Trajectories, *, appraise: Appraise | None, trained: Trained) -> Trajectories:

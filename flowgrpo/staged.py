@@ -34,6 +34,7 @@ from flowgrpo.rollout.compiled import Rollout
 from flowgrpo.rollout.exam import summarise, tool_mix
 from flowgrpo.rollout.judging import Verdict, is_solved, judge_groups, judged
 from flowgrpo.rollout.records import Hosted
+from flowgrpo.spread import Spread
 from flowgrpo.stuck import Pending, Watch
 from flowgrpo.types import BadInput, Batch, Trajectories
 
@@ -93,13 +94,14 @@ def make_staged(
     slots: int | None = None,
     release: Callable[[], int] = lambda: 0,
     watch: Watch | None = None,
+    mesh: Spread = None,
 ) -> Step:
     """`step(run) -> (run, metrics)`, as `loop.train` wants it; the figures hold `timings`, which clocks had a part in.
 
     `release` destroys what the sampler holds, once all have played. Where models move at all, the run that a step is
     given is used up: its buffers are deleted where they were, and overwritten by the update.
     """
-    kinds: dict[str, Any] = {"critic": critic, "trained": trained, "slots": slots, "banned": banned}
+    kinds: dict[str, Any] = {"critic": critic, "trained": trained, "slots": slots, "banned": banned, "mesh": mesh}
     # The reference is replaced here, where it may lie on the host or the disk.
     learning = loop.make_learning(policy, algorithm._replace(reference_every=None), optimizer, settings, **kinds)
     moves = any(place != DEVICE for row in residency.table.values() for place in row.values())
@@ -110,7 +112,7 @@ def make_staged(
         parts=Parts(
             roll_out=roll_out,
             release=release,
-            appraise=_appraisal(policy, algorithm, settings, critic, banned, slots),
+            appraise=_appraisal(policy, algorithm, settings, critic, banned, slots, mesh),
             credit=jax.jit(learning.credit),
             train=jax.jit(train, donate_argnums=0 if moves else ()),
             describe=jax.jit(partial(_describe, tools=tools, samples=settings.samples)),
@@ -262,13 +264,14 @@ def _learn(run: loop.Run, batch: Batch, parts: Parts) -> tuple[loop.Run, Metrics
 # Pure parts -------------------------------------------------------------------------------------------------
 
 
-def _appraisal(policy: Policy, algorithm: Algorithm, settings: loop.Settings, critic, banned, slots):
+def _appraisal(policy: Policy, algorithm: Algorithm, settings: loop.Settings, critic, banned, slots, mesh):
     """What of reference and critic the algorithm needs, scored before packing; None where it needs neither."""
     needs = algorithm.needs & {"logp_ref", "value"}
     if not needs:
         return None
-    scoring = {"temperature": settings.temperature, "banned": banned, "micro_rows": settings.micro_rows}
-    appraise = make_appraise(policy, critic=critic, needs=needs, slots=slots, **scoring)
+    scoring = {"temperature": settings.temperature, "banned": banned}
+    sizes = {"micro_rows": settings.micro_rows, "compute_dtype": settings.compute_dtype, "slots": slots, "mesh": mesh}
+    appraise = make_appraise(policy, critic=critic, needs=needs, **scoring, **sizes)
     return jax.jit(partial(_appraise, appraise=appraise), static_argnames="apart")
 
 

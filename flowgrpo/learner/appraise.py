@@ -20,7 +20,7 @@ from flowgrpo.contracts import Policy, Scores
 from flowgrpo.layouts import rows_by_trajectory, unpack
 from flowgrpo.learner.critic import Valuation, acting
 from flowgrpo.learner.micro import Score, score_rows
-from flowgrpo.learner.update import make_score
+from flowgrpo.learner.update import cast, make_score
 from flowgrpo.models.critic import before
 from flowgrpo.spread import Spread
 from flowgrpo.types import BadInput, Batch, Trajectories
@@ -38,19 +38,20 @@ def make_appraise(
     micro_rows: int = 16,
     chunk: int = 1024,
     slots: int | None = None,
+    compute_dtype: Any = None,
     mesh: Spread = None,
 ) -> Appraise:
     """`appraise(params, reference_params, trajectories)` fills in what of `logp_ref` and `value` is among `needs`.
 
     `reference_params` are read for `logp_ref` only. `slots` are the tokens of the longest trajectory, by default all
-    that there is room for; one that is longer gets NaN, so that it can't pass for scored.
+    that there is room for; one that is longer gets NaN, so that it can't pass for scored. `compute_dtype` is that of the update.
     """
     if "value" in needs and critic is None:
         raise BadInput("make_appraise: values are needed, but there is no critic: pass one, such as own_network(...)")
     if micro_rows < 1 or (slots is not None and slots < 1):
         raise BadInput(f"make_appraise: micro_rows is {micro_rows} and slots {slots}, but both must be at least 1")
     score = make_score(policy, temperature=temperature, banned=banned, chunk=chunk)
-    rows = partial(_rows, micro_rows=micro_rows, mesh=mesh)
+    rows = partial(_rows, micro_rows=micro_rows, compute_dtype=compute_dtype, mesh=mesh)
     return partial(_appraise, needs=frozenset(needs), score=score, critic=critic, rows=rows, slots=slots)
 
 
@@ -74,8 +75,9 @@ def _appraise(
     return trajectories.replace(**found)
 
 
-def _rows(score: Score, params, batch: Batch, *, micro_rows: int, mesh: Spread) -> Array:
+def _rows(score: Score, params, batch: Batch, *, micro_rows: int, compute_dtype: Any, mesh: Spread) -> Array:
     """What a score gives as `logp`, of the rows that hold a chosen token."""
+    params = params if compute_dtype is None else cast(params, compute_dtype)
     chosen_r = jnp.asarray(batch.chosen & (batch.segments > 0)).any(axis=1)
     return score_rows(score, params, batch, chosen_r, micro_rows, mesh)
 

@@ -113,7 +113,7 @@ def _collect(env: Env, turns: Turn, ended: tuple[Array, Array], group_n, version
         length=turns.length,
         by_turn=jnp.full(len(group_n), env.by_turn),
     )
-    return Rollout(trajectories, turns.tool, turns.error)
+    return Rollout(trajectories, jnp.where(turns.exists, turns.tool, -1), turns.error & turns.exists)
 
 
 # One block --------------------------------------------------------------------------------------------
