@@ -4,7 +4,6 @@ write_start(folder, make_env, do, settings)              tokenizer, configuratio
 warm_start(model, env, do, settings, tell)  ->  parameters at the lowest validation loss
 """
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count, islice
 from pathlib import Path
@@ -35,9 +34,8 @@ def write_start(folder: Path, make_env: Callable[..., HostEnv], do: Do, settings
     """The model folder, unless it is there: its tokenizer is learned from what planner and tools say to each other.
 
     What they say depends on no tokenizer, but to write it down takes one: a first one, learned from the queries alone.
-    The folder appears when it is whole.
     """
-    if folder.exists():
+    if (folder / "config.json").exists():
         return
     tasks = _tasks(settings, "train", FIRST)
     queries = [task.query for task in tasks]
@@ -48,10 +46,7 @@ def write_start(folder: Path, make_env: Callable[..., HostEnv], do: Do, settings
     env = make_env(text, turns=settings["turns"], settings=wide)
     talks = demonstrate(env, text, tasks, do, seed=settings["seed"])
     entries = [f" {passage['title']}: {passage['text']}" for passage in passages()]
-    beside = folder.with_name(f".{folder.name}-whole")
-    shutil.rmtree(beside, ignore_errors=True)
-    write_model(beside, [*queries, *(_spoken(text, talk) for talk in talks), *entries], seed=settings["seed"])
-    beside.replace(folder)
+    write_model(folder, [*queries, *(_spoken(text, talk) for talk in talks), *entries], seed=settings["seed"])
 
 
 def warm_start(

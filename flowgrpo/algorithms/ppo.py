@@ -97,8 +97,7 @@ def ppo(
         skips=False,
     )
     loss = partial(actor_critic_loss, policy_loss=actor.loss, value_clip=value_clip, coefficient=value_coefficient)
-    targets = bind(partial(_returns, credit=credit), settings)
-    return actor._replace(loss=loss, targets=targets, before=actor.before | {"value"})
+    return actor._replace(loss=loss, targets=bind(partial(_returns, credit=credit), settings))
 
 
 def _whitened(trajectories, outcome_n, valid_n, options, *, credit) -> Array:
