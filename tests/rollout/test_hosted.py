@@ -436,15 +436,33 @@ def test_a_failure_where_trajectories_are_taken_reaches_the_caller(engine):
     assert quiet(before)
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt_when_asked(engine: Engine, sent: list[float]) -> None:
+    """Ctrl-C once the engine has a request, however long the start took."""
+    while not engine.requests:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    sent.append(time.monotonic())
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_the_rollout_at_once():
     before = rollout_threads()
     with Engine() as engine:
         engine.hold()
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        began = time.monotonic()
+        sent = []
+        threading.Thread(target=interrupt_when_asked, args=(engine, sent)).start()
         with pytest.raises(KeyboardInterrupt):
             run(engine, tasks_of(4, 4))
-        assert time.monotonic() - began < SOON
+        assert time.monotonic() - sent[0] < SOON
         assert quiet(before)
         engine.hold(False)
         ends = time.monotonic() + SOON
