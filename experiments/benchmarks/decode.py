@@ -31,7 +31,7 @@ from absl import flags
 
 from experiments import common
 from experiments.benchmarks import ceilings
-from experiments.benchmarks.measured import seconds, show_columns
+from experiments.benchmarks.measured import seconds, show_columns, significant
 from flowgrpo.contracts import Request
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.jobs import MAX_STOPS
@@ -102,13 +102,13 @@ def measure_block(model: Model, rows: int, tokens: int, most: ceilings.Ceilings,
         "tokens": tokens,
         "tokens_per_second": round(rows / step),
         "step_ms": round(1e3 * step, 3),
-        "of_bandwidth": round(moved / most.bandwidth / step, 3),
-        "of_flops": round(flops / most.flops / step, 3),
+        "of_bandwidth": significant(moved / most.bandwidth / step),
+        "of_flops": significant(flops / most.flops / step),
         "prefill_seconds": round(prefilled, 4),
     }
     if generate:
         result["torch_tokens_per_second"] = round(rows * tokens / peers)
-        result["over_torch"] = round(peers / (prefilled + decoding), 3)
+        result["over_torch"] = significant(peers / (prefilled + decoding))
     return result
 
 
@@ -140,7 +140,7 @@ def measure_engine(model: Model) -> dict:
         "slots": _SLOTS.value,
         "tokens_per_second": round(statistics.median(speeds)),
         "gapless_tokens_per_second": round(whole / statistics.median(gapless)),
-        "over_gapless": round(statistics.median(speed * took / whole for speed, took in runs), 3),
+        "over_gapless": significant(statistics.median(speed * took / whole for speed, took in runs)),
         "compiled_in_warm_up": warm_up,
         "compiled_after": len(compiled) - warm_up,
     }

@@ -28,7 +28,7 @@ from absl import flags
 
 from experiments import common
 from experiments.benchmarks.ceilings import TINY
-from experiments.benchmarks.measured import medians, seconds, show_lines
+from experiments.benchmarks.measured import medians, seconds, show_lines, significant
 from flowgrpo.contracts import Call, Completion, HostEnv, HostStep, Request, Result, Said
 from flowgrpo.generate.engine import Engine
 from flowgrpo.models.decoder import make_policy
@@ -141,7 +141,7 @@ def measure(engine: Engine, count: int, latency: float) -> dict:
         "rollout_seconds": round(middle["rollout"], 3),
         "decoding_seconds": round(middle["decoding"], 3),
         "tool_seconds": round(tools, 3),
-        "over_larger": round(middle["rollout"] / max(middle["decoding"], tools), 3),
+        "over_larger": significant(middle["rollout"] / max(middle["decoding"], tools)),
         "tokens_per_second": round(count * _TURNS.value * _TOKENS.value / middle["rollout"]),
     }
 

@@ -39,7 +39,7 @@ from absl import flags
 import flowgrpo as fg
 from experiments import common, setups
 from experiments.benchmarks import ceilings, reuse, trl_peer
-from experiments.benchmarks.measured import medians, show_columns, timed
+from experiments.benchmarks.measured import medians, show_columns, significant, timed
 from flowgrpo import loop
 from flowgrpo.contracts import Metrics
 from flowgrpo.envs.env import PAD
@@ -127,7 +127,7 @@ def measure_iteration(setup: setups.Setup, params) -> dict:
         "tokens": round(middle["tokens"]),
         "tokens_per_second": round(tokens),
         "one_program_tokens_per_second": round(whole),
-        "one_program_over_three": round(whole / tokens, 3),
+        "one_program_over_three": significant(whole / tokens),
         **{f"{name}_seconds": round(middle[name], 4) for name in ("rollout", "credit_and_pack", "update")},
     }
 
@@ -210,7 +210,7 @@ def measure_update(name: str, rate: float) -> dict:
     flops = 3 * ceilings.forward_flops(state.params, config, batch.tokens.size, _LENGTH.value / 2)
     result = {"model": name, "params": ceilings.count(state.params)}
     for form, took in middle.items():
-        result |= {f"{form}_seconds": round(took, 4), f"{form}_of_flops": round(flops / took / rate, 3)}
+        result |= {f"{form}_seconds": round(took, 4), f"{form}_of_flops": significant(flops / took / rate)}
     return result
 
 

@@ -26,7 +26,7 @@ from jax import Array
 
 from experiments import common
 from experiments.benchmarks import ceilings
-from experiments.benchmarks.measured import seconds, show_lines
+from experiments.benchmarks.measured import seconds, show_lines, significant
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.generate.sampler import logprobs
 from flowgrpo.models.config import DecoderConfig, Rope
@@ -71,7 +71,7 @@ def measure_speed(name: str, model: Model, rate: float) -> list[dict]:
                 "work": work,
                 "tokens_per_second": round(tokens.size / took),
                 "gflops": round(factor * flops / took / 1e9, 1),
-                "of_matrix_product": round(factor * flops / took / rate, 3),
+                "of_matrix_product": significant(factor * flops / took / rate),
             }
         )
     return rows

@@ -20,6 +20,11 @@ def seconds(work: Callable[[], Any]) -> float:
     return timed(work)[0]
 
 
+def significant(value: float, digits: int = 3) -> float:
+    """The value to so many digits that count, so that a small share isn't printed as none."""
+    return float(f"{value:.{digits}g}")
+
+
 def medians(rows: Iterable[dict[str, float]]) -> dict[str, float]:
     """The median of each column, without the first row, in which programs were compiled."""
     _, *counted = rows

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from experiments.benchmarks.measured import medians, timed
+from experiments.benchmarks.measured import medians, significant, timed
 from experiments.setups import Setup
 from flowgrpo import loop
 from flowgrpo.contracts import Params, Policy
@@ -51,7 +51,7 @@ def measure_prefill(setup: Setup, params: Params, repeats: int) -> dict:
         "turns": len(told),
         "rollout_seconds": round(middle["kept"], 4),
         "prefilled_seconds": round(middle["afresh"], 4),
-        "over_rollout": round(middle["afresh"] / middle["kept"], 3),
+        "over_rollout": significant(middle["afresh"] / middle["kept"]),
         "same_turns": round(share_of_same(played, said), 5),  # both drew with the same keys
     }
 
@@ -114,7 +114,7 @@ def measure_seeds(setup: Setup, params: Params, seeds: int, repeats: int) -> dic
         "updates": UPDATES,
         "vmapped_seconds": round(middle["vmapped"], 3),
         "in_turn_seconds": round(middle["in_turn"], 3),
-        "over_vmapped": round(middle["in_turn"] / middle["vmapped"], 3),
+        "over_vmapped": significant(middle["in_turn"] / middle["vmapped"]),
         "largest_difference": largest(whole.learner.params, stacked),
         "largest_change": largest(whole.learner.params, runs.learner.params),
     }

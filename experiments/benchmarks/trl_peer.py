@@ -34,6 +34,7 @@ from jaxtyping import Bool, Int
 
 import flowgrpo as fg
 from experiments.benchmarks import ceilings
+from experiments.benchmarks.measured import significant
 from flowgrpo import loop
 from flowgrpo.contracts import Env, Observation, Policy, Sizes, Step
 from flowgrpo.envs.env import END, PAD, SPECIAL, absorbing, fill
@@ -289,5 +290,5 @@ def measure(turns: int, repeats: int) -> dict:
         result[f"{side}_seconds"] = round(statistics.median(seconds), 3)
         result[f"{side}_episodes_per_second"] = round(GROUP * PROMPTS / statistics.median(seconds), 2)
         result[f"{side}_words"] = round(statistics.mean(counts))
-    result["over_trl"] = round(result["trl_seconds"] / result["ours_seconds"], 3)
+    result["over_trl"] = significant(result["trl_seconds"] / result["ours_seconds"])
     return result
