@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments import domains, offline_tasks, offline_warmstart
-from experiments.hosted_work import Draw, HostedSetup, draw_from, make_engine
-from experiments.members import ALGORITHMS
+from experiments.hosted_work import Draw, HostedSetup, draw_from, make_engine, make_residency
+from experiments.lora_setup import LORA
+from experiments.members import ALGORITHMS, base_of
+from experiments.planner_setup import frozen, load_start, make_planner
 from flowgrpo import launch, loop
 from flowgrpo.agent import roles
 from flowgrpo.agent.rendering import appending, fresh
@@ -28,7 +30,7 @@ from flowgrpo.contracts import Algorithm, Do, HostEnv, Tool
 from flowgrpo.generate.remote import remote
 from flowgrpo.generate.wire import TextRequest
 from flowgrpo.learner.state import make_optimizer
-from flowgrpo.models.hf import Model, load_model
+from flowgrpo.models.hf import Model
 from flowgrpo.rollout.records import Played
 from flowgrpo.rollout.replay import last_state
 from flowgrpo.sandbox import Limits, Sandbox
@@ -41,7 +43,7 @@ from flowgrpo.tools.search import read_corpus, search
 from flowgrpo.tools.toolset import toolset
 from flowgrpo.types import BadInput
 
-PAPER: dict[str, Any] = {
+PAPER: dict[str, Any] = LORA | {
     "algorithm": "flow_grpo",
     "control": "none",
     "queries": 32,
@@ -76,6 +78,10 @@ PAPER: dict[str, Any] = {
     "tool_seconds": 30.0,
     "turn_seconds": 300.0,
     "group_seconds": 1800.0,
+    "optimizer": "adamw",
+    "mesh": None,  # one device
+    "offload": "none",  # or host, disk: where models are that a stage doesn't use
+    "watch_seconds": 1800.0,  # of an iteration, until it says what it waits for
     "recorded": 1,  # groups of each update whose trajectories are written
     "test_tasks": 256,
     "tasks": None,
@@ -156,24 +162,30 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
         make = partial(make_env, schemas=tools.schemas, settings=settings)
         if settings["model"] is None:
             offline_warmstart.write_start(folder / START, make, tools.do, settings)
-        model = load_model(settings["model"] or folder / START, dtype=settings["dtype"])
-        engine = stack.enter_context(make_engine(model, settings))
+        model = load_start(settings["model"] or folder / START, settings)
+        planner = make_planner(model, settings)
+        served = model._replace(policy=planner.served, params=planner.serve(planner.params))
+        engine = stack.enter_context(make_engine(served, settings))
         env, exam_env = (make(model.text, turns=settings[name]) for name in ("turns", "exam_turns"))
         yield HostedSetup(
             name="agent",
             settings=settings,
             folder=folder,
             model=model,
+            planner=planner,
             env=env,
             exam_env=exam_env,
             engine=engine,
-            do=either(tools.do, _speakers(settings, model, stack)),
+            residency=stack.enter_context(make_residency(settings, folder)),
+            do=either(tools.do, _speakers(settings, frozen(model, settings), stack)),
             reward=domains.route(domains.Means(sandbox=sandbox), default="answer"),
             tasks=tasks,
             algorithm=_algorithm(settings),
             optimizer=_optimizer(settings),
-            sizes=loop.Settings(**{name: settings[name] for name in SIZES}),
-            warm_start=partial(offline_warmstart.warm_start, model, env, tools.do, settings),
+            sizes=loop.Settings(**{name: settings[name] for name in SIZES}, compute_dtype=planner.compute_dtype),
+            warm_start=partial(
+                offline_warmstart.warm_start, model._replace(params=planner.params), env, tools.do, settings
+            ),
             story=partial(_story, model.text, exam_env),
         )
 
@@ -312,7 +324,7 @@ def _algorithm(settings: Mapping[str, Any]) -> Algorithm:
 def _optimizer(settings: Mapping[str, Any]):
     decays = settings["decay"] < 1
     fall = {"decay_steps": settings["decay_updates"], "final_share": settings["decay"]} if decays else {}
-    return make_optimizer(learning_rate=settings["learning_rate"], **fall)
+    return make_optimizer(learning_rate=settings["learning_rate"], base=base_of(settings["optimizer"]), **fall)
 
 
 def _story(text: Text, env: HostEnv, played: Played) -> str:

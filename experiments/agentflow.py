@@ -21,6 +21,7 @@ which can be replayed without tools. The same command goes on where a run was st
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ import jax
 from absl import flags
 
 from experiments import agent_setups, common
-from experiments.hosted_work import HostedSetup, hosted_work, play
-from experiments.members import ALGORITHMS
+from experiments.hosted_work import OFFLOAD, HostedSetup, hosted_work, play
+from experiments.members import ALGORITHMS, OPTIMIZERS
 from experiments.session import one_run
 
 _MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id; without one, a small model is made.")
@@ -64,6 +65,11 @@ _SLOTS = flags.DEFINE_integer("slots", None, "Requests that decode together.", l
 _WARM = flags.DEFINE_integer("warm_steps", None, "Steps of imitation at most, in the offline run.", lower_bound=0)
 _SHOWN = flags.DEFINE_integer("demonstrations", None, "How many are imitated, in the offline run.", lower_bound=20)
 _DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "What the weights are held in.")
+_OPTIMIZER = flags.DEFINE_enum("optimizer", None, list(OPTIMIZERS), "What remembers gradients; adamw by default.")
+_RANK = flags.DEFINE_integer("lora_rank", None, "Rank of an adapter; 0 trains all parameters.", lower_bound=0)
+_MESH = flags.DEFINE_string("mesh", None, "How devices are arranged for learning, such as data=2,fsdp=4.")
+_OFFLOAD = flags.DEFINE_enum("offload", None, list(OFFLOAD), "Where models are that a stage doesn't use.")
+_WATCH = flags.DEFINE_float("watch_seconds", None, "Of an iteration, until it says what it waits for.", lower_bound=1.0)
 _EVERY = flags.DEFINE_integer("checkpoint_every", 10, "Updates between validations and checkpoints.", lower_bound=1)
 _TEST = flags.DEFINE_integer("test_tasks", None, "Test tasks of the final table.", lower_bound=1)
 _DRY = flags.DEFINE_bool("dry_run", False, "Print the first prompts and one rollout, and stop.")
@@ -96,6 +102,11 @@ def read_flags() -> dict[str, Any]:
         "warm_steps": _WARM.value,
         "demonstrations": _SHOWN.value,
         "dtype": _DTYPE.value,
+        "optimizer": _OPTIMIZER.value,
+        "lora_rank": _RANK.value,
+        "mesh": _MESH.value,
+        "offload": _OFFLOAD.value,
+        "watch_seconds": _WATCH.value,
         "test_tasks": _TEST.value,
     }
     return agent_setups.settings_of(_MODEL.value, **chosen) | {"devices": jax.device_count()}
@@ -117,11 +128,13 @@ def main() -> None:
     """Train, or look."""
     settings = read_flags()
     folder = Path(_WORKDIR.value or f"runs/agentflow-{_SEED.value}")
+    if not _RESUME.value and folder.exists() and not _DRY.value:
+        shutil.rmtree(folder)  # here, since the model to start with and the corpus lie there too
     with agent_setups.open_setup(settings, folder) as setup:
         if _DRY.value:
             dry_run(setup)
             return
-        result = one_run(hosted_work(setup), folder, every=_EVERY.value, resume=_RESUME.value)
+        result = one_run(hosted_work(setup), folder, every=_EVERY.value)
     print(json.dumps(result))
 
 

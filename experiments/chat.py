@@ -25,6 +25,7 @@ import numpy as np
 from absl import flags
 
 from experiments import common
+from experiments.stopping import Terminated
 from flowgrpo.generate.sampler import MAX_KEPT, Sampling, decode, prefill, sampling, start_rows
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.text import Conversation, Text, add_action, add_messages, start
@@ -135,8 +136,8 @@ def messages(talks: bool) -> Iterator[str]:
         except EOFError:
             print(end="\n" if talks else "")
             return
-        except KeyboardInterrupt:
-            if not talks:
+        except KeyboardInterrupt as stop:
+            if not talks or isinstance(stop, Terminated):
                 raise
             print("\n(/quit ends)")
             continue

@@ -4,15 +4,18 @@
         common.run(main)
 
 `run` parses the flags, sets up JAX before its backend starts, and calls `main()`. Bad input becomes one sentence on
-stderr and status 1, Ctrl-C one line and status 130. Only what is a bug shows its traceback.
+stderr and status 1, Ctrl-C one line and status 130, SIGTERM one line and status 143. Only what is a bug shows its
+traceback.
 """
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from absl import app, flags, logging
 
+from experiments.stopping import listening, number_of
 from flowgrpo import launch
 from flowgrpo.types import BadInput
 
@@ -23,7 +26,8 @@ _DEVICES = flags.DEFINE_integer(
 )
 _DETERMINISTIC = flags.DEFINE_bool("deterministic", False, "Let XLA use deterministic operations only.")
 
-INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
+STOPPED = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+BY_SIGNAL = 128  # and its number: the status of what a signal ended, as shells have it
 
 
 def run(main: Callable[[], None], *, cpu_devices: int = 1) -> None:
@@ -31,19 +35,21 @@ def run(main: Callable[[], None], *, cpu_devices: int = 1) -> None:
 
     def guarded(argv: Sequence[str]) -> None:
         try:
-            _check_rest(argv)
-            launch.configure(
-                compilation_cache=_CACHE.value,
-                deterministic=_DETERMINISTIC.value,
-                cpu_devices=_DEVICES.value or cpu_devices,
-            )
-            with launch.profile(_PROFILE.value):
-                main()
+            with listening(signal.SIGTERM):
+                _check_rest(argv)
+                launch.configure(
+                    compilation_cache=_CACHE.value,
+                    deterministic=_DETERMINISTIC.value,
+                    cpu_devices=_DEVICES.value or cpu_devices,
+                )
+                with launch.profile(_PROFILE.value):
+                    main()
         except BadInput as error:
             sys.exit(f"{_name()}: {error}")
-        except KeyboardInterrupt:
-            print(f"\n{_name()}: interrupted", file=sys.stderr)
-            sys.exit(INTERRUPTED)
+        except KeyboardInterrupt as stop:
+            number = number_of(stop)
+            print(f"\n{_name()}: {STOPPED[number]}", file=sys.stderr)
+            sys.exit(BY_SIGNAL + number)
 
     app.run(guarded, flags_parser=_parse)
 

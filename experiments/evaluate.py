@@ -21,8 +21,8 @@ from experiments import agent_setups, common, setups
 from experiments.hosted_work import compare_before_after, examine, hosted_work
 from experiments.plays import right_tool_share
 from experiments.pure_work import judge, play_test, pure_work
-from experiments.session import Session, Tested, Work, report
-from flowgrpo.learner.folder import RUN
+from experiments.session import MAY_DIFFER, Session, Tested, Work, report
+from flowgrpo.learner.folder import RUN, machine
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
 _SEED = flags.DEFINE_integer("seed", 1000, "Seed of the tasks and of the sampling.")
@@ -69,7 +69,7 @@ def _ks() -> list[int]:
 def open_session(work: Work, folder: Path) -> Session:
     """The run in a folder, where it stands."""
     session = Session(work, folder)
-    if not session.restore():
+    if not session.restore(may_differ=(*MAY_DIFFER, *machine())):  # it may be evaluated anywhere
         raise fg.BadInput(f"{folder} has no checkpoint yet: let the run go on")
     return session
 

@@ -2,12 +2,16 @@
 
     with ... as setup:  one_run(hosted_work(setup), folder, every=10)
 
-An iteration is the one of `loop`, with a hosted rollout in the place of the compiled one: the engine takes the new
-weights, the trajectories of all groups run at once, and what follows the rollout is the same function. The tasks of an
-update follow from its number, and keys from `fold_in(seed, update)`, so a run goes on exactly as it would have (S1).
+An iteration is the one of `staged`, with a hosted rollout in the place of the compiled one: the engine takes the new
+weights, the trajectories of all groups run at once, and while the last of them are judged the reference scores. The
+setting `offload` says where models are that a stage does not use: "none" leaves everything on the device, "host" and
+"disk" move it there, and destroy the engine's cache after each rollout. An iteration that takes longer than
+`watch_seconds` says what it waits for. The tasks of an update follow from its number, and keys from
+`fold_in(seed, update)`, so a run goes on exactly as it would have (S1).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,19 +22,29 @@ import numpy as np
 import optax
 
 import flowgrpo as fg
+from experiments.planner_setup import Planner
 from experiments.session import Tested, Work, report, train_line
 from flowgrpo import loop
 from flowgrpo.contracts import Do, HostEnv, Reward, Scored
 from flowgrpo.evaluate import Evaluation, evaluate
 from flowgrpo.generate.engine import Engine
+from flowgrpo.launch import make_folder
+from flowgrpo.learner.checkpoint import Checkpoints
+from flowgrpo.learner.residency import DEVICE, DISK, HOST, Residency, places
 from flowgrpo.models.hf import Model
 from flowgrpo.packing import pack
+from flowgrpo.rollout.compiled import Rollout
+from flowgrpo.rollout.exam import shuffled_rewards
 from flowgrpo.rollout.hosted import Hosted, hosted
+from flowgrpo.rollout.journal import Journal
 from flowgrpo.rollout.judging import is_solved
 from flowgrpo.rollout.records import Played, aborted, rollout_of, to_json
+from flowgrpo.staged import Rolled, Step, Told, make_staged
+from flowgrpo.stuck import Watch
 from flowgrpo.tasks import Tasks, batch_at, split_tasks
 from flowgrpo.types import BadInput, Task
 
+OFFLOAD = {"none": DEVICE, "host": HOST, "disk": DISK}
 Draw = Callable[[str, int, int], list[Task]]  # (split, first, count) -> tasks
 
 
@@ -40,10 +54,12 @@ class HostedSetup(NamedTuple):
     name: str
     settings: Mapping[str, Any]
     folder: Path
-    model: Model
+    model: Model  # that the planner starts as
+    planner: Planner
     env: HostEnv
     exam_env: HostEnv  # the same with the turns that are allowed when it is examined
     engine: Engine
+    residency: Residency  # which may hold a judge
     do: Do
     reward: Reward
     tasks: Draw
@@ -53,11 +69,17 @@ class HostedSetup(NamedTuple):
     warm_start: Callable[[Callable[[int, float], None]], Any]
     story: Callable[[Played], str]  # a trajectory as text
     solved: Callable[[Scored], bool] = is_solved  # by what a reward said, which `correct` records
+    journal: Journal | None = None  # of what the world answers
 
 
 def hosted_work(setup: HostedSetup) -> Work:
-    """Rollouts over one engine, judged while others still generate; examinations on tasks that training never meets."""
-    settings = setup.settings
+    """Rollouts over one engine, judged while others still generate; examinations on tasks that training never meets.
+
+    What tools, other roles and rewards answered is kept until a checkpoint covers it, so that a run which is killed in
+    a rollout hears the same again.
+    """
+    settings, journal = setup.settings, Journal(setup.folder / "journal", _covered(setup.folder))
+    setup = setup._replace(do=journal.effects(setup.do), reward=journal.verdicts(setup.reward), journal=journal)
     keys = dict(zip(("run", "validation", "test"), jax.random.split(jax.random.key(settings["seed"]), 3), strict=True))
     return Work(
         name=setup.name,
@@ -65,13 +87,15 @@ def hosted_work(setup: HostedSetup) -> Work:
         settings=settings,
         optimizer=setup.optimizer,
         key=keys["run"],
-        mesh=None,
-        blank=lambda: jax.tree.map(jnp.zeros_like, setup.model.params),
+        place=setup.planner.place,
+        blank=lambda: jax.tree.map(jnp.zeros_like, setup.planner.params),
         warm_start=setup.warm_start,
         make_step=partial(make_step, setup),
         line=partial(train_line, tools=setup.env.tools),
         examine=partial(_examine, setup, keys["validation"]),
         test=partial(_test, setup, keys["test"]),
+        trained=setup.planner.trained,
+        frozen=lambda: setup.planner.params,
     )
 
 
@@ -96,46 +120,86 @@ def draw_from(read: Tasks, seed: int) -> Draw:
 # Training -----------------------------------------------------------------------------------------------
 
 
-def make_step(setup: HostedSetup) -> Callable[[loop.Run], tuple[loop.Run, dict[str, Any]]]:
+def make_step(setup: HostedSetup) -> Step:
     """`step(run) -> (run, metrics)`: one iteration."""
-    sizes, appends = setup.sizes, setup.settings["rendering"] == "append"
+    sizes, settings, planner = setup.sizes, setup.settings, setup.planner
+    appends, moves = settings["rendering"] == "append", settings["offload"] != "none"
     trajectories = sizes.queries * sizes.oversample * sizes.samples
-    credit, update = loop.make_learning(
-        setup.model.policy, setup.algorithm, setup.optimizer, sizes, banned=setup.model.banned
-    )
-    learn = loop.make_learn(
-        credit,
-        update,
+    return make_staged(
+        planner.policy,
         setup.algorithm,
+        setup.optimizer,
+        sizes,
+        partial(_roll_out, setup=setup),
+        banned=setup.model.banned,
         tools=len(setup.env.tools),
-        samples=sizes.samples,
-        row_length=setup.settings["context_tokens"],
+        row_length=settings["context_tokens"],
         rows=trajectories if appends else trajectories * setup.env.turns,
+        slots=settings["context_tokens"],
+        residency=setup.residency,
+        release=setup.engine.release if moves else lambda: 0,
+        watch=Watch(settings["watch_seconds"]),
+        trained=planner.trained,
+        mesh=planner.mesh,
     )
-    return partial(_step, setup=setup, learn=learn)
 
 
-def _step(run: loop.Run, *, setup: HostedSetup, learn) -> tuple[loop.Run, dict[str, Any]]:
-    sizes, update = setup.sizes, int(run.update)
+def make_residency(settings: Mapping[str, Any], folder: Path) -> Residency:
+    """Where models are that a stage doesn't use; what goes to the disk goes into the run's folder."""
+    if settings["offload"] not in OFFLOAD:
+        raise BadInput(f"--offload={settings['offload']} is unknown; choose from {', '.join(OFFLOAD)}")
+    elsewhere = OFFLOAD[settings["offload"]]
+    return Residency(places(elsewhere), folder=make_folder(folder / "offload") if elsewhere == DISK else None)
+
+
+def _roll_out(run: loop.Run, told: Told, *, setup: HostedSetup) -> Rolled:
+    """The trajectories of all groups at once, recorded; the engine's losses are a matter of clocks."""
+    sizes, update, lost = setup.sizes, int(run.update), setup.engine.lost
     count = sizes.queries * sizes.oversample
     sample_key, judge_key = jax.random.split(jax.random.fold_in(run.key, run.update))
-    setup.engine.swap(run.learner.params, int(run.learner.version))
+    setup.engine.swap(setup.planner.serve(run.learner.params), int(run.learner.version))
     tasks = setup.tasks("train", update * count, count)
-    played = play(setup, setup.env, tasks, sample_key, samples=sizes.samples)
-    rollout = rollout_of(played.played, setup.env.tools, turns=setup.env.turns)
+
+    def on_played(so_far: Hosted) -> None:
+        told.played(_dense(setup, so_far).trajectories)
+
+    callbacks = {"on_played": on_played, "on_start": told.ask}
+    if setup.journal is not None:
+        setup.journal.forget(_covered(setup.folder))
+    with _kept(setup, "train", update + 1):
+        played = play(setup, setup.env, tasks, sample_key, samples=sizes.samples, **callbacks)
+    rollout = _dense(setup, played)
     if setup.settings["control"] == "shuffled_rewards":
-        shuffled = loop.shuffled_rewards(rollout.trajectories, judge_key, samples=sizes.samples)
+        shuffled = shuffled_rewards(rollout.trajectories, judge_key, samples=sizes.samples)
         rollout = rollout.replace(trajectories=jax.device_get(shuffled))
-    run, metrics = learn(run, rollout)
     first = [one for one in played.played if one.group < setup.settings["recorded"]]
     record(setup.folder / "trajectories" / f"{update + 1:06d}.jsonl", first)
-    lost = {f"tokens_{fate.name.lower()}": size for fate, size in played.ledger.fates.items()}
+    fates = {f"tokens_{fate.name.lower()}": size for fate, size in played.ledger.fates.items()}
     solved = {f"success_{name}": _solved(own) for name, own in domains_of(played.played).items()}
-    return run, {**metrics, **solved, **lost}
+    more = {
+        f"engine_{fate.name.lower()}": size - lost.fates.get(fate, 0) for fate, size in setup.engine.lost.fates.items()
+    }
+    return Rolled(rollout, {**solved, **fates}, {"judging_seconds": played.seconds["judging"], **more})
 
 
-def play(setup: HostedSetup, env: HostEnv, tasks: Sequence[Task], key: jax.Array, *, samples: int) -> Hosted:
-    """So many trajectories of each task, all at once, in the order of tasks and samples."""
+def _covered(folder: Path) -> int:
+    """The update whose checkpoint a run in this folder would go on from."""
+    return Checkpoints(folder).latest() or 0
+
+
+def _kept(setup: HostedSetup, name: str, update: int | None = None) -> AbstractContextManager[None]:
+    """A rollout whose answers are kept, where there is a journal."""
+    return nullcontext() if setup.journal is None else setup.journal.at(name, update)
+
+
+def _dense(setup: HostedSetup, played: Hosted) -> Rollout:
+    return rollout_of(in_order(played).played, setup.env.tools, turns=setup.env.turns)
+
+
+def play(
+    setup: HostedSetup, env: HostEnv, tasks: Sequence[Task], key: jax.Array, *, samples: int, **callbacks
+) -> Hosted:
+    """So many trajectories of each task, all at once, in the order of tasks and samples; callbacks as in `hosted`."""
     settings = setup.settings
     rollout = hosted(
         env,
@@ -150,10 +214,15 @@ def play(setup: HostedSetup, env: HostEnv, tasks: Sequence[Task], key: jax.Array
         turn_deadline=settings["turn_seconds"],
     )
     every = [task for task in tasks for _ in range(samples)]
-    played = rollout(every, jax.random.split(key, len(every)), np.repeat(np.arange(len(tasks)), samples))
+    groups = np.repeat(np.arange(len(tasks)), samples)
+    return in_order(rollout(every, jax.random.split(key, len(every)), groups, **callbacks))
+
+
+def in_order(played: Hosted) -> Hosted:
+    """All trajectories by task and sample; what was given back unfinished takes part in nothing."""
     late = [aborted(one, "its group's deadline passed while it waited for the engine") for one in played.unfinished]
-    in_order = sorted([*played.played, *late], key=lambda one: (one.group, one.sample))
-    return played._replace(played=tuple(in_order), unfinished=())
+    every = sorted([*played.played, *late], key=lambda one: (one.group, one.sample))
+    return played._replace(played=tuple(every), unfinished=())
 
 
 def record(path: Path, played: Sequence[Played]) -> None:
@@ -180,7 +249,7 @@ def examine(
     setup: HostedSetup, params, key: jax.Array, split: str, *, tasks: int, samples: int = 1, first: int = 0
 ) -> Hosted:
     """What these parameters do on so many tasks of a split, from the `first` on."""
-    setup.engine.swap(params, 0)
+    setup.engine.swap(setup.planner.serve(params), 0)
     return play(setup, setup.exam_env, setup.tasks(split, first, tasks), key, samples=samples)
 
 
@@ -201,15 +270,18 @@ def judge(played: Sequence[Played], tools: Sequence[str], *, samples: int = 1, k
 
 
 def _examine(setup: HostedSetup, key: jax.Array, params) -> Evaluation:
-    played = examine(setup, params, key, "validation", tasks=setup.settings["validation_tasks"]).played
+    with _kept(setup, "validation"):
+        played = examine(setup, params, key, "validation", tasks=setup.settings["validation_tasks"]).played
     return judge(played, setup.env.tools)
 
 
 def _test(setup: HostedSetup, key: jax.Array, params: Sequence[Any]) -> Tested:
     tasks = setup.settings["test_tasks"]
-    played = [examine(setup, one, key, "test", tasks=tasks).played for one in params]
-    for when, own in zip(("before", "after"), played, strict=True):
-        record(setup.folder / "trajectories" / f"test-{when}.jsonl", own)
+    played = []
+    for when, one in zip(("before", "after"), params, strict=True):
+        with _kept(setup, f"test-{when}"):
+            played.append(examine(setup, one, key, "test", tasks=tasks).played)
+        record(setup.folder / "trajectories" / f"test-{when}.jsonl", played[-1])
     return compare_before_after(setup, played)
 
 

@@ -1,6 +1,10 @@
 """The dicts that map a flag's value to a constructor: one for each family."""
 
+import optax
+
 import flowgrpo as fg
+from flowgrpo.learner.optimizers import scale_by_adafactor
+from flowgrpo.learner.quantised import scale_by_adam_8bit
 
 ALGORITHMS = {
     "flow_grpo": fg.flow_grpo,
@@ -23,3 +27,16 @@ ENVIRONMENTS = {
     "arithmetic": fg.arithmetic,
     "maze": fg.maze,
 }
+
+OPTIMIZERS = {  # what stands in the place of AdamW's moments
+    "adamw": optax.scale_by_adam,
+    "adamw8bit": scale_by_adam_8bit,
+    "adafactor": scale_by_adafactor,
+}
+
+
+def base_of(name: str) -> optax.GradientTransformation:
+    """The optimizer of that name, without rate and schedule."""
+    if name not in OPTIMIZERS:
+        raise fg.BadInput(f"optimizer {name!r} is unknown; choose from {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name]()

@@ -4,6 +4,7 @@ write_start(folder, make_env, do, settings)              tokenizer, configuratio
 warm_start(model, env, do, settings, tell)  ->  parameters at the lowest validation loss
 """
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count, islice
 from pathlib import Path
@@ -34,8 +35,9 @@ def write_start(folder: Path, make_env: Callable[..., HostEnv], do: Do, settings
     """The model folder, unless it is there: its tokenizer is learned from what planner and tools say to each other.
 
     What they say depends on no tokenizer, but to write it down takes one: a first one, learned from the queries alone.
+    The folder appears when it is whole.
     """
-    if (folder / "config.json").exists():
+    if folder.exists():
         return
     tasks = _tasks(settings, "train", FIRST)
     queries = [task.query for task in tasks]
@@ -46,7 +48,10 @@ def write_start(folder: Path, make_env: Callable[..., HostEnv], do: Do, settings
     env = make_env(text, turns=settings["turns"], settings=wide)
     talks = demonstrate(env, text, tasks, do, seed=settings["seed"])
     entries = [f" {passage['title']}: {passage['text']}" for passage in passages()]
-    write_model(folder, [*queries, *(_spoken(text, talk) for talk in talks), *entries], seed=settings["seed"])
+    beside = folder.with_name(f".{folder.name}-whole")
+    shutil.rmtree(beside, ignore_errors=True)
+    write_model(beside, [*queries, *(_spoken(text, talk) for talk in talks), *entries], seed=settings["seed"])
+    beside.replace(folder)
 
 
 def warm_start(

@@ -10,9 +10,9 @@ import numpy as np
 from jax import Array
 
 import flowgrpo as fg
-from flowgrpo import loop
 from flowgrpo.envs.env import END, PAD, in_words
 from flowgrpo.envs.lookup import is_right
+from flowgrpo.rollout import exam
 from flowgrpo.rollout.compiled import Rollout
 
 RIGHT: dict[str, Callable] = {"lookup": is_right}  # (tokens, length) -> whether the tool is right for what is asked
@@ -53,7 +53,7 @@ def play_turn(state, key: Array, env: fg.Env, act: Act) -> tuple:
 
 def draw_tasks(env: fg.Env, split: str, *, count: int, seed: int = 0):
     """Tasks of a split, compiled."""
-    return jax.jit(partial(loop.draw_tasks, env, count=count, split=split))(jax.random.key(seed))
+    return jax.jit(partial(exam.draw_tasks, env, count=count, split=split))(jax.random.key(seed))
 
 
 def play_many(env: fg.Env, act: Act, tasks, *, seed: int = 0) -> Play:

@@ -14,6 +14,8 @@ from experiments.session import Tested, Work, blank_like, report, train_line
 from flowgrpo import loop
 from flowgrpo.envs.env import PAD, in_words
 from flowgrpo.evaluate import Evaluation, evaluate
+from flowgrpo.learner.critic import acting, with_critic
+from flowgrpo.rollout import exam
 from flowgrpo.rollout.compiled import Rollout
 
 VALIDATION_TASKS = 256
@@ -22,33 +24,37 @@ VALIDATION_TASKS = 256
 def pure_work(setup: setups.Setup, *, test_tasks: int = 1000) -> Work:
     """Warm start by imitation, iterations in three programs, examinations on fresh tasks."""
     keys = setups.seed_keys(setup.settings["seed"])
-    exam = jax.jit(make_exam(setup, "validation", VALIDATION_TASKS))
+    play = jax.jit(make_exam(setup, "validation", VALIDATION_TASKS))
     return Work(
         name=setup.env.name,
         algorithm=setup.algorithm.name,
         settings=setup.settings,
         optimizer=setup.optimizer,
         key=keys["run"],
-        mesh=setup.mesh,
-        blank=partial(blank_like, setup.policy.init, keys["start"]),
+        place=setup.place,
+        blank=partial(blank_like, partial(_init, setup), keys["start"]),
         warm_start=partial(_warm_start, setup, keys),
         make_step=partial(make_step, setup, keys),
         line=partial(train_line, tools=setup.env.tools),
-        examine=lambda params: judge(exam(params, keys["validation"]), setup.env),
+        examine=lambda params: judge(play(params, keys["validation"]), setup.env),
         test=partial(_test, setup, keys["test"], test_tasks),
     )
 
 
 def make_exam(setup: setups.Setup, split: str, tasks: int, samples: int = 1):
-    """`exam(params, key) -> Rollout`, to be jitted."""
+    """`exam(params, key) -> Rollout`, to be jitted; of an actor and its critic, the actor plays."""
     sizes = {"tasks": tasks, "samples": samples, "temperature": setup.settings["temperature"]}
-    return loop.make_exam(setup.env, setup.policy, split, **sizes, mesh=setup.mesh)
+    return partial(_examine, exam=exam.make_exam(setup.env, setup.policy, split, **sizes, mesh=setup.mesh))
+
+
+def _examine(params, key: jax.Array, *, exam) -> Rollout:
+    return exam(acting(params), key)
 
 
 def play_test(setup: setups.Setup, params: Sequence[Any], key: jax.Array, *, tasks: int, samples: int = 1):
     """How each of these parameters does on the same test tasks: a `Rollout` each."""
-    exam = jax.jit(make_exam(setup, "test", tasks, samples))
-    return [exam(one, key) for one in params]
+    play = jax.jit(make_exam(setup, "test", tasks, samples))
+    return [play(one, key) for one in params]
 
 
 def make_step(setup: setups.Setup, keys):
@@ -61,7 +67,13 @@ def make_step(setup: setups.Setup, keys):
 def _warm_start(setup: setups.Setup, keys, tell) -> Any:
     """Imitate demonstrations until the validation loss is lowest."""
     params = jax.jit(setup.policy.init)(keys["start"])
-    return setups.warm_start(setup, params, keys["demonstrations"], tell)
+    warm = setups.warm_start(setup, params, keys["demonstrations"], tell)
+    return with_critic(setup.critic, keys["start"], warm)
+
+
+def _init(setup: setups.Setup, key: jax.Array) -> Any:
+    """Parameters of the shapes that are trained."""
+    return with_critic(setup.critic, key, setup.policy.init(key))
 
 
 def _test(setup: setups.Setup, key: jax.Array, tasks: int, params: Sequence[Any]) -> Tested:

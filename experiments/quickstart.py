@@ -11,7 +11,8 @@ has seen, and shows one of them before and after. Everything lies in the work di
 
 Runs on any CPU, offline. Expected of `lookup` on two cores: 75 seconds, in which the success on test tasks rises from
 15 to 99 %, and the share of calls to the right of four tools from 32 % to 99 %. `arithmetic` takes eight minutes, and
-rises from 21 to 84 or 88 %. On `lookup` every control stays where the warm start was.
+rises from 21 to 84 or 88 %. On `lookup` every control stays where the warm start was. There
+`--algorithm=ppo` comes to 99 % in 75 updates, and `--algorithm=dpo` in 150 (seed 0): 182 and 124 seconds of one core.
 """
 
 import json
@@ -32,6 +33,7 @@ _ALGORITHM = flags.DEFINE_enum("algorithm", None, list(ALGORITHMS), "Member of t
 _CONTROL = flags.DEFINE_enum(
     "control", None, setups.CONTROLS, "Shuffle rewards within groups, imitate on, or credit the last turn only."
 )
+_MESH = flags.DEFINE_string("mesh", None, "How devices are arranged, such as data=2,fsdp=4; all as data by default.")
 _UPDATES = flags.DEFINE_integer("updates", None, "Updates of the reinforcement phase.", lower_bound=0)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of everything.")
 _NUM_SEEDS = flags.DEFINE_integer("num_seeds", 1, "Runs with successive seeds, one after another.", lower_bound=1)
@@ -53,6 +55,7 @@ def read_flags(seed: int) -> dict[str, Any]:
         "seed": seed,
         "algorithm": _ALGORITHM.value,
         "control": _CONTROL.value,
+        "mesh": _MESH.value,
         "updates": _UPDATES.value,
         "queries": _QUERIES.value,
         "samples": _SAMPLES.value,

@@ -14,13 +14,15 @@ import jax.numpy as jnp
 
 import flowgrpo as fg
 from experiments import domains, self_verify_tasks
-from experiments.hosted_work import Draw, HostedSetup, draw_from, make_engine
+from experiments.hosted_work import Draw, HostedSetup, draw_from, make_engine, make_residency
+from experiments.lora_setup import LORA
+from experiments.planner_setup import frozen, load_start, make_planner
 from flowgrpo import launch, loop
 from flowgrpo.agent.question import question
 from flowgrpo.contracts import Reward, Scored
 from flowgrpo.effects import no_effects
 from flowgrpo.learner.state import make_optimizer
-from flowgrpo.models.hf import Model, load_model
+from flowgrpo.models.hf import Model
 from flowgrpo.report.progress import Progress
 from flowgrpo.rewards.answer import answer
 from flowgrpo.rewards.judge import ask_alone, make_next_logp, verifier_probability
@@ -34,13 +36,16 @@ from flowgrpo.types import BadInput
 START = "start"  # the folder of the model that an offline run begins with
 BRIEF = 'Answer the question. Put the final answer last, after "Answer:".'  # what a given model is told
 SHORT = 32  # tokens that hold a prompt of the small model's judge
-COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = LORA | {
     "seed": 0,
     "samples": 8,
     "temperature": 1.0,
     "clip_high": 0.28,
     "control": "none",
     "rendering": "fresh",
+    "mesh": None,  # one device
+    "offload": "none",  # or host, disk: where models are that a stage doesn't use
+    "watch_seconds": 1800.0,  # of an iteration, until it says what it waits for
     "recorded": 2,  # groups of an update whose trajectories are written down
     "turn_seconds": 60.0,
     "group_seconds": 600.0,
@@ -109,34 +114,41 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
         draw, check = _tasks_and_check(settings, stack)
         if settings["model"] is None:
             _make_start(settings, folder)
-        model = load_model(settings["model"] or folder / START, dtype=settings["dtype"])
+        start = load_start(settings["model"] or folder / START, settings)
+        planner, model = make_planner(start, settings), frozen(start, settings)
+        residency = stack.enter_context(make_residency(settings, folder))
+        residency.hold("judge", model.params)
+        served = start._replace(policy=planner.served, params=planner.serve(jax.tree.map(jnp.copy, planner.params)))
         instructions = BRIEF if settings["tasks"] is not None else ""
         env = question(model.text, max_tokens=settings["max_tokens"], instructions=instructions)
         yield HostedSetup(
             name="self_verify",
             settings=settings,
             folder=folder,
-            model=model,
+            model=start,
+            planner=planner,
             env=env,
             exam_env=env,
-            engine=stack.enter_context(make_engine(model, settings)),
+            engine=stack.enter_context(make_engine(served, settings)),
             do=no_effects,
-            reward=judged(model, check),
+            residency=residency,
+            reward=judged(model, check, lambda: residency["judge"]),
             tasks=draw,
             algorithm=fg.flow_grpo(beta=settings["beta"], clip_high=settings["clip_high"]),
             optimizer=make_optimizer(learning_rate=settings["learning_rate"]),
             sizes=loop.Settings(
-                **{name: settings[name] for name in ("queries", "samples", "temperature", "micro_rows")}
+                **{name: settings[name] for name in ("queries", "samples", "temperature", "micro_rows")},
+                compute_dtype=planner.compute_dtype,
             ),
-            warm_start=lambda _tell: jax.tree.map(jnp.copy, model.params),
+            warm_start=lambda _tell: jax.tree.map(jnp.copy, planner.params),
             story=story,
             solved=is_right,
         )
 
 
-def judged(model: Model, check: Reward) -> Reward:
-    """P("Yes") of this model as it is now, with what the matcher says beside it."""
-    next_logp = make_next_logp(model.policy, model.params, lengths=(SHORT, *LENGTHS), pad_id=model.text.pad_id)
+def judged(model: Model, check: Reward, params: Any) -> Reward:
+    """P("Yes") under these parameters, or those that they give, with what the matcher says beside it."""
+    next_logp = make_next_logp(model.policy, params, lengths=(SHORT, *LENGTHS), pad_id=model.text.pad_id)
     return second_check(verifier_probability(model.text, next_logp, ask=ask_alone), check)
 
 

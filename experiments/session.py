@@ -7,10 +7,10 @@ A `Work` says what is done at each of these stages: `pure_work` for pure environ
 system. What `quickstart` and `agentflow` run, and what `evaluate` opens again.
 """
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,17 +18,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 import flowgrpo as fg
+from experiments.session_files import check_finite, median_speed, shown, write_result
+from experiments.stopping import STOPPING, held, listening
 from flowgrpo import loop
 from flowgrpo.evaluate import Evaluation
 from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
-from flowgrpo.learner.folder import run_folder
-from flowgrpo.report.metrics import TIMINGS, Metrics, read_metrics
+from flowgrpo.learner.disk import is_full
+from flowgrpo.learner.folder import check_same, identity, run_folder
+from flowgrpo.learner.trained import WHOLE, Trained
+from flowgrpo.report.metrics import Metrics
 from flowgrpo.report.plots import curves
 from flowgrpo.report.progress import Progress
-from flowgrpo.spread import share
+
+RESULT = "result.json"
+PARAMS = "run/learner/params"  # where a checkpoint holds them
+MAY_DIFFER = ("updates",)  # a run may be made longer
 
 
 class Tested(NamedTuple):
@@ -47,13 +53,23 @@ class Work(NamedTuple):
     settings: Mapping[str, Any]
     optimizer: optax.GradientTransformation
     key: jax.Array  # of the run
-    mesh: Mesh | None
+    place: Callable[[Any], Any]  # a run, or parameters -> the same on the devices where they belong
     blank: Callable[[], Any]  # parameters of the right shapes, to restore into
     warm_start: Callable[[Callable[[int, float], None]], Any]  # tell -> the parameters to begin with
     make_step: Callable[[], Callable[[loop.Run], tuple[loop.Run, dict[str, Any]]]]
     line: Callable[[Mapping[str, Any]], dict[str, Any]]  # an update's figures as a line of metrics
     examine: Callable[[Any], Evaluation]  # of parameters, on validation tasks
     test: Callable[[Sequence[Any]], Tested]  # of the warm start and the best, once
+    trained: Trained = WHOLE  # the part that changes: what a checkpoint holds
+    frozen: Callable[[], Any] = lambda: None  # the parameters that the part belongs into, where it isn't all
+
+
+class Standing(NamedTuple):
+    """Where a run stands, whole: one is never saved without the other."""
+
+    run: loop.Run
+    position: Mapping[str, int]  # in the files of metrics
+    validation: float | None = None  # None until it was examined, or where that isn't due
 
 
 class Session:
@@ -61,67 +77,87 @@ class Session:
 
     def __init__(self, work: Work, folder: Path):
         self.work, self.folder = work, folder
-        self.checkpoints = Checkpoints(folder, keep=2, best="validation")
+        self.checkpoints = Checkpoints(folder, keep=2, best="validation", background=True)
         self.progress = Progress(work.settings["updates"])
-        self.run: Any = None
-        self.start: Any = None  # the parameters after the warm start
+        self.identity = identity(work.settings)
+        self.at: Standing | None = None
         self.resumed_at: list[int] = []
-        self.position: Mapping[str, int] | None = None
+        self._start: Any = None  # on the host, since it is wanted again at the end only
+
+    @property
+    def run(self) -> loop.Run:
+        """The state of the run."""
+        assert self.at is not None
+        return self.at.run
+
+    @property
+    def start(self) -> Any:
+        """The parameters after the warm start."""
+        return self._whole(self._start)
 
     # Stages -------------------------------------------------------------------------------------------
 
-    def begin(self, params) -> None:
+    def begin(self, params, position: Mapping[str, int]) -> None:
         """Stand before the first update, with these parameters."""
-        self.start = params
-        self.run = share(loop.start_run(params, self.work.optimizer, self.work.key), self.work.mesh)
+        trained = self.work.trained
+        part = trained.take(params)
+        own = trained.put(params, jax.tree.map(jnp.copy, part))  # a step may donate the part
+        run = loop.start_run(own, self.work.optimizer, self.work.key, trained=trained)
+        self._start = jax.device_get(part)
+        self.at = Standing(self.work.place(run), position)
 
-    def restore(self) -> bool:
-        """Go on from the newest checkpoint, if there is one."""
+    def _whole(self, part: Any) -> Any:
+        """The parameters with this part, where they are used."""
+        return self.work.place(self.work.trained.put(self.work.frozen(), jax.device_put(part)))
+
+    def _part(self, run: loop.Run) -> loop.Run:
+        """What of a state is saved: all but what is frozen."""
+        return run.replace(learner=run.learner.replace(params=self.work.trained.take(run.learner.params)))
+
+    def restore(self, *, may_differ: Sequence[str] = MAY_DIFFER) -> bool:
+        """Go on from the newest checkpoint, if there is one; another run's is refused, with what differs."""
         step = self.checkpoints.latest()
         if step is None:
             return False
-        blank = self.work.blank()
-        run = loop.start_run(blank, self.work.optimizer, self.work.key)
-        tree = self.checkpoints.restore(step, {"run": run, "start": blank, "resumed_at": ..., "position": ...})
-        self.run, self.start = share((tree["run"], tree["start"]), self.work.mesh)
-        self.position = tree["position"]
-        self.resumed_at = list(tree["resumed_at"])
-        if int(self.run.update) < self.work.settings["updates"]:
-            self.resumed_at.append(int(self.run.update))
-            self.progress.say(f"going on at update {int(self.run.update)} of {self.folder}")
+        note = self.checkpoints.note(step)
+        check_same(self.checkpoints.folder, note.get("run", {}), self.identity, may_differ=may_differ)
+        tree = self.checkpoints.restore(step, self._template())
+        self._start, self.resumed_at = tree["start"], list(tree["resumed_at"])
+        learner = tree["run"].learner
+        run = tree["run"].replace(learner=learner.replace(params=self._whole(learner.params)))
+        self.at = Standing(self.work.place(run), tree["position"], note.get("validation"))
+        if step < self.work.settings["updates"]:
+            self.resumed_at.append(step)
         return True
+
+    def _template(self) -> dict[str, Any]:
+        """The shapes of what a checkpoint holds."""
+        start = partial(loop.start_run, optimizer=self.work.optimizer, trained=self.work.trained)
+        blank = jax.eval_shape(self.work.blank)
+        run = jax.eval_shape(lambda params, key: self._part(start(params, key=key)), blank, self.work.key)
+        host = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), run.learner.params)
+        return {"run": run, "start": host, "resumed_at": ..., "position": ...}
 
     def best_params(self) -> tuple[int | None, Any]:
         """The update with the best validation, and its parameters."""
         best = self.checkpoints.best()
-        if best is None:
-            return None, self.run.learner.params
-        tree = {"run": self.run, "start": self.start, "resumed_at": ..., "position": ...}
-        return best, self.checkpoints.restore(best, tree)["run"].learner.params
+        if best is None or best == int(self.run.update):
+            return best, self.run.learner.params
+        return best, self._whole(self.checkpoints.part(best, PARAMS, self._template()["run"].learner.params))
 
-    def save(self, validation: float | None) -> None:
-        """Write a checkpoint of where the run stands; without a validation, only if there is none yet."""
-        if validation is None and self.checkpoints.latest() == int(self.run.update):
-            return  # it would replace the note by which the best one is found
-        tree = {
-            "run": self.run,
-            "start": self.start,
-            "resumed_at": self.resumed_at,
-            "position": dict(self.position or {}),
-        }
-        note = {} if validation is None else {"validation": validation}
-        self.checkpoints.save(int(self.run.update), tree, note)
+    def save(self) -> None:
+        """Write a checkpoint of where the run stands, while it goes on."""
+        assert self.at is not None
+        run, position, validation = self.at
+        tree = {"run": self._part(run), "start": self._start, "resumed_at": self.resumed_at, "position": dict(position)}
+        note = {"run": self.identity} | ({} if validation is None else {"validation": validation})
+        self.checkpoints.save(int(run.update), tree, note)
 
     def warm_start(self, metrics: Metrics) -> None:
-        """Whatever comes before reinforcement, and how good that is."""
-        self.begin(self.work.warm_start(self._told(metrics)))
-        figures = self.work.examine(self.start)
-        metrics.write({"phase": "validation", "update": 0} | shown(figures))
-        self.position = metrics.position
-        self.progress.say(
-            f"warm start: validation success {figures.success:.3f}, tool errors {figures.tool_errors:.3f}"
-        )
-        self.save(figures.success)
+        """Whatever comes before reinforcement."""
+        params = self.work.warm_start(self._told(metrics))
+        with held():
+            self.begin(params, metrics.position)
 
     def _told(self, metrics: Metrics):
         def tell(step: int, loss: float) -> None:
@@ -132,23 +168,61 @@ class Session:
 
     def train(self, metrics: Metrics, *, every: int) -> None:
         """To the last update, with a validation and a checkpoint every so many."""
-        settings, began = self.work.settings, time.monotonic()
+        updates = self.work.settings["updates"]
+        self._validate(metrics, every)
         step = self.work.make_step()
-        for run, figures in loop.train(step, self.run, settings["updates"]):
-            took, began = time.monotonic() - began, time.monotonic()
-            check_finite(figures, self.checkpoints)
-            speed = {"seconds": took, "tokens_per_second": figures["tokens"] / took}
-            metrics.write(self.work.line(figures), speed)
-            self.progress.show("train", figures["update"], figures | speed)
-            validation = None
-            if figures["update"] % every == 0 or figures["update"] == settings["updates"]:
-                seen = self.work.examine(run.learner.params)
-                metrics.write({"phase": "validation", "update": figures["update"]} | shown(seen))
-                validation = seen.success
-            # From here on an interruption loses nothing: the state and the place in the files belong together.
-            self.run, self.position = run, metrics.position
-            if validation is not None:
-                self.save(validation)
+        while int(self.run.update) < updates:
+            # A step may donate the state that it is given: from then on there is none to save until it has ended.
+            with held(unless=self._is_whole):
+                self._advance(step, metrics)
+            self._validate(metrics, every)
+
+    def _is_whole(self) -> bool:
+        """Whether the state can be saved as it is."""
+        return not any(x.is_deleted() for x in jax.tree.leaves(self.run) if isinstance(x, jax.Array))
+
+    def _advance(self, step, metrics: Metrics) -> None:
+        """One update."""
+        began = time.monotonic()
+        run, figures = next(loop.train(step, self.run, self.work.settings["updates"]))
+        took = time.monotonic() - began
+        check_finite(figures, self.checkpoints)
+        speed = {"seconds": took, "tokens_per_second": figures["tokens"] / took, **figures.pop("timings", {})}
+        metrics.write(self.work.line(figures), speed)
+        self.progress.show("train", figures["update"], figures | speed)
+        self.at = Standing(run, metrics.position)
+
+    def _validate(self, metrics: Metrics, every: int) -> None:
+        """Examine and save where that is due, and where an interruption left it undone."""
+        assert self.at is not None
+        update, updates = int(self.run.update), self.work.settings["updates"]
+        if self.at.validation is not None or (update % every and update != updates):
+            return
+        seen = self.work.examine(self.run.learner.params)
+        if update == 0:
+            words = f"validation success {seen.success:.3f}, tool errors {seen.tool_errors:.3f}"
+            self.progress.say(f"warm start: {words}")
+        with held():
+            metrics.write({"phase": "validation", "update": update} | shown(seen))
+            self.at = self.at._replace(position=metrics.position, validation=seen.success)
+            self.save()
+
+    def stop(self) -> None:
+        """Save where the run stands, unless that is saved, and say so."""
+        latest = self.checkpoints.latest()
+        try:
+            if self.at is not None and int(self.run.update) != latest:  # or else the note of the best one would go
+                self.save()
+        except RuntimeError:
+            if self._is_whole():
+                raise
+            # Another thread moved a model to where it is not used: the last checkpoint counts.
+        self.checkpoints.wait()
+        update = self.checkpoints.latest()
+        if update is None:
+            self.progress.say("a warm start is not saved while it runs: the same command begins it anew")
+        else:
+            self.progress.say(f"saved at update {update}; the same command goes on from there")
 
     def finish(self, minutes: float) -> dict[str, Any]:
         """Test the warm start and the best checkpoint once, on the same tasks; write everything down."""
@@ -173,7 +247,7 @@ class Session:
             "algorithm": self.work.algorithm,
             "control": self.work.settings["control"],
         }
-        (self.folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_result(self.folder / RESULT, result)
         curves(self.folder, title=f"{self.work.name}, {self.work.algorithm}")
         self.progress.end()
         print(tested.words)
@@ -182,23 +256,30 @@ class Session:
 
 
 def one_run(work: Work, folder: Path, *, every: int, resume: bool = True) -> dict[str, Any]:
-    """Train in a folder, or go on there, to the end; an interruption is saved first."""
+    """Train in a folder, or go on there, to the end; what Ctrl-C or SIGTERM ends is saved first."""
     began = time.monotonic()
     if not resume and folder.exists():
         shutil.rmtree(folder)
-    with run_folder(folder, dict(work.settings), may_differ=("updates",)):
+    with listening(*STOPPING), run_folder(folder, dict(work.settings), may_differ=MAY_DIFFER):
         session = Session(work, folder)
-        restored = session.restore()
-        with Metrics(folder, session.position) as metrics:
-            if not restored:
-                session.warm_start(metrics)
-            try:
+        try:
+            if session.restore():
+                session.progress.say(f"going on at update {int(session.run.update)} of {folder}")
+            with Metrics(folder, session.at and session.at.position) as metrics, session.checkpoints:
+                if session.at is None:
+                    session.warm_start(metrics)
                 session.train(metrics, every=every)
-            except KeyboardInterrupt:
-                session.save(None)
-                session.progress.say(f"saved at update {int(session.run.update)}; the same command goes on from there")
+            return session.finish((time.monotonic() - began) / 60)
+        except KeyboardInterrupt:
+            session.stop()
+            raise
+        except OSError as error:
+            if not is_full(error):
                 raise
-        return session.finish((time.monotonic() - began) / 60)
+            raise fg.BadInput(
+                f"{error.filename or folder} could not be written ({error.strerror}): make room, and call the same "
+                f"command again; the last good checkpoint is that of update {session.checkpoints.latest()}"
+            ) from error
 
 
 # Parts ------------------------------------------------------------------------------------------------
@@ -209,32 +290,12 @@ def blank_like(init: Callable[..., Any], key: jax.Array) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(init, key))
 
 
-def median_speed(folder: Path) -> float | None:
-    """Median tokens a second of the updates."""
-    speeds = [line["tokens_per_second"] for line in read_metrics(folder / TIMINGS) if "tokens_per_second" in line]
-    return float(np.median(speeds)) if speeds else None
-
-
-def shown(figures: Evaluation) -> dict[str, Any]:
-    """What of an evaluation goes into the metrics."""
-    return {name: value for name, value in figures.figures().items() if not name.startswith("pass@")}
-
-
 def train_line(figures: Mapping[str, Any], tools: Sequence[str]) -> dict[str, Any]:
     """An update's figures as a line of metrics: shares of the tools by name."""
     calls = np.asarray(figures.get("tool_calls", []), float)
     rest = {name: value for name, value in figures.items() if name != "tool_calls"}
     shares = calls / max(calls.sum(), 1.0)
     return {"phase": "train"} | rest | {"tools": dict(zip(tools, shares.tolist(), strict=False))}
-
-
-def check_finite(figures: Mapping[str, Any], checkpoints: Checkpoints) -> None:
-    """Stop where a loss was not a number; the checkpoints before are whole."""
-    if figures.get("skipped", 0) > 0:
-        raise fg.BadInput(
-            f"the loss of update {figures['update']} is not finite: lower --learning_rate; the last good checkpoint is "
-            f"that of update {checkpoints.latest()}"
-        )
 
 
 def report(before: Evaluation, after: Evaluation, right: Sequence[float | None] = (None, None)) -> str:

@@ -14,18 +14,23 @@ import optax
 from jax.sharding import Mesh
 
 import flowgrpo as fg
+from experiments.devices import mesh_of, placing
 from experiments.members import ALGORITHMS, ENVIRONMENTS
 from flowgrpo import loop
 from flowgrpo.envs.env import PAD
+from flowgrpo.learner.critic import ActorCritic, Valuation, by_part, copied_trunk, own_network, shared_trunk
+from flowgrpo.learner.sharding import critic_axes, decoder_axes, settled
 from flowgrpo.learner.state import init_learner, make_optimizer
 from flowgrpo.learner.warmstart import demonstrate, imitation_rows, make_supervised, make_validation, train_to_minimum
 from flowgrpo.models.config import DecoderConfig, Rope
+from flowgrpo.models.critic import HEAD, make_critic
 from flowgrpo.models.decoder import make_policy, matrices
-from flowgrpo.spread import data_mesh, share
+from flowgrpo.rollout.exam import draw_tasks, shuffled_rewards
 
 COMMON: dict[str, Any] = {
     "algorithm": "flow_grpo",
     "control": "none",
+    "mesh": None,  # all devices side by side
     "temperature": 1.0,
     "head": 16,  # dimensions of an attention head
     "queries": 32,
@@ -58,6 +63,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "maze": {"d": 64, "layers": 2, "updates": 120},
 }
+# What fits an algorithm where that differs from what fits Flow-GRPO; and how long it then takes in an environment.
+BY_ALGORITHM: dict[str, dict[str, Any]] = {
+    "ppo": {
+        "critic": "own",  # a network of its own that starts as the policy, or "shared": a head on the policy's trunk
+        "critic_rate": 1e-3,
+        "gamma": 1.0,
+        "lam": 0.95,
+        "mini_batches": 4,
+        "learning_rate": 5e-4,
+        "clip_high": 0.2,
+    },
+    "dpo": {"beta": 0.1, "epochs": 2},
+}
+LENGTHS: dict[tuple[str, str], dict[str, Any]] = {("lookup", "ppo"): {"updates": 75, "decay_updates": 75}}
 CONTROLS = ("none", "shuffled_rewards", "supervised", "last_turn")
 VALIDATION_ROWS = 256
 ASKED_EVERY, PATIENCE = 50, 10  # steps of the warm start between two validations; how many may bring nothing
@@ -75,13 +94,16 @@ class Setup(NamedTuple):
     sizes: loop.Settings
     iteration: loop.Iteration
     mesh: Mesh | None
+    place: Callable[[Any], Any]  # what holds parameters -> the same on the mesh
+    critic: Valuation | None = None
 
 
 def settings_of(env: str, **chosen: Any) -> dict[str, Any]:
     """The preset of an environment with what was chosen in its place; `None` is no choice."""
     if env not in PRESETS:
         raise fg.BadInput(f"environment {env!r} is unknown; choose from {', '.join(PRESETS)}")
-    preset = COMMON | PRESETS[env]
+    algorithm = chosen.get("algorithm") or COMMON["algorithm"]
+    preset = COMMON | PRESETS[env] | BY_ALGORITHM.get(algorithm, {}) | LENGTHS.get((env, algorithm), {})
     unknown = sorted(set(chosen) - set(preset) - {"seed"})
     if unknown:
         raise fg.BadInput(f"{unknown[0]!r} is no setting; they are {', '.join(preset)}")
@@ -91,17 +113,29 @@ def settings_of(env: str, **chosen: Any) -> dict[str, Any]:
 def build(settings: dict[str, Any]) -> Setup:
     """The parts that these settings describe."""
     env = ENVIRONMENTS[settings["env"]]()
-    policy = make_policy(shape(env, settings), unroll=True)
+    config = shape(env, settings)
+    policy = make_policy(config, unroll=True)
     algorithm = _algorithm(settings, env)
     steps = settings["decay_updates"] * settings["mini_batches"] * settings["epochs"]
     fall = {"decay_steps": steps, "final_share": settings["decay"]} if settings["decay"] < 1 else {}
     optimizer = make_optimizer(learning_rate=settings["learning_rate"], **fall)
+    critic = _critic(settings, env, policy) if algorithm.targets is not None else None
+    if critic is not None:
+        optimizer = by_part(optimizer, make_optimizer(learning_rate=settings["critic_rate"], **fall))
     names = ("queries", "samples", "oversample", "temperature", "mini_batches", "epochs")
     sizes = loop.Settings(**{name: settings[name] for name in names})
-    judge = partial(loop.shuffled_rewards, samples=sizes.samples) if settings["control"] == "shuffled_rewards" else None
-    mesh = data_mesh()
-    iteration = loop.make_iteration(env, policy, algorithm, optimizer, sizes, judge=judge, mesh=mesh)
-    return Setup(settings, env, policy, algorithm, optimizer, sizes, iteration, mesh)
+    judge = partial(shuffled_rewards, samples=sizes.samples) if settings["control"] == "shuffled_rewards" else None
+    mesh = mesh_of(settings["mesh"])
+    policy, place = settled(policy, mesh, decoder_axes(config)), placing(mesh, _axes(config, settings, critic))
+    iteration = loop.make_iteration(env, policy, algorithm, optimizer, sizes, judge=judge, critic=critic, mesh=mesh)
+    return Setup(settings, env, policy, algorithm, optimizer, sizes, iteration, mesh, place, critic)
+
+
+def _axes(config: DecoderConfig, settings: Mapping[str, Any], critic: Valuation | None) -> Any:
+    """The axis letters of all parameters."""
+    if critic is None:
+        return decoder_axes(config)
+    return ActorCritic(decoder_axes(config), critic_axes(config) if settings["critic"] == "own" else {HEAD: "d"})
 
 
 def shape(env: fg.Env, settings: Mapping[str, Any]) -> DecoderConfig:
@@ -121,6 +155,16 @@ def shape(env: fg.Env, settings: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
+def _critic(settings: Mapping[str, Any], env: fg.Env, policy: fg.Policy) -> Valuation:
+    """A critic that starts from what the policy knows."""
+    config, kinds = shape(env, settings), ("own", "shared")
+    if settings["critic"] not in kinds:
+        raise fg.BadInput(f"critic {settings['critic']!r} is unknown; choose from {', '.join(kinds)}")
+    if settings["critic"] == "shared":
+        return shared_trunk(policy, config)
+    return own_network(policy, make_critic(config), init=copied_trunk(config))
+
+
 def _algorithm(settings: dict[str, Any], env: fg.Env) -> fg.Algorithm:
     name = settings["algorithm"]
     if name not in ALGORITHMS:
@@ -132,8 +176,10 @@ def _algorithm(settings: dict[str, Any], env: fg.Env) -> fg.Algorithm:
         options["max_tokens"] = env.sizes.turns * env.sizes.action
     if name in ("rloo", "kimi", "dpo"):  # nothing is clipped there
         del options["clip_high"]
-    if name in ("kimi", "dpo"):
+    if name == "kimi":
         del options["beta"]
+    if name == "ppo":
+        options |= {"gamma": settings["gamma"], "lam": settings["lam"]}
     algorithm = ALGORITHMS[name](**{key: value for key, value in options.items() if value != 0 or key == "beta"})
     return fg.last_turn_only(algorithm) if settings["control"] == "last_turn" else algorithm
 
@@ -150,7 +196,7 @@ def seed_keys(seed: int) -> dict[str, jax.Array]:
 def demonstration_rows(setup: Setup, key: jax.Array, *, rows: int, split: str) -> fg.Batch:
     """Fresh demonstrations, one a row; pure."""
     task_key, play_key = jax.random.split(key)
-    tasks = loop.draw_tasks(setup.env, task_key, rows, split)
+    tasks = draw_tasks(setup.env, task_key, rows, split)
     batch = imitation_rows(demonstrate(setup.env, tasks, jax.random.split(play_key, rows)))
     return jax.tree.map(lambda x_rs: x_rs[:, : loop.longest(setup.env)], batch)
 
@@ -177,7 +223,7 @@ def warm_start(setup: Setup, params, key: jax.Array, tell: Callable[[int, float]
         return value
 
     batches = (draw(jax.random.fold_in(key, index)) for index in range(1, steps + 1))
-    state = share(init_learner(params, optimizer), setup.mesh)
+    state = setup.place(init_learner(params, optimizer))
     return train_to_minimum(state, batches, step, validate, every=ASKED_EVERY, patience=PATIENCE)[0].params
 
 

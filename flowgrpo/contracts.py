@@ -116,6 +116,8 @@ class Algorithm(NamedTuple):
     targets: Callable[[Trajectories], Array] | None = None  # -> target_ntl, where there is a critic
     keeps: frozenset[str] = frozenset()  # of the laws F1, F2, F4 and F8, those that it declares
     needs: frozenset[str] = frozenset()  # of logp_old, logp_ref, value, entropy: what must be scored for it
+    before: frozenset[str] = frozenset()  # of these, what its advantages read already
+    whole: str = "trajectory"  # what a mini-batch must hold whole: "group" where the loss is of pairs
     skips: bool = False  # a zero advantage gives an exactly zero gradient, so such groups can be left out (F8)
     reference_every: int | None = None  # updates after which the reference becomes the current policy
 

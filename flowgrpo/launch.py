@@ -1,6 +1,7 @@
-"""What must be set before JAX's backend starts: XLA's flags and the compilation cache; and profiles of a run.
+"""What comes before JAX's backend starts: XLA's flags, the compilation cache, other processes; and profiles of a run.
 
     configure(compilation_cache="runs/cache", deterministic=True, cpu_devices=cores())
+    join("10.0.0.1:9000", num_processes=2, process_id=0)
     with profile("runs/profile"):
         ...
 
@@ -9,11 +10,13 @@ refuses to come too late. What the user wrote in `XLA_FLAGS` stays as it is.
 """
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 
 from flowgrpo.types import BadInput
 
@@ -21,6 +24,7 @@ from flowgrpo.types import BadInput
 # batched cotangents. XLA ends the process over a flag that it doesn't know, so only they are given this one.
 FLAWED_JAXLIB = ("0.10.2",)
 NO_FLAWED_FUSION = "--xla_cpu_experimental_ynn_fusion_type="
+DAY = 86400  # seconds
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # for the products of a CPU device
 DETERMINISTIC = ("--xla_gpu_deterministic_ops=true",)  # the CPU is deterministic as it is
 
@@ -48,6 +52,57 @@ def configure(
     os.environ["XLA_FLAGS"] = add_flags(os.environ.get("XLA_FLAGS", ""), flags)
     if compilation_cache is not None:
         _keep_compiled(make_folder(compilation_cache))
+
+
+def join(coordinator: str, num_processes: int, process_id: int, *, seconds: float = 60.0) -> None:
+    """Become one of several processes whose devices are used as one set; all of them call this, after `configure`.
+
+    `coordinator` is the HOST:PORT at which process 0 listens. From here on every process runs the same programs in the
+    same order, and JAX ends them all where one is lost. What has not come together after so many seconds is refused.
+    """
+    if _backend_started():
+        raise BadInput("JAX's backend has started without the other processes: call launch.join before the first array")
+    host, _, port = coordinator.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise BadInput(f"coordinator {coordinator!r} is no address: give HOST:PORT of process 0")
+    if not 0 <= process_id < num_processes:
+        raise BadInput(f"process {process_id} of {num_processes} can't be: they are numbered from 0")
+    if process_id == 0:
+        _check_port(coordinator, int(port))
+    failed: list[Exception] = []
+    # JAX ends the process where its own time is over, and says nothing that helps; so it is never over before ours.
+    given = (coordinator, num_processes, process_id, int(seconds) + DAY)
+    work = Thread(target=_initialize, args=(*given, failed), daemon=True)
+    work.start()
+    work.join(seconds)
+    if work.is_alive() or failed:
+        why = f" ({str(failed[0])[:200]})" if failed else ""
+        raise BadInput(
+            f"process {process_id} of {num_processes} did not meet the others at {coordinator} within {seconds:g} s"
+            f"{why}: start them all, each with its number and the address at which process 0 can be reached"
+        )
+
+
+def _check_port(coordinator: str, port: int) -> None:
+    """Refuse a port that is taken, on which JAX's service would end the process."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
+    except OSError as error:
+        raise BadInput(
+            f"coordinator {coordinator}: port {port} can't be used ({os.strerror(error.errno or 0)}): choose a free one"
+        ) from None
+
+
+def _initialize(coordinator: str, num_processes: int, process_id: int, seconds: int, failed: list[Exception]) -> None:
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(coordinator, num_processes, process_id, initialization_timeout=seconds)
+    except (RuntimeError, ValueError) as error:
+        failed.append(error)
 
 
 def cores(most: int = 8) -> int:

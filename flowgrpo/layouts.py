@@ -11,24 +11,24 @@ from flowgrpo import masked
 from flowgrpo.types import AnyArray, Batch, Trajectories, check_axes
 
 
-def rows_by_trajectory(trajectories: Trajectories, adv, weights) -> Batch:
-    """One trajectory per row of t * l tokens, its turns moved together; jits."""
+def rows_by_trajectory(trajectories: Trajectories, adv, weights, target=None) -> Batch:
+    """One trajectory per row of t * l tokens, its turns moved together; jits. `target` is what a critic is to say."""
     num, num_turns, slots = jnp.shape(trajectories.tokens)
     turn_rts = jnp.broadcast_to(jnp.arange(num_turns)[:, None], (num, num_turns, slots))
     own_rt = jnp.ones((num, num_turns), bool)
-    return _plain(trajectories, adv, weights, jnp.arange(num), turn_rts, own_rt)
+    return _plain(trajectories, (adv, weights, target), jnp.arange(num), turn_rts, own_rt)
 
 
-def rows_by_turn(trajectories: Trajectories, adv, weights) -> Batch:
+def rows_by_turn(trajectories: Trajectories, adv, weights, target=None) -> Batch:
     """One turn per row, after the turns before it where the context appends; jits."""
     num, num_turns, slots = jnp.shape(trajectories.tokens)
     trajectory_r = jnp.repeat(jnp.arange(num), num_turns)
     turn_rts = jnp.broadcast_to(jnp.arange(num_turns)[:, None], (num * num_turns, num_turns, slots))
     own_rt = jnp.tile(jnp.eye(num_turns, dtype=bool), (num, 1))
-    return _plain(trajectories, adv, weights, trajectory_r, turn_rts, own_rt)
+    return _plain(trajectories, (adv, weights, target), trajectory_r, turn_rts, own_rt)
 
 
-def _plain(trajectories: Trajectories, adv, weights, trajectory_r, turn_rts, own_rt) -> Batch:
+def _plain(trajectories: Trajectories, credit: tuple, trajectory_r, turn_rts, own_rt) -> Batch:
     """Rows that hold turns of one trajectory each; `own` says which turns are trained in a row."""
     check_axes(trajectories)
     length_nt, appends_n = filled(trajectories)
@@ -52,17 +52,20 @@ def _plain(trajectories: Trajectories, adv, weights, trajectory_r, turn_rts, own
     )
     trained_rs = exists_rs & jnp.take_along_axis(own_rt, turn_rs, axis=1)
     return _gathered(
-        trajectories, adv, weights, index, trained_rs, *(jnp.where(exists_rs, x, 0) for x in (segment_rs, position_rs))
+        trajectories, credit, index, trained_rs, *(jnp.where(exists_rs, x, 0) for x in (segment_rs, position_rs))
     )
 
 
-def _gathered(trajectories: Trajectories, adv, weights, index, trained_rs, segment_rs, position_rs) -> Batch:
-    """The batch whose token at [r, s] is the trajectories' at `index`."""
+def _gathered(trajectories: Trajectories, credit: tuple, index, trained_rs, segment_rs, position_rs) -> Batch:
+    """The batch whose token at [r, s] is the trajectories' at `index`; credit is advantage, weight, target or None."""
+    adv, weights, target = credit
     exists_rs = segment_rs > 0
     chosen_rs = trained_rs & jnp.asarray(trajectories.chosen)[index]
     logp_sampled_rs = masked.fill(jnp.asarray(trajectories.logp_sampled)[index], exists_rs)
     scored = scored_fields(trajectories).items()
     fields = {"logp_old": logp_sampled_rs} | {name: masked.fill(jnp.asarray(x)[index], exists_rs) for name, x in scored}
+    if target is not None:
+        fields["target"] = masked.fill(jnp.asarray(target)[index[: jnp.ndim(target)]], chosen_rs)
     return Batch(
         tokens=jnp.where(exists_rs, jnp.asarray(trajectories.tokens)[index], 0),
         positions=position_rs,

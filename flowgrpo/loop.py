@@ -1,6 +1,6 @@
 """The single-process loop: the oracle that every other schedule is tested against.
 
-    rollout -> advantages, weights -> pack -> update,  again and again
+    rollout -> appraise -> advantages, weights, targets -> pack -> update,  again and again
 
 An iteration is three programs with packing on the host between them, or one program that can be scanned over updates
 and vmapped over seeds; both give the same numbers (F3). Everything an iteration draws comes from
@@ -17,16 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array
-from jax.sharding import Mesh
 
-from flowgrpo import masked
 from flowgrpo.contracts import Algorithm, Env, Metrics, Policy
 from flowgrpo.envs.env import PAD
-from flowgrpo.layouts import filled, rows_by_trajectory
+from flowgrpo.layouts import rows_by_trajectory
+from flowgrpo.learner.appraise import Appraise, make_appraise
+from flowgrpo.learner.critic import Valuation, acting, explained_variance, make_value_score, without_critic
 from flowgrpo.learner.state import LearnerState, init_learner
-from flowgrpo.learner.update import make_update
+from flowgrpo.learner.trained import WHOLE, Trained
+from flowgrpo.learner.update import cast, make_update
+from flowgrpo.learner.watch import signal
 from flowgrpo.packing import account, pack
 from flowgrpo.rollout.compiled import Rollout, make_rollout, repeat
+from flowgrpo.rollout.exam import draw_tasks, summarise, tool_mix
+from flowgrpo.spread import Spread
 from flowgrpo.types import BadInput, Batch, Trajectories
 
 
@@ -42,6 +46,7 @@ class Settings:
     mini_batches: int = 1
     epochs: int = 1
     block: int | None = None  # trajectories that roll out together
+    compute_dtype: Any = None  # what parameters are cast to where they are used, where that is another than their own
 
     def __post_init__(self):
         for name in ("queries", "samples", "oversample", "micro_rows", "mini_batches", "epochs"):
@@ -53,24 +58,42 @@ class Run(struct.PyTreeNode):
     """All that changes from update to update: what a checkpoint holds."""
 
     learner: LearnerState
-    reference: Any  # the frozen parameters of the KL term
+    reference: Any  # the frozen part of the KL term: `trained.put(learner.params, reference)` is the whole reference
     key: Array  # of the whole run; never consumed, only folded
     update: Array  # how many were made; the cursor of tasks and keys
 
 
-def start_run(params, optimizer, key: Array, *, reference=None) -> Run:
-    """The run before its first update; the reference is a copy of its start, unless another is given."""
-    reference = jax.tree.map(jnp.copy, params) if reference is None else reference
-    return Run(init_learner(params, optimizer), reference, key, jnp.int32(0))
+def start_run(params, optimizer, key: Array, *, reference=None, trained: Trained = WHOLE) -> Run:
+    """The run before its first update; the reference is a copy of its start, unless another part is given."""
+    if reference is None:
+        reference = jax.tree.map(jnp.copy, without_critic(trained.take(params)))
+    return Run(init_learner(params, optimizer, trained), reference, key, jnp.int32(0))
+
+
+class Credit(NamedTuple):
+    """What an algorithm makes of trajectories."""
+
+    adv: Array
+    weights: Array
+    target: Array | None = None  # where there is a critic
+
+
+class Learning(NamedTuple):
+    """What an iteration does after its rollout, wherever that came from; pure, to be jitted by the caller."""
+
+    appraise: Callable[[Run, Trajectories], Trajectories]  # scores what advantages read
+    credit: Callable[[Trajectories], Credit]
+    update: Callable[[Run, Batch], tuple[Run, Metrics]]
 
 
 class Iteration(NamedTuple):
     """The stages of one update, bound to environment, policy and algorithm; pure, to be jitted by the caller."""
 
     rollout: Callable[[Run], Rollout]  # judged
-    credit: "Credit"
-    update: "Update"
-    lay_out: Callable[[Trajectories, Array, Array], Batch]  # rows, in a way that compiles
+    appraise: Callable[[Run, Trajectories], Trajectories]
+    credit: Callable[[Trajectories], Credit]
+    update: Callable[[Run, Batch], tuple[Run, Metrics]]
+    lay_out: Callable[..., Batch]  # (trajectories, *credit) -> rows, in a way that compiles
 
 
 Judge = Callable[[Trajectories, Array], Trajectories]  # (trajectories, key) -> the same with another outcome
@@ -84,24 +107,23 @@ def make_iteration(
     settings: Settings,
     *,
     judge: Judge | None = None,
-    mesh: Mesh | None = None,
+    critic: Valuation | None = None,
+    trained: Trained = WHOLE,
+    mesh: Spread = None,
 ) -> Iteration:
     """The stages of an iteration; without a `judge` the outcome is what the environment paid.
 
     Over a `mesh` trajectories are rolled out and learned from on all its devices, each of which takes its share.
     """
     rollout = make_rollout(env, policy, temperature=settings.temperature, block=settings.block, mesh=mesh)
-    credit, update = make_learning(policy, algorithm, optimizer, settings, banned=(PAD,), mesh=mesh)
+    slots = longest(env)
+    rest = {"banned": (PAD,), "critic": critic, "trained": trained, "slots": slots, "mesh": mesh}
+    learning = make_learning(policy, algorithm, optimizer, settings, **rest)
     return Iteration(
         rollout=partial(_roll_out, env=env, rollout=rollout, judge=judge, settings=settings),
-        credit=credit,
-        update=update,
-        lay_out=partial(_lay_out, slots=longest(env)),
+        lay_out=partial(_lay_out, slots=slots, skips=algorithm.skips),
+        **learning._asdict(),
     )
-
-
-Credit = Callable[[Trajectories], tuple[Array, Array]]  # -> advantages, weights
-Update = Callable[["Run", Batch], tuple["Run", Metrics]]
 
 
 def make_learning(
@@ -111,24 +133,38 @@ def make_learning(
     settings: Settings,
     *,
     banned: tuple[int, ...],
-    mesh: Mesh | None = None,
-) -> tuple[Credit, Update]:
-    """What an iteration does after its rollout, wherever that came from; both pure, to be jitted by the caller."""
-    if algorithm.targets is not None:
-        raise BadInput(f"{algorithm.name} needs a critic, which this loop does not train: choose another algorithm")
+    critic: Valuation | None = None,
+    trained: Trained = WHOLE,
+    slots: int | None = None,
+    mesh: Spread = None,
+) -> Learning:
+    """The stages after the rollout, of trajectories of at most so many `slots`; targets need a `critic`."""
+    if algorithm.targets is not None and critic is None:
+        raise BadInput(f"{algorithm.name} needs a critic: pass one as critic=, such as critic.own_network(...)")
+    if algorithm.whole == "group" and settings.mini_batches > 1:
+        raise BadInput(f"{algorithm.name} needs its groups whole, and packing parts them: set mini_batches to 1")
+    critic = None if algorithm.targets is None else critic
+    scoring: dict[str, Any] = {"temperature": settings.temperature, "banned": banned}
+    sizes: dict[str, Any] = {"micro_rows": settings.micro_rows, "compute_dtype": settings.compute_dtype, "mesh": mesh}
+    # What has to be scored before the advantages is scored once, for them and for the loss.
+    needs = algorithm.needs & {"logp_ref", "value"} if algorithm.before else frozenset()
     learn = make_update(
         policy,
         algorithm,
         optimizer,
-        temperature=settings.temperature,
-        banned=banned,
-        micro_rows=settings.micro_rows,
         mini_batches=settings.mini_batches,
         epochs=settings.epochs,
-        mesh=mesh,
+        score=None if critic is None else make_value_score(policy, critic, **scoring),
+        trained=trained,
+        **scoring,
+        **sizes,
     )
-    credit = partial(_credit, algorithm=algorithm, settings=settings)
-    return credit, partial(_update, learn=learn, every=algorithm.reference_every)
+    appraise = make_appraise(policy, critic=critic, needs=needs, slots=slots, **scoring, **sizes) if needs else None
+    return Learning(
+        appraise=partial(_appraise, appraise=appraise, trained=trained),
+        credit=partial(_credit, algorithm=algorithm, settings=settings),
+        update=partial(_update, learn=learn, every=algorithm.reference_every, trained=trained),
+    )
 
 
 def longest(env: Env) -> int:
@@ -145,47 +181,24 @@ def _roll_out(run: Run, *, env: Env, rollout, judge: Judge | None, settings: Set
     queries = settings.queries * settings.oversample
     tasks, group_n = repeat(draw_tasks(env, task_key, queries, "train"), settings.samples)
     keys = jax.random.split(sample_key, len(group_n))
-    played = rollout(run.learner.params, tasks, keys, group_n, run.learner.version)
+    played = rollout(sampled(run.learner.params, settings.compute_dtype), tasks, keys, group_n, run.learner.version)
     return played if judge is None else played.replace(trajectories=judge(played.trajectories, judge_key))
 
 
-def shuffled_rewards(trajectories: Trajectories, key: Array, *, samples: int) -> Trajectories:
-    """A control: outcomes permuted within each group, so that they say nothing of who earned them."""
-    order_gs = jax.vmap(lambda key: jax.random.permutation(key, samples))(
-        jax.random.split(key, len(trajectories.group) // samples)
-    )
-    order_n = (order_gs + jnp.arange(len(order_gs))[:, None] * samples).ravel()
-    return trajectories.replace(outcome=trajectories.outcome[order_n], correct=trajectories.correct[order_n])
+def sampled(params: Any, compute_dtype: Any) -> Any:
+    """The parameters that rollouts sample from: those of the policy, as the update scores with them (F7)."""
+    return acting(params) if compute_dtype is None else cast(acting(params), compute_dtype)
 
 
-def make_exam(
-    env: Env,
-    policy: Policy,
-    split: str,
-    *,
-    tasks: int,
-    samples: int = 1,
-    temperature: float = 1.0,
-    mesh: Mesh | None = None,
-):
-    """`exam(params, key) -> Rollout` on fresh tasks of a split, to be jitted by the caller."""
-    rollout = make_rollout(env, policy, temperature=temperature, mesh=mesh)
-    return partial(_examine, env=env, rollout=rollout, split=split, tasks=tasks, samples=samples)
+def _appraise(run: Run, trajectories: Trajectories, *, appraise: Appraise | None, trained: Trained) -> Trajectories:
+    if appraise is None:
+        return trajectories
+    params = run.learner.params
+    return appraise(params, trained.put(params, run.reference), trajectories)
 
 
-def _examine(params, key: Array, *, env: Env, rollout, split: str, tasks: int, samples: int) -> Rollout:
-    task_key, sample_key = jax.random.split(key)
-    questions, group_n = repeat(draw_tasks(env, task_key, tasks, split), samples)
-    return rollout(params, questions, jax.random.split(sample_key, len(group_n)), group_n)
-
-
-def draw_tasks(env: Env, key: Array, count: int, split: str) -> Any:
-    """So many fresh tasks of a split."""
-    return jax.vmap(partial(env.make_task, split=split))(jax.random.split(key, count))
-
-
-def _credit(trajectories: Trajectories, *, algorithm: Algorithm, settings: Settings) -> tuple[Array, Array]:
-    """Advantages and weights, of at most `queries` groups: those with a signal first."""
+def _credit(trajectories: Trajectories, *, algorithm: Algorithm, settings: Settings) -> Credit:
+    """Advantages, weights and targets, of at most `queries` groups: those with a signal first."""
     adv = algorithm.advantages(trajectories)
     if settings.oversample > 1:
         signal_n = (adv != 0).reshape(len(adv), -1).any(axis=1).reshape(-1, settings.samples).any(axis=1)
@@ -194,46 +207,30 @@ def _credit(trajectories: Trajectories, *, algorithm: Algorithm, settings: Setti
         # A trajectory of no turns takes no part in statistics or loss.
         trajectories = trajectories.replace(turns=trajectories.turns & taken_n[:, None])
         adv = algorithm.advantages(trajectories)
-    return adv, algorithm.weights(trajectories)
+    target = None if algorithm.targets is None else algorithm.targets(trajectories)
+    return Credit(adv, algorithm.weights(trajectories), target)
 
 
-def _update(run: Run, batch: Batch, *, learn, every: int | None) -> tuple[Run, Metrics]:
-    learner, metrics = learn(run.learner, batch, run.reference)
+def _update(run: Run, batch: Batch, *, learn, every: int | None, trained: Trained) -> tuple[Run, Metrics]:
+    learner, metrics = learn(run.learner, batch, trained.put(run.learner.params, run.reference))
     reference = run.reference
     if every is not None:
         fresh = (run.update + 1) % every == 0
-        reference = jax.tree.map(partial(jnp.where, fresh), learner.params, reference)
-    return run.replace(learner=learner, reference=reference, update=run.update + 1), metrics
+        now = without_critic(trained.take(learner.params))
+        reference = jax.tree.map(partial(jnp.where, fresh), now, reference)
+    run = run.replace(learner=learner, reference=reference, update=run.update + 1)
+    return run, metrics | explained_variance(batch)
 
 
-def _lay_out(trajectories: Trajectories, adv: Array, weights: Array, *, slots: int) -> Batch:
-    """One trajectory a row, without slots that no trajectory can fill."""
-    return jax.tree.map(lambda x_rs: x_rs[:, :slots], rows_by_trajectory(trajectories, adv, weights))
+def _lay_out(trajectories: Trajectories, adv, weights, target=None, *, slots: int, skips: bool) -> Batch:
+    """One trajectory a row, without slots that no trajectory can fill.
 
-
-def summarise(rollout: Rollout, *, samples: int) -> Metrics:
-    """What a batch of trajectories was like; of those that are valid, but for the tokens."""
-    trajectories = rollout.trajectories
-    valid_n = trajectories.valid
-    turns_nt = jnp.asarray(trajectories.turns) & valid_n[:, None]
-    count = jnp.maximum(turns_nt.sum(), 1)
-    right_gs, valid_gs = (jnp.asarray(x).reshape(-1, samples) for x in (trajectories.correct, valid_n))
-    mixed_g = (right_gs & valid_gs).any(axis=1) & (~right_gs & valid_gs).any(axis=1)
-    return {
-        "success": masked.mean(right_gs.astype(jnp.float32), valid_gs),
-        "outcome": masked.mean(jnp.asarray(trajectories.outcome), valid_n),
-        "invalid": (~valid_n).sum(),
-        "turns": masked.mean(turns_nt.sum(axis=1).astype(jnp.float32), valid_n),
-        "tool_errors": (rollout.error & turns_nt).sum() / count,
-        "mixed_groups": mixed_g.mean(),
-        "tokens": jnp.where(jnp.asarray(trajectories.turns), filled(trajectories)[0], 0).sum(),
-        "chosen_tokens": trajectories.actions.sum(),
-    }
-
-
-def tool_mix(rollout: Rollout, tools: int) -> Array:
-    """How often each tool was called."""
-    return (rollout.tool[:, :, None] == jnp.arange(tools)[None, None, :]).sum(axis=(0, 1))
+    Where a zero advantage gives a zero gradient, such trajectories weigh nothing, as `pack` leaves them out.
+    """
+    if skips:
+        signal_n = (adv != 0).reshape(len(adv), -1).any(axis=1)
+        weights = jnp.where(signal_n.reshape(-1, *(1,) * (weights.ndim - 1)), weights, 0.0)
+    return jax.tree.map(lambda x_rs: x_rs[:, :slots], rows_by_trajectory(trajectories, adv, weights, target))
 
 
 # Put together -----------------------------------------------------------------------------------------
@@ -246,10 +243,10 @@ def one_program(iteration: Iteration, env: Env, settings: Settings) -> Callable[
 
 def _one_program(run: Run, *, iteration: Iteration, env: Env, settings: Settings) -> tuple[Run, Metrics]:
     rollout = iteration.rollout(run)
-    batch = iteration.lay_out(rollout.trajectories, *iteration.credit(rollout.trajectories))
-    run, metrics = iteration.update(run, batch)
-    summary = summarise(rollout, samples=settings.samples)
-    return run, metrics | summary | {"tool_calls": tool_mix(rollout, len(env.tools))}
+    trajectories = iteration.appraise(run, rollout.trajectories)
+    credit = iteration.credit(trajectories)
+    run, metrics = iteration.update(run, iteration.lay_out(trajectories, *credit))
+    return run, metrics | _describe(rollout, credit, tools=len(env.tools), samples=settings.samples)
 
 
 def three_programs(
@@ -257,13 +254,13 @@ def three_programs(
 ) -> Callable[[Run], tuple[Run, Metrics]]:
     """The same with packing on the host: `step(run)`; each program is compiled once."""
     learn = make_learn(
-        iteration.credit,
-        iteration.update,
+        Learning(iteration.appraise, iteration.credit, iteration.update),
         algorithm,
         tools=len(env.tools),
         samples=settings.samples,
         row_length=row_length or longest(env),
         rows=settings.queries * settings.samples,
+        ranks=settings.mini_batches,
     )
     return partial(_three_programs, rollout=jax.jit(iteration.rollout), learn=learn)
 
@@ -273,27 +270,33 @@ def _three_programs(run: Run, *, rollout, learn) -> tuple[Run, Metrics]:
 
 
 def make_learn(
-    credit: Credit, update: Update, algorithm: Algorithm, *, tools: int, samples: int, row_length: int, rows: int
+    learning: Learning, algorithm: Algorithm, *, tools: int, samples: int, row_length: int, rows: int, ranks: int = 1
 ) -> Callable[[Run, Rollout], tuple[Run, Metrics]]:
-    """`learn(run, rollout)`: credit, packing on the host into at most so many rows, update, figures of all."""
+    """`learn(run, rollout)`: appraisal, credit, packing on the host into at most so many rows, update, figures of all.
+
+    `ranks` is the number of mini-batches, over which `pack` deals the trajectories.
+    """
     describe = jax.jit(partial(_describe, tools=tools, samples=samples))
-    sizes = {"row_length": row_length, "rows": rows}
-    parts = {"credit": jax.jit(credit), "update": jax.jit(update), "describe": describe}
-    return partial(_learn, algorithm=algorithm, sizes=sizes, **parts)
+    sizes = {"row_length": row_length, "rows": rows + -rows % ranks, "ranks": ranks}
+    stages = Learning(*(jax.jit(stage) for stage in learning))
+    return partial(_learn, stages=stages, describe=describe, algorithm=algorithm, sizes=sizes)
 
 
-def _describe(rollout: Rollout, *, tools: int, samples: int) -> Metrics:
-    return summarise(rollout, samples=samples) | {"tool_calls": tool_mix(rollout, tools)}
+def _describe(rollout: Rollout, credit: Credit, *, tools: int, samples: int) -> Metrics:
+    """Figures of all that was rolled out, so that its advantages are those before packing left any out."""
+    figures = summarise(rollout, samples=samples) | {"tool_calls": tool_mix(rollout, tools)}
+    return figures | signal(rollout.trajectories, credit.adv, credit.weights)
 
 
-def _learn(run: Run, rollout: Rollout, *, credit, update, describe, algorithm, sizes) -> tuple[Run, Metrics]:
-    adv, weights = (np.asarray(x) for x in credit(rollout.trajectories))
-    trajectories = jax.device_get(rollout.trajectories)
-    batch = pack(trajectories, adv, weights, **sizes, skip_no_signal=algorithm.skips)
-    run, metrics = update(run, batch)
-    ledger = account(trajectories, weights, batch, adv=adv if algorithm.skips else None)
+def _learn(run: Run, rollout: Rollout, *, stages: Learning, describe, algorithm, sizes) -> tuple[Run, Metrics]:
+    played = stages.appraise(run, rollout.trajectories) if algorithm.before else rollout.trajectories
+    credit = jax.device_get(stages.credit(played))
+    trajectories = jax.device_get(played)
+    batch = pack(trajectories, *credit[:2], **sizes, target=credit.target, skip_no_signal=algorithm.skips)
+    run, metrics = stages.update(run, batch)
+    ledger = account(trajectories, credit.weights, batch, adv=credit.adv if algorithm.skips else None)
     fates = {f"tokens_{fate.name.lower()}": count for fate, count in ledger.fates.items()}
-    return run, metrics | describe(rollout) | fates
+    return run, metrics | describe(rollout, credit) | fates
 
 
 def train(step: Callable[[Run], tuple[Run, Metrics]], run: Run, updates: int) -> Iterator[tuple[Run, dict[str, Any]]]:

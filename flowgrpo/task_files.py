@@ -47,7 +47,7 @@ def read_tasks(
     if str(source).startswith(GYM + ":"):
         return _gym_tasks(str(source))
     path = Path(source)
-    readers = {".jsonl": _lines, ".ndjson": _lines, ".parquet": _rows}
+    readers = {".jsonl": json_lines, ".ndjson": json_lines, ".parquet": _rows}
     if path.suffix not in readers:
         raise BadInput(
             f"{path}: tasks are read from .jsonl and .parquet files and from {GYM}:NAME; convert or rename it"
@@ -87,22 +87,22 @@ def parse_fields(pairs: list[str]) -> dict[str, str]:
 # Records ------------------------------------------------------------------------------------------------
 
 
-def _lines(path: Path) -> Iterator[Record]:
-    """The lines of a JSONL file that aren't blank."""
+def json_lines(path: Path, wanted: str = "a task is {…} with id, query and answers") -> Iterator[Record]:
+    """The lines of a JSONL file that aren't blank; `wanted` says in a message what a line should be."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield Record(f"{path}, line {number}", _parsed(line))
+                yield Record(f"{path}, line {number}", _parsed(line, wanted))
 
 
-def _parsed(line: bytes) -> Mapping[str, Any] | str:
+def _parsed(line: bytes, wanted: str) -> Mapping[str, Any] | str:
     try:
         content = json.loads(line.decode("utf-8-sig"), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         return f"isn't UTF-8 (byte {error.start + 1}); save the file as UTF-8"
     except (ValueError, RecursionError) as error:
         return f"isn't JSON ({error}); mend or remove the line"
-    return content if isinstance(content, dict) else "isn't a JSON object; a task is {…} with id, query and answers"
+    return content if isinstance(content, dict) else f"isn't a JSON object; {wanted}"
 
 
 def _no_constant(word: str):

@@ -115,6 +115,13 @@ def add_messages(text: Text, conversation: Conversation, messages: Messages) -> 
     return conversation.extend(tokens, chosen=False)
 
 
+def closing_id(text: Text) -> int | None:
+    """The added token with which the template closes an assistant's turn, if it does so."""
+    if not text.tokenizer.chat_template:
+        return None
+    return _first_token(text, _glue(text, [{"role": "user", "content": "x"}]))
+
+
 def guard(text: Text) -> Text:
     """`text` that breaks up every added token in messages, also those like <think> that aren't marked as special."""
     spells = sorted(text.tokenizer.get_added_vocab(), key=len, reverse=True)
@@ -272,9 +279,7 @@ def _read_generation_config(path: str | PathLike[str]) -> bytes | None:
 
 def _find_stop_ids(text: Text) -> tuple[int, ...]:
     """The tokenizer's end of sequence, those of the generation config, and what the template closes a turn with."""
-    found = [text.tokenizer.eos_token_id, *_configured_stop_ids(text)]
-    if text.tokenizer.chat_template:
-        found.append(_first_token(text, _glue(text, [{"role": "user", "content": "x"}])))
+    found = [text.tokenizer.eos_token_id, *_configured_stop_ids(text), closing_id(text)]
     return tuple(dict.fromkeys(i for i in found if i is not None))
 
 

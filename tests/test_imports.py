@@ -14,18 +14,20 @@ MODULES = sorted(path.relative_to(ROOT).with_suffix("").as_posix().replace("/", 
 # From the ground up; a module may import from floors below its own, and from its own folder.
 FLOORS = [
     ["types"],
-    ["masked", "text", "sandbox", "spread", "launch"],
+    ["masked", "text", "sandbox", "spread", "launch", "stuck"],
     ["contracts", "ragged", "layouts", "tasks", "schedule", "replay", "report"],
     ["packing", "task_files", "effects"],
     ["algorithms", "models", "envs", "agent", "generate", "tools", "rewards", "evaluate"],
     ["learner", "rollout"],
     ["loop"],
+    ["staged"],
     ["distributed"],
 ]
 PURE = ["types", "contracts", "masked", "algorithms", "layouts", "ragged", "packing", "envs", "evaluate"]
 PURE_FILES = [f"models.{name}" for name in ("attention", "cache", "config", "critic", "decoder", "image_text")]
 PURE_FILES += [f"generate.{name}" for name in ("jobs", "pieces", "programs", "sampler", "slots", "stops")]
-PURE_FILES += [f"learner.{name}" for name in ("micro", "state", "update", "warmstart")]
+PURE_FILES += [f"learner.{name}" for name in ("appraise", "critic", "micro", "state", "trained", "update", "warmstart")]
+PURE_FILES += [f"learner.{name}" for name in ("floor", "optimizers", "quantised", "sharding", "traced", "watch")]
 EFFECTS = {"ray", "absl", "transformers", "subprocess", "os", "io", "pathlib", "time", "datetime", "random", "torch"}
 
 

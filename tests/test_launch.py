@@ -1,6 +1,7 @@
 """What is set before the backend starts: XLA's flags, the compilation cache, profiles; and when it is too late."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -131,3 +132,55 @@ print(jnp.isfinite(shared).all())
 def test_many_programs_under_way_do_not_wait_for_each_other():
     """Far more than the 32 a device takes ahead: dispatched without waiting, they stand still."""
     assert run(MANY_PROGRAMS, JAX_PLATFORMS="cpu") == "True"
+
+
+# Several processes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("here", 2, 0), r"coordinator 'here' is no address: give HOST:PORT of process 0"),
+        (("here:", 2, 0), "'here:' is no address"),
+        (("here:99999", 2, 0), "'here:99999' is no address"),
+        (("here:9000", 2, 2), "process 2 of 2 can't be: they are numbered from 0"),
+        (("here:9000", 0, 0), "process 0 of 0 can't be"),
+    ],
+)
+def test_processes_that_can_not_meet_are_refused(monkeypatch, given, said):
+    monkeypatch.setattr(launch, "_backend_started", lambda: False)
+    with pytest.raises(BadInput, match=said):
+        launch.join(*given)
+
+
+def test_a_port_that_is_taken_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(launch, "_backend_started", lambda: False)
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(BadInput, match=rf"port {port} can't be used \(Address already in use\): choose a free one"):
+            launch.join(f"127.0.0.1:{port}", 2, 0)
+
+
+def test_processes_join_before_the_backend_starts():
+    jax.devices()
+    with pytest.raises(BadInput, match=r"call launch\.join before the first array"):
+        launch.join("127.0.0.1:9000", 2, 0)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_process_that_finds_nobody_ends_with_one_sentence(number):
+    """As process 0 whose companion never starts, and as the companion of a process 0 that never starts."""
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    program = f"""
+import sys
+from flowgrpo import launch
+launch.configure()
+try:
+    launch.join("127.0.0.1:{port}", 2, {number}, seconds=1)
+except launch.BadInput as error:
+    sys.exit(str(error).replace("{port}", "PORT"))"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=300)
+    assert done.returncode == 1
+    assert f"process {number} of 2 did not meet the others at 127.0.0.1:PORT within 1 s: start them all" in done.stderr

@@ -10,19 +10,27 @@ from tiny_env import tiny_env
 
 import flowgrpo as fg
 from flowgrpo import loop
+from flowgrpo.learner.critic import acting, by_part, copied_trunk, own_network, shared_trunk, with_critic
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.config import DecoderConfig, Rope
+from flowgrpo.models.critic import make_critic
 from flowgrpo.models.decoder import make_policy
+from flowgrpo.rollout.exam import make_exam, shuffled_rewards
 
 pytestmark = pytest.mark.slow
 
 ENV = tiny_env(rounds=1)  # a random policy solves some
-POLICY = make_policy(
-    DecoderConfig(v=len(ENV.words), d=16, h=2, k=1, e=8, f=16, windows=(None,), ropes=(Rope(),), init_scale=0.3)
-)
+CONFIG = DecoderConfig(v=len(ENV.words), d=16, h=2, k=1, e=8, f=16, windows=(None,), ropes=(Rope(),), init_scale=0.3)
+POLICY = make_policy(CONFIG)
 ALGORITHM = fg.flow_grpo(beta=0.05)
 OPTIMIZER = make_optimizer(learning_rate=0.01)
 SIZES = loop.Settings(queries=4, samples=4, micro_rows=8)
+PPO = fg.ppo(beta=0.05)  # with KL in the reward
+CRITICS = {
+    "own": own_network(POLICY, make_critic(CONFIG), init=copied_trunk(CONFIG)),
+    "shared": shared_trunk(POLICY, CONFIG),
+}
+BOTH = by_part(OPTIMIZER, make_optimizer(learning_rate=0.03))
 
 
 @cache
@@ -54,7 +62,7 @@ def test_three_programs_do_what_one_does(by_one):
     step = loop.three_programs(iteration(), ENV, ALGORITHM, SIZES)
     for (run, figures), (other, others) in zip(by_one, loop.train(step, start(), 3), strict=True):
         assert_close(run.learner.params, other.learner.params, atol=2e-5)
-        for name in ("success", "turns", "tokens", "tool_calls", "tool_errors", "mixed_groups"):
+        for name in ("success", "turns", "tokens", "tool_calls", "tool_errors", "mixed_groups", "zero_signal_groups"):
             assert figures[name] == others[name], name
         assert figures["loss"] == pytest.approx(others["loss"], abs=1e-5)
 
@@ -91,7 +99,7 @@ def test_over_sampling_takes_the_groups_that_say_something():
     stages = iteration(ALGORITHM, sizes)
     trajectories = stages.rollout(start()).trajectories
     assert len(trajectories.group) == 32
-    adv, weights = stages.credit(trajectories)
+    adv, weights, _ = stages.credit(trajectories)
     whole = np.asarray(ALGORITHM.advantages(trajectories)).reshape(8, -1)
     taken_g = np.asarray(weights).reshape(8, -1).any(axis=1)
     signal_g = (whole != 0).any(axis=1)
@@ -112,7 +120,7 @@ def test_the_reference_is_refreshed_when_the_algorithm_says_so():
 def test_shuffled_rewards_stay_in_their_group():
     trajectories = iteration().rollout(start()).trajectories
     outcome_n = jnp.arange(16.0)
-    shuffled = loop.shuffled_rewards(trajectories.replace(outcome=outcome_n), jax.random.key(0), samples=4)
+    shuffled = shuffled_rewards(trajectories.replace(outcome=outcome_n), jax.random.key(0), samples=4)
     order = np.asarray(shuffled.outcome).reshape(4, 4)
     np.testing.assert_array_equal(np.sort(order, axis=1), np.asarray(outcome_n).reshape(4, 4))
     assert (order != np.asarray(outcome_n).reshape(4, 4)).any()
@@ -120,7 +128,7 @@ def test_shuffled_rewards_stay_in_their_group():
 
 
 def test_an_exam_is_the_same_for_the_same_key():
-    exam = jax.jit(loop.make_exam(ENV, POLICY, "test", tasks=6, samples=2))
+    exam = jax.jit(make_exam(ENV, POLICY, "test", tasks=6, samples=2))
     params = POLICY.init(jax.random.key(0))
     one, two, other = (exam(params, jax.random.key(seed)).trajectories for seed in (0, 0, 1))
     np.testing.assert_array_equal(one.tokens, two.tokens)
@@ -134,9 +142,116 @@ def test_sizes_are_checked(name):
         loop.Settings(**{name: 0})
 
 
-def test_a_critic_is_refused():
-    with pytest.raises(fg.BadInput, match="ppo needs a critic"):
+def test_an_algorithm_with_targets_needs_a_critic():
+    with pytest.raises(fg.BadInput, match="ppo needs a critic: pass one as critic="):
         loop.make_iteration(ENV, POLICY, fg.ppo(), OPTIMIZER, SIZES)
+
+
+def test_pairs_are_not_parted_by_mini_batches():
+    with pytest.raises(fg.BadInput, match="dpo needs its groups whole, and packing parts them: set mini_batches to 1"):
+        loop.make_iteration(ENV, POLICY, fg.dpo(), OPTIMIZER, loop.Settings(mini_batches=2))
+
+
+# With a critic ------------------------------------------------------------------------------------------
+
+
+def start_both(kind: str, seed: int = 0) -> loop.Run:
+    params = with_critic(CRITICS[kind], jax.random.key(seed), POLICY.init(jax.random.key(seed)))
+    return loop.start_run(params, BOTH, jax.random.key(100 + seed))
+
+
+@cache
+def with_values(kind: str, algorithm=PPO, sizes=SIZES):
+    return loop.make_iteration(ENV, POLICY, algorithm, BOTH, sizes, critic=CRITICS[kind])
+
+
+@pytest.fixture(scope="module")
+def ppo_by_one():
+    """Three updates of PPO by one program."""
+    return list(loop.train(jax.jit(loop.one_program(with_values("own"), ENV, SIZES)), start_both("own"), 3))
+
+
+def test_ppo_is_the_same_in_three_programs_and_in_one(ppo_by_one):
+    step = loop.three_programs(with_values("own"), ENV, PPO, SIZES)
+    for (run, figures), (other, others) in zip(ppo_by_one, loop.train(step, start_both("own"), 3), strict=True):
+        assert_close(run.learner.params, other.learner.params, atol=2e-5)
+        assert figures["success"] == others["success"]
+        for name in ("loss", "value_loss", "explained_variance", "target"):
+            assert figures[name] == pytest.approx(others[name], abs=1e-4), name
+
+
+def test_ppo_of_several_seeds_at_once_is_what_each_is_alone(ppo_by_one):
+    runs = [start_both("own", 0), start_both("own", 1)]
+    after, figures = loop.train_many(loop.one_program(with_values("own"), ENV, SIZES), runs, 3)
+    assert_close(jax.tree.map(lambda x: x[0], after.learner.params), ppo_by_one[2][0].learner.params, atol=1e-4)
+    assert figures["explained_variance"].shape == (2, 3)
+
+
+def test_ppo_moves_actor_and_critic_and_keeps_a_reference_without_values(ppo_by_one):
+    first, last = start_both("own"), ppo_by_one[2][0]
+    for one, two in zip(first.learner.params, last.learner.params, strict=True):
+        assert max(float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (one, two)), strict=True)) > 1e-3
+    assert last.reference.critic is None
+    assert_close(last.reference.policy, acting(first.learner.params), atol=0)
+    assert all(figures["log_ratio_max"] < 5e-5 for _, figures in ppo_by_one)  # F7
+
+
+def test_the_price_of_kl_is_paid_once_the_policy_has_left_its_reference():
+    """The advantages of trajectories scored under another reference differ; under the policy itself nothing is paid."""
+    stages = with_values("own")
+    run = start_both("own")
+    played = stages.rollout(run).trajectories
+    own = stages.appraise(run, played)
+    actions = np.asarray(played.actions)
+    np.testing.assert_allclose(np.asarray(own.logp_ref)[actions], np.asarray(played.logp_sampled)[actions], atol=5e-5)
+    other = run.replace(reference=run.reference._replace(policy=POLICY.init(jax.random.key(9))))
+    far = stages.appraise(other, played)
+    assert np.abs(np.asarray(stages.credit(far).adv) - np.asarray(stages.credit(own).adv)).max() > 0.01
+
+
+def test_kl_in_the_reward_works_without_a_critic():
+    algorithm = fg.rloo(beta=0.05, kl_in="reward")
+    step = loop.three_programs(iteration(algorithm), ENV, algorithm, SIZES)
+    *_, (run, figures) = loop.train(step, start(), 2)
+    *_, (other, _) = loop.train(one_program(algorithm), start(), 2)
+    assert_close(run.learner.params, other.learner.params, atol=2e-5)
+    assert figures["update"] == 2
+
+
+def test_a_shared_trunk_learns_values_too():
+    """With returns as targets (lam = 1): every value starts at zero, and their mean comes to that of the returns."""
+    algorithm = fg.ppo(beta=0.0, lam=1.0)
+    step = loop.three_programs(with_values("shared", algorithm), ENV, algorithm, SIZES)
+    seen = [figures for _, figures in loop.train(step, start_both("shared"), 12)]
+    assert seen[0]["value"] == pytest.approx(0.0, abs=1e-6)
+    value, target = (np.mean([figures[name] for figures in seen[6:]]) for name in ("value", "target"))
+    assert value == pytest.approx(target, rel=0.3)
+    assert target > 0.1
+
+
+def test_mini_batches_of_ppo_hold_whole_trajectories():
+    sizes = loop.Settings(queries=4, samples=4, micro_rows=8, mini_batches=2, epochs=2)
+    step = loop.three_programs(with_values("own", PPO, sizes), ENV, PPO, sizes)
+    _, figures = next(loop.train(step, start_both("own"), 1))
+    assert figures["steps"] == 4
+
+
+# Nothing to learn from ------------------------------------------------------------------------------------
+
+
+def test_F8_groups_without_a_signal_are_left_out_of_one_program_as_of_three():
+    """With no KL: the same parameters and figures, and no token of theirs is visited."""
+    algorithm = fg.flow_grpo(beta=0.0)
+    step = loop.three_programs(iteration(algorithm), ENV, algorithm, SIZES)
+    left_out = 0
+    for (run, figures), (other, others) in zip(
+        loop.train(one_program(algorithm), start(), 3), loop.train(step, start(), 3), strict=True
+    ):
+        assert_close(run.learner.params, other.learner.params, atol=2e-5)
+        assert figures["live_tokens"] == others["live_tokens"]
+        assert figures["loss"] == pytest.approx(others["loss"], abs=1e-5)
+        left_out += figures["chosen_tokens"] - figures["live_tokens"]
+    assert left_out > 0
 
 
 def test_no_retracing():

@@ -10,6 +10,21 @@ import pytest
 from flowgrpo import spread
 
 MESH = jax.make_mesh((4,), (spread.AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+AXES = (spread.AXIS, spread.FSDP, spread.TENSOR)
+AUTO = (jax.sharding.AxisType.Auto,) * 3
+WIDE = jax.make_mesh((4, 1, 1), AXES, axis_types=AUTO, devices=jax.devices()[:4])  # only its data axis has a size
+DIVIDING = jax.make_mesh((2, 2, 2), AXES, axis_types=AUTO)
+EACH = spread.PerDevice("data", 3)
+
+
+def spread_over(function, mesh, *given):
+    """What `function(mesh, ...)` gives, compiled in the way that the mesh is meant for."""
+    if mesh is not EACH:
+        return jax.jit(partial(function, mesh))(*given)
+    mapped = jax.pmap(lambda _, given: function(mesh, *given), "data", in_axes=(0, None), devices=jax.devices()[:3])
+    copies = mapped(jnp.arange(3), given)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x[0], x[2]), copies)
+    return jax.tree.map(lambda x: x[1], copies)
 
 
 @pytest.mark.parametrize("count", [1, 4, 7, 12])
@@ -28,9 +43,13 @@ def scale(factor, rows):
 @pytest.mark.parametrize("count", [1, 4, 7, 12])
 def test_rows_come_back_in_their_order(count):
     rows = {"x": jnp.arange(2.0 * count).reshape(count, 2), "key": jax.random.split(jax.random.key(0), count)}
-    plain, dealt = (jax.jit(partial(spread.map_rows, scale, mesh))(jnp.float32(3.0), rows) for mesh in (None, MESH))
-    for name in plain:
-        np.testing.assert_array_equal(plain[name], dealt[name])
+    plain, *others = (
+        spread_over(partial(spread.map_rows, scale), mesh, jnp.float32(3.0), rows)
+        for mesh in (None, MESH, WIDE, DIVIDING, EACH)
+    )
+    for dealt in others:
+        for name in plain:
+            np.testing.assert_array_equal(plain[name], dealt[name])
 
 
 def total(shared, rows, wanted_r):
@@ -42,8 +61,8 @@ def total(shared, rows, wanted_r):
 def test_sums_count_each_wanted_row_once(count):
     rows, wanted_r = jnp.arange(1.0, count + 1), jnp.arange(count) != 2
     expected = np.where(np.arange(count) != 2, np.arange(1.0, count + 1), 0.0)
-    for mesh in (None, MESH):
-        sums, largest = jax.jit(partial(spread.sum_rows, total, mesh))(jnp.float32(2.0), rows, wanted_r)
+    for mesh in (None, MESH, WIDE, DIVIDING, EACH):
+        sums, largest = spread_over(partial(spread.sum_rows, total), mesh, jnp.float32(2.0), rows, wanted_r)
         assert float(sums["sum"]) == 2.0 * expected.sum()
         assert float(largest) == expected.max()
 
@@ -52,6 +71,24 @@ def test_what_is_shared_lies_on_every_device():
     assert len(spread.share({"x": jnp.ones(3)}, MESH)["x"].sharding.device_set) == 4
     tree = {"x": jnp.ones(3)}
     assert spread.share(tree, None) is tree
+
+
+def test_a_tree_is_laid_out_by_a_tree_of_shardings():
+    over = jax.sharding.NamedSharding(DIVIDING, jax.sharding.PartitionSpec("fsdp"))
+    everywhere = jax.sharding.NamedSharding(DIVIDING, spread.SHARED)
+    placed = spread.place({"x": np.arange(4.0), "key": jax.random.key(1)}, {"x": over, "key": everywhere})
+    assert placed["x"].sharding == over
+    assert placed["key"].sharding == everywhere
+    assert jax.random.key_data(placed["key"]).tolist() == jax.random.key_data(jax.random.key(1)).tolist()
+
+
+def test_rows_stand_side_by_side_only_where_xla_divides_the_program():
+    assert [spread.abreast(mesh) for mesh in (None, MESH, WIDE, EACH, DIVIDING)] == [1, 1, 1, 1, 4]
+    assert [spread.divides(mesh) for mesh in (None, MESH, WIDE, EACH, DIVIDING)] == [False] * 4 + [True]
+    rows = {"x": jnp.arange(6.0)}
+    assert all(spread.lay(rows, mesh) is rows for mesh in (None, MESH, WIDE, EACH))
+    laid = jax.jit(lambda x: spread.lay(x, DIVIDING))(jnp.arange(8.0))
+    assert {shard.data.shape for shard in laid.addressable_shards} == {(2,)}
 
 
 def test_the_mesh_holds_all_devices():

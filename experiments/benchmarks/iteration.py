@@ -8,16 +8,14 @@
 `iteration`: 32 tasks of `arithmetic` with 8 trajectories each and a model of 0.34 M parameters, which imitates
 demonstrations for some steps before, so that episodes take seven turns and groups have mixed outcomes. As three
 programs with packing between them, as one program, and stage by stage. Only real tokens count, no padding.
-`update`: that on full rows, with layers unrolled and in a loop, as a share of the matrix-product rate; three times the
-work of a forward pass is counted. `scaling`: the same iteration with other group sizes, widths and turn limits, one at
-a time. `prefill`: the rollout, whose cache is appended to, against every turn with its whole context in a fresh cache.
-`seeds`: runs of `lookup` under one vmap against one after the other, and how far their parameters differ after 3
-updates. `trl`: steps of GRPOTrainer and of this loop in turn, with one turn and with three (see `trl_peer`). Medians
-of several runs, which alternate where they are compared.
+`scaling`: the same iteration with other group sizes, widths and turn limits, one at a time. `prefill`: the rollout,
+whose cache is appended to, against every turn with its whole context in a fresh cache. `seeds`: runs of `lookup` under
+one vmap against one after the other, and how far their parameters differ after 3 updates. `trl`: steps of GRPOTrainer
+and of this loop in turn, with one turn and with three (see `trl_peer`). Medians of several runs, which alternate where
+they are compared. The update alone is measured by `benchmarks.update`.
 
 Measured on two shared cores: 14,800 tokens a second in three programs, of whose time three quarters are rollout, and
-11,000 in one. The update at 0.22, 0.47 and 0.58 of the matrix-product rate (0.34, 4 and 20 M parameters), with its
-layers in a loop at 0.16, 0.39 and 0.54. Prefilling every turn takes 2.3 times as long as the rollout, and gives the
+11,000 in one. Prefilling every turn takes 2.3 times as long as the rollout, and gives the
 same tokens. 16 seeds of 256 trajectories take 1.35 times as long under one vmap; their parameters differ by 1e-6 where
 training moved them by 3e-3. With `--cpu_devices=2` an iteration comes to 27,700 tokens a second.
 Of TRL's steps a second 0.9 to 1.0 with one turn, and 1.2 to 1.3 with three, where it prefills
@@ -33,7 +31,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import flags
 
 import flowgrpo as fg
@@ -42,17 +39,11 @@ from experiments.benchmarks import ceilings, reuse, trl_peer
 from experiments.benchmarks.measured import medians, show_columns, significant, timed
 from flowgrpo import loop
 from flowgrpo.contracts import Metrics
-from flowgrpo.envs.env import PAD
-from flowgrpo.learner.state import init_learner, make_optimizer
-from flowgrpo.learner.update import make_update
-from flowgrpo.models.config import DecoderConfig
-from flowgrpo.models.decoder import make_policy
 from flowgrpo.packing import pack
 from flowgrpo.spread import share
 from flowgrpo.types import BadInput, Batch, Trajectories
 
-PARTS = ("iteration", "update", "scaling", "prefill", "seeds", "trl")
-PROTOTYPE = "prototype"
+PARTS = ("iteration", "scaling", "prefill", "seeds", "trl")
 
 _PARTS = flags.DEFINE_list("parts", list(PARTS[:-1]), f"Any of {', '.join(PARTS)}.")
 _QUERIES = flags.DEFINE_integer("queries", 32, "Tasks of an iteration.", lower_bound=1)
@@ -60,16 +51,12 @@ _SAMPLES = flags.DEFINE_integer("samples", 8, "Trajectories of a task.", lower_b
 _WIDTH = flags.DEFINE_integer("width", 108, "Width of the prototype's model.", lower_bound=16)
 _LAYERS = flags.DEFINE_integer("layers", 3, "Layers of the prototype's model.", lower_bound=1)
 _WARM_STEPS = flags.DEFINE_integer("warm_steps", 200, "Steps of imitation before anything is measured.", lower_bound=1)
-_MODELS = flags.DEFINE_list("models", [PROTOTYPE, *ceilings.SHAPES], "Models of the part `update`.")
-_ROWS = flags.DEFINE_integer("rows", 64, "Rows of the part `update`.", lower_bound=1)
-_LENGTH = flags.DEFINE_integer("length", 96, "Tokens of each of them.", lower_bound=2)
 _GROUPS = flags.DEFINE_list("groups", ["4", "8", "16"], "Trajectories of a task in `scaling`.")
 _WIDTHS = flags.DEFINE_list("widths", ["64", "96", "128"], "Widths in `scaling`.")
 _TURNS = flags.DEFINE_list("turns", ["9", "10", "14"], "Turn limits in `scaling`.")
 _SEEDS = flags.DEFINE_integer("seeds", 16, "Runs of the part `seeds`.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
 
-MICRO_ROWS = 16
 HEAD = 16  # dimensions of the prototype's heads
 
 
@@ -142,7 +129,7 @@ def stage_by_stage(setup: setups.Setup, stages: list[Callable], run: loop.Run) -
 
 def laid_out(setup: setups.Setup, credit: Callable, trajectories: Trajectories) -> Batch:
     """Packed as `loop.three_programs` does it."""
-    adv, weights = (np.asarray(x) for x in credit(trajectories))
+    adv, weights, _ = jax.device_get(credit(trajectories))
     rows, length = len(trajectories.group), loop.longest(setup.env)
     skips = setup.algorithm.skips
     return pack(jax.device_get(trajectories), adv, weights, row_length=length, rows=rows, skip_no_signal=skips)
@@ -189,61 +176,6 @@ def measure_scale(setup: setups.Setup, params) -> dict:
     }
 
 
-# The update alone -------------------------------------------------------------------------------------
-
-
-def measure_update(name: str, rate: float) -> dict:
-    """Share of the matrix-product rate, with unrolled layers and without."""
-    config = _config(name)
-    batch, optimizer = full_batch(config), make_optimizer(learning_rate=1e-4)
-    algorithm = fg.flow_grpo(beta=0.0)
-    state, works = None, {}
-    for form, unroll in (("unrolled", True), ("looped", False)):
-        policy = make_policy(config, unroll=unroll)
-        state = state or init_learner(jax.jit(policy.init)(jax.random.key(0)), optimizer)
-        works[form] = jax.jit(make_update(policy, algorithm, optimizer, banned=(PAD,), micro_rows=MICRO_ROWS))
-    assert state is not None
-    middle = medians(
-        {form: timed(partial(work, state, batch))[0] for form, work in works.items()} for _ in range(1 + _REPEATS.value)
-    )
-    # Half the length is what a token sees in the mean.
-    flops = 3 * ceilings.forward_flops(state.params, config, batch.tokens.size, _LENGTH.value / 2)
-    result = {"model": name, "params": ceilings.count(state.params)}
-    for form, took in middle.items():
-        result |= {f"{form}_seconds": round(took, 4), f"{form}_of_flops": significant(flops / took / rate)}
-    return result
-
-
-def _config(name: str) -> DecoderConfig:
-    if name == PROTOTYPE:
-        return setups.shape(
-            fg.arithmetic(), setups.settings_of("arithmetic", d=_WIDTH.value, layers=_LAYERS.value, head=HEAD)
-        )
-    return ceilings.open_model(name).config
-
-
-def full_batch(config: DecoderConfig) -> Batch:
-    """Rows without padding, in which everything but the first token was sampled, with advantages of both signs."""
-    shape = (_ROWS.value, _LENGTH.value)
-    row_rs, slot_rs = np.indices(shape, np.int32)
-    chosen_rs = slot_rs > 0
-    logp_rs = np.where(chosen_rs, -np.log(config.v), 0.0).astype(np.float32)
-    return Batch(
-        tokens=np.random.default_rng(0).integers(PAD + 1, config.v, shape, np.int32),
-        positions=slot_rs,
-        segments=np.ones(shape, np.int32),
-        trajectory=row_rs,
-        turn=np.zeros(shape, np.int32),
-        slot=slot_rs,
-        group=row_rs // 8,
-        chosen=chosen_rs,
-        logp_sampled=logp_rs,
-        logp_old=logp_rs,
-        advantage=np.where(row_rs % 2, 1.0, -1.0).astype(np.float32),
-        weight=(chosen_rs / chosen_rs.sum()).astype(np.float32),
-    )
-
-
 # The command ------------------------------------------------------------------------------------------
 
 
@@ -255,21 +187,15 @@ def check_flags() -> None:
     for flag in (_GROUPS, _WIDTHS, _TURNS):
         if not all(value.isdecimal() and int(value) > 0 for value in flag.value):
             raise BadInput(f"--{flag.name}={','.join(flag.value)} must be a comma-separated list of positive integers")
-    for model in _MODELS.value:
-        if model != PROTOTYPE and model not in ceilings.SHAPES:
-            choices = ", ".join((PROTOTYPE, *ceilings.SHAPES))
-            raise BadInput(f"--models={','.join(_MODELS.value)} has {model!r}; choose from {choices}")
     if "trl" in _PARTS.value:
         trl_peer.check_installed()
 
 
-def measure(part: str, *, params: Any, rate: float) -> list[dict]:
+def measure(part: str, *, params: Any) -> list[dict]:
     """The records of one part; `params` are the prototype's after imitation."""
     match part:
         case "iteration":
             return [measure_iteration(prototype(), params)]
-        case "update":
-            return [measure_update(name, rate) for name in _MODELS.value]
         case "scaling":
             return measure_scaling()
         case "prefill":
@@ -287,11 +213,10 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     check_flags()
     parts = [part for part in PARTS if part in _PARTS.value]
-    rate = ceilings.measure().flops if "update" in parts else 0.0
     params = imitate(prototype()) if {"iteration", "prefill"} & set(parts) else None
-    result = {"benchmark": "iteration", "gflops": round(rate / 1e9, 1)}
+    result: dict[str, Any] = {"benchmark": "iteration"}
     for part in parts:
-        result[part] = measure(part, params=params, rate=rate)
+        result[part] = measure(part, params=params)
         show_columns(result[part])
     print(json.dumps(result))
 

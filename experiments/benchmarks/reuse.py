@@ -21,6 +21,7 @@ from flowgrpo.envs.env import END, PAD
 from flowgrpo.generate.sampler import decode, feed, sampling, start_rows
 from flowgrpo.layouts import filled
 from flowgrpo.rollout.compiled import make_rollout, repeat
+from flowgrpo.rollout.exam import draw_tasks
 from flowgrpo.types import Trajectories
 
 UPDATES = 3  # of each seed
@@ -35,7 +36,7 @@ def measure_prefill(setup: Setup, params: Params, repeats: int) -> dict:
     roll_out = jax.jit(make_rollout(env, policy))
     again = jax.jit(partial(answer, policy, action=env.sizes.action))
     task_key, own_key = jax.random.split(jax.random.key(0))
-    tasks, group_n = repeat(loop.draw_tasks(env, task_key, sizes.queries, "train"), sizes.samples)
+    tasks, group_n = repeat(draw_tasks(env, task_key, sizes.queries, "train"), sizes.samples)
     keys = jax.random.split(own_key, len(group_n))
     played = jax.device_get(roll_out(params, tasks, keys, group_n)).trajectories
     told = [context(played, turn) for turn in range(played.turns.sum(axis=1).max())]

@@ -54,6 +54,7 @@ def compose(
         sums=first_pass if by or sequence_corrected else None,
         keeps=frozenset(keeps.split()),
         needs=needs_of(options) | frozenset(needs.split()),
+        before=frozenset(("logp_ref",) if options.kl_in_reward else ()),
         skips=skips and not options.kl_in_loss and is_off(options.entropy_bonus),
         reference_every=options.reference_every,
     )

@@ -70,6 +70,7 @@ def dpo(*, beta=0.1, **options) -> Algorithm:
         sums=margins,
         keeps=frozenset({"F4"}),
         needs=needs_of(settings) | {"logp_ref"},
+        whole="group",
         skips=is_off(settings.entropy_bonus),
         reference_every=settings.reference_every,
     )

@@ -97,7 +97,8 @@ def ppo(
         skips=False,
     )
     loss = partial(actor_critic_loss, policy_loss=actor.loss, value_clip=value_clip, coefficient=value_coefficient)
-    return actor._replace(loss=loss, targets=bind(partial(_returns, credit=credit), settings))
+    targets = bind(partial(_returns, credit=credit), settings)
+    return actor._replace(loss=loss, targets=targets, before=actor.before | {"value"})
 
 
 def _whitened(trajectories, outcome_n, valid_n, options, *, credit) -> Array:

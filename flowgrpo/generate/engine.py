@@ -4,7 +4,8 @@ A fixed number of slots decode together. A request takes a free slot, preferably
 beginning of its conversation; another slot's beginning is copied. Between stretches of decoding, slots
 that ended are answered, requests enter, deadlines and cancellations act, and weights are swapped, each
 token keeping the version of the weights that chose it. A handful of programs of fixed shape do it all, so
-nothing is compiled after the first requests; what a request gets depends on its key alone (E3).
+nothing is compiled after the first requests; what a request gets depends on its key alone (E3). Between rollouts
+`release` gives the memory of all slots back, and the next request makes them again.
 """
 
 import threading
@@ -12,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -68,7 +69,8 @@ class Engine:
         # At least two: sums over a single row go in an order of their own, and results must not depend on the width.
         self._slots = [Slot() for _ in range(max(slots, 2))]
         self._clock = 0
-        self._rows = self.programs.start(len(self._slots), slot_length)
+        self._rows: Any = None  # made with the first request, and again after each release
+        self._leaving: list[Future] = []  # of `release`: answered with the bytes that were freed
         self._queue: deque[Job] = deque()
         self._wake, self._closed = threading.Condition(), False
         self._failure: BaseException | None = None
@@ -97,6 +99,21 @@ class Engine:
                 raise EngineClosed("the engine is closed: swap before closing it") from self._failure
             self._swap = (params, version)
             self._wake.notify()
+
+    def release(self) -> int:
+        """Destroy the cache and all slots, until the next request makes them again; returns the bytes that were freed.
+
+        What decodes at this moment is computed again and goes on, to the same bits.
+        """
+        if threading.current_thread() is self._thread:
+            raise BadInput("release was called from a future's callback, where it would wait for itself: call it later")
+        freed: Future[int] = Future()
+        with self._wake:
+            if self._closed:
+                return 0
+            self._leaving.append(freed)
+            self._wake.notify()
+        return freed.result()
 
     def close(self) -> None:
         """Cancel what is left and stop the thread."""
@@ -134,10 +151,11 @@ class Engine:
             if self._wait():
                 self._warm_up()
             while self._wait():
+                self._free()
                 self._take_weights()
                 self._end_late()
                 self._admit()
-                if any(slot.job for slot in self._slots):
+                if self._busy():
                     self._stretch()
         except BaseException as error:
             self._failure = error
@@ -148,23 +166,49 @@ class Engine:
     def _wait(self) -> bool:
         """Wait for work; False when closed."""
         with self._wake:
-            while not (self._closed or self._queue or self._swap or any(slot.job for slot in self._slots)):
+            while not (self._closed or self._queue or self._swap or self._leaving or self._busy()):
                 self._wake.wait()
             return not self._closed
+
+    def _busy(self) -> bool:
+        return any(slot.job for slot in self._slots)
 
     def _warm_up(self) -> None:
         """Run every program once without a token, so that all are compiled by the first request and none later."""
         program, params, turn = self.programs, self._params, Turn(0, jax.random.key(0), 0, 0)
+        self._make_slots()
         for width in widths(self.chunk):
             nothing = np.zeros(width, np.int32)
             self._rows = program.extend(params, self._rows, 0, 0, 0, nothing, 0, turn)
         self._rows = program.force(params, self._rows, 0, nothing, 0)
         self._rows, _ = program.decode(params, self._rows, *columns(self._slots), False)
 
+    def _make_slots(self) -> None:
+        """Empty slots, where there are none."""
+        if self._rows is None:
+            self._rows = self.programs.start(len(self._slots), self.slot_length)
+
+    def _free(self) -> None:
+        """Destroy the slots for whoever waits for that; jobs that were decoding in some begin again in new ones."""
+        with self._wake:
+            leaving, self._leaving = self._leaving, []
+        if not leaving:
+            return
+        freed, self._rows = sum(x.nbytes for x in jax.tree.leaves(self._rows)), None
+        for slot in self._slots:
+            slot.forget()
+        for one in leaving:
+            one.set_result(freed)
+        if self._busy():
+            self._make_slots()
+            self._fill_again()
+
     def _give_up(self) -> None:
         """Answer everything that is left, so that nobody waits for ever."""
         with self._wake:
-            self._closed = True
+            self._closed, self._rows = True, None
+            for one in self._leaving:
+                one.set_result(0)
             jobs = {*self._queue, *(slot.job for slot in self._slots if slot.job)}
             self._queue.clear()
         for job in jobs:
@@ -178,9 +222,13 @@ class Engine:
         self._params, self._version = swap
         self._weights += 1
         if self.at_swap == "recompute":
-            for index, slot in enumerate(self._slots):
-                if slot.job is not None:
-                    self._fill(index, slot.job, self._held(slot.job))
+            self._fill_again()
+
+    def _fill_again(self) -> None:
+        """Compute the caches of all requests in flight anew."""
+        for index, slot in enumerate(self._slots):
+            if slot.job is not None:
+                self._fill(index, slot.job, self._held(slot.job))
 
     def _end_late(self) -> None:
         """End requests that were cancelled or are past their deadline, queued or decoding."""
@@ -206,6 +254,7 @@ class Engine:
             held_r = self._held(job)
             # The slot that holds most of the conversation; else the one that was idle longest.
             index = max(free, key=lambda i: (held_r[i], -self._slots[i].used_at))
+            self._make_slots()
             # In a slot before it leaves the queue: whatever fails, it is in one of them and gets its answer.
             self._slots[index].job = job
             with self._wake:

@@ -24,6 +24,10 @@ class Slot:
         """The cache holds all of the job's tokens but the last."""
         self.tokens, self.pieces = np.array(job.tokens[:-1], np.int32), cut(job.chosen, chunk=chunk)
 
+    def forget(self) -> None:
+        """The cache holds nothing."""
+        self.tokens, self.pieces, self.weights = np.zeros(0, np.int32), [], -1
+
 
 def held_by(slots: Sequence[Slot], job: Job, weights: int, chunk: int) -> list[int]:
     """How many tokens of the job each slot's cache holds, as these weights alone compute them.

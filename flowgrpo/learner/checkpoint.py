@@ -9,9 +9,9 @@
         arrays/             by Orbax; the names are those of the leaves
         checkpoint.json     the note; every leaf's place and kind; dtype, shape and checksum, or value
 
-A checkpoint is written beside its place and moved there when it is whole, so that a process may be killed at any
-moment. What such a one left behind is never read, and is removed by the next that writes. The checksums find damage
-that Orbax would not.
+A checkpoint is written beside its place and moved there when it is whole, so that a process may be killed, and a disk
+may be full, at any moment. What such a one left behind is never read, and is removed by the next that writes. The
+checksums find damage that Orbax would not.
 """
 
 import hashlib
@@ -19,8 +19,9 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,14 @@ import jax
 import numpy as np
 
 from flowgrpo.launch import make_folder
+from flowgrpo.learner.disk import check_room, reason, unlogged
 from flowgrpo.learner.leaves import Leaf, give, take
 from flowgrpo.types import BadInput
 
 ARRAYS, CONTENT = "arrays", "checkpoint.json"
 UNFINISHED = ".unfinished-"  # begins the name of what is being written or removed
+ROOM = 4096  # bytes that an array takes beside its numbers; as many are there for each of
+AT_LEAST = 8  # files that every checkpoint has
 
 
 class Checkpoints:
@@ -41,7 +45,7 @@ class Checkpoints:
 
     The newest `keep` are kept, and the one whose note has the highest number under the name `best`. With `background`,
     `save` returns when all is copied; the next `save`, `wait`, or the end of a `with` block waits until it is written
-    and raises what went wrong.
+    and raises what went wrong. Reading waits, too, and raises nothing of that.
     """
 
     def __init__(self, folder: str | os.PathLike, *, keep: int = 2, best: str | None = None, background: bool = False):
@@ -60,7 +64,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of all whole checkpoints, oldest first."""
-        return sorted(int(path.parent.name) for path in self.folder.glob(f"[0-9]*/{CONTENT}"))
+        self._settle()
+        return self._steps()
 
     def latest(self) -> int | None:
         """The newest step; None where there is none."""
@@ -68,23 +73,18 @@ class Checkpoints:
 
     def best(self) -> int | None:
         """The step with the highest number under the name `best`, the newest of equals; None where there is none."""
-        ranked = []
-        for step in self.steps() if self._best else []:
-            with suppress(BadInput):  # a damaged one is none of the best
-                score = self.note(step).get(str(self._best))
-                ranked += [(score, step)] if isinstance(score, int | float) and score == score else []
-        return max(ranked)[1] if ranked else None
+        self._settle()
+        return self._find_best()
 
     def save(self, step: int, tree: Any, note: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint, replacing one of the same step; the note is what JSON can hold."""
         self.wait()
         leaves = take(tree, copy=self._writer is not None)
-        content = {"step": step, "note": dict(note or {}), "leaves": [_record(leaf) for leaf in leaves]}
-        text = json.dumps(content | {"crc32": _checksum(content)})
+        plain = json.loads(json.dumps(dict(note or {})))  # a copy, too
         if self._writer is None:
-            self._write(step, leaves, text)
+            self._write(step, leaves, plain)
         else:
-            self._pending = self._writer.submit(self._write, step, leaves, text)
+            self._pending = self._writer.submit(self._write, step, leaves, plain)
 
     def wait(self) -> None:
         """Return when everything is written; raises what went wrong."""
@@ -94,6 +94,7 @@ class Checkpoints:
 
     def note(self, step: int) -> dict[str, Any]:
         """What was noted with a checkpoint."""
+        self._settle()
         return self._content(step)["note"]
 
     def restore(self, step: int, template: Any) -> Any:
@@ -101,12 +102,43 @@ class Checkpoints:
 
         Where the template has `...`, whatever is there comes back, as dicts, lists and leaves.
         """
-        records = self._content(step)["leaves"]
+        return self._fit(step, self._read(step, ""), template)
+
+    def part(self, step: int, place: str, template: Any = ...) -> Any:
+        """The same of a place in the tree, such as `run/learner/params`; nothing else is read."""
+        leaves = [leaf._replace(path=leaf.path[place.count("/") + 1 :]) for leaf in self._read(step, place)]
+        if not leaves:
+            raise BadInput(f"{self._path(step)} holds nothing at {place}: it was saved by a run of another kind")
+        return self._fit(step, leaves, template)
+
+    def _settle(self) -> None:
+        """Wait for what is being written; how that ended is for `wait` to say."""
+        wait_for([] if self._pending is None else [self._pending])
+
+    def _steps(self) -> list[int]:
+        return sorted(int(path.parent.name) for path in self.folder.glob(f"[0-9]*/{CONTENT}"))
+
+    def _find_best(self) -> int | None:
+        ranked = []
+        for step in self._steps() if self._best else []:
+            with suppress(BadInput):  # a damaged one is none of the best
+                score = self._content(step)["note"].get(str(self._best))
+                ranked += [(score, step)] if isinstance(score, int | float) and score == score else []
+        return max(ranked)[1] if ranked else None
+
+    def _read(self, step: int, place: str) -> list[Leaf]:
+        """The leaves at and below a place of the tree; all of them at ""."""
+        self._settle()
+        records = enumerate(self._content(step)["leaves"])
+        records = [(i, record) for i, record in records if f"{record['name']}/".startswith(place and f"{place}/")]
         try:
-            arrays = _restore_arrays(self._path(step) / ARRAYS) if any(map(_is_stored, records)) else {}
-            leaves = [_leaf(record, arrays.get(_key(i, record))) for i, record in enumerate(records)]
+            names = [_key(i, record) for i, record in records if _is_stored(record)]
+            arrays = _restore_arrays(self._path(step) / ARRAYS, names) if names else {}
+            return [_leaf(record, arrays.get(_key(i, record))) for i, record in records]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._damaged(step, str(error)) from error
+
+    def _fit(self, step: int, leaves: list[Leaf], template: Any) -> Any:
         try:
             return give(leaves, template)
         except BadInput as error:
@@ -122,7 +154,7 @@ class Checkpoints:
             if content.pop("crc32") != _checksum(content):
                 raise ValueError("it is not what was saved")
         except FileNotFoundError:
-            there = f"there are {', '.join(map(str, self.steps()))}" if self.steps() else "there is none"
+            there = f"there are {', '.join(map(str, self._steps()))}" if self._steps() else "there is none"
             raise BadInput(f"{self.folder} has no checkpoint of step {step}: {there}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._damaged(step, f"{CONTENT}: {error}") from error
@@ -130,11 +162,11 @@ class Checkpoints:
 
     def _damaged(self, step: int, why: str) -> BadInput:
         """The sentence, with what to do."""
-        earlier = [other for other in self.steps() if other < step]
+        earlier = [other for other in self._steps() if other < step]
         mend = f"remove that folder to go on from step {earlier[-1]}" if earlier else "there is no earlier one"
         return BadInput(f"{self._path(step)} is damaged ({' '.join(why.split())[:200]}): {mend}")
 
-    def _write(self, step: int, leaves: list[Leaf], text: str) -> None:
+    def _write(self, step: int, leaves: list[Leaf], note: Mapping[str, Any]) -> None:
         """Write all beside its place, move it there, and remove what is no longer kept."""
         make_folder(self.folder)
         if not self._clean:
@@ -145,21 +177,33 @@ class Checkpoints:
         try:
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir()
-            arrays = {_key(i, _record(leaf)): leaf.value for i, leaf in enumerate(leaves) if _is_stored(_record(leaf))}
-            if arrays:
-                _orbax().save(beside.absolute() / ARRAYS, arrays)
-            (beside / CONTENT).write_text(text)
+            self._fill(beside, step, leaves, note)
             self._remove(step)
             beside.rename(self._path(step))
         except (OSError, ValueError) as error:
-            last = self.latest()
+            shutil.rmtree(beside, ignore_errors=True)  # it may be what filled the disk
+            last = max(self._steps(), default=None)
             kept = f"the one of step {last} is whole" if last is not None else "there is no earlier one"
-            raise BadInput(f"{self._path(step)} could not be written ({str(error)[:200]}): {kept}") from error
+            raise BadInput(f"{self._path(step)} could not be written ({reason(error)}): {kept}") from error
         self._prune()
+
+    def _fill(self, folder: Path, step: int, leaves: list[Leaf], note: Mapping[str, Any]) -> None:
+        """The files of a checkpoint."""
+        records = [_record(leaf) for leaf in leaves]
+        content = {"step": step, "note": note, "leaves": records}
+        text = json.dumps(content | {"crc32": _checksum(content)})
+        pairs = enumerate(zip(records, leaves, strict=True))
+        arrays = {_key(i, record): leaf.value for i, (record, leaf) in pairs if _is_stored(record)}
+        sizes = [array.nbytes for array in arrays.values()]
+        check_room(folder, sum(sizes) + ROOM * (len(sizes) + AT_LEAST) + len(text))
+        if arrays:
+            with unlogged():
+                _orbax().save(folder.absolute() / ARRAYS, arrays)
+        (folder / CONTENT).write_text(text)
 
     def _prune(self) -> None:
         """Remove what is neither among the newest nor the best."""
-        for step in set(self.steps()[: -self._keep]) - {self.best()}:
+        for step in set(self._steps()[: -self._keep]) - {self._find_best()}:
             self._remove(step)
 
     def _remove(self, step: int) -> None:
@@ -221,12 +265,12 @@ def _leaf(record: Mapping[str, Any], array: np.ndarray | None) -> Leaf:
     return leaf
 
 
-def _restore_arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of a checkpoint, by their names there, on the host."""
+def _restore_arrays(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """These arrays of a checkpoint, by their names there, on the host."""
     import orbax.checkpoint as ocp
 
-    kinds = ocp.args.PyTreeRestore(restore_args=None)
-    return _orbax().restore(path.absolute(), args=kinds)
+    wanted = ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), partial_restore=True)
+    return _orbax().restore(path.absolute(), args=wanted)
 
 
 def _orbax() -> Any:

@@ -3,8 +3,9 @@
     with run_folder("runs/lookup", {"seed": 0, "learning_rate": 3e-4}) as folder:
         ...
 
-A run goes on to the same bits only under the same settings, software and hardware (S1), so `run.json` holds them all
-and another run is refused, with what differs. The lock is the operating system's: it ends with its process.
+A run goes on to the same bits only under the same settings, software and hardware (S1), so `run.json` and the note of
+every checkpoint hold them all, and another run is refused, with what differs. The lock is the operating system's: it
+ends with its process.
 """
 
 import fcntl
@@ -50,20 +51,37 @@ def run_folder(
 
 def check_run(folder: Path, settings: Mapping[str, Any], *, may_differ: Sequence[str] = ()) -> None:
     """Write `run.json` where there is none; otherwise raise `BadInput` where it tells of another run."""
-    here = json.loads(json.dumps({"settings": dict(settings), "machine": machine()}, default=str))
-    path = folder / RUN
+    path, here = folder / RUN, identity(settings)
     if path.exists():
-        there = _read(path)
-        differences = differing(there["settings"] | there["machine"], here["settings"] | here["machine"], may_differ)
-        if differences:
-            more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
-            raise BadInput(
-                f"{folder} holds another run: {'; '.join(differences[:SHOWN])}{more}. Choose another folder, or the "
-                "settings that it was started with"
-            )
+        there = read_run(folder)
+        check_same(folder, there, here, may_differ=may_differ)
+        if there == here:
+            return
     beside = path.with_name(f".{RUN}")
-    beside.write_text(json.dumps(here, indent=1) + "\n")
-    beside.replace(path)
+    try:
+        beside.write_text(json.dumps(here, indent=1) + "\n")
+        beside.replace(path)
+    except OSError as error:
+        raise BadInput(f"{path} can't be written ({error.strerror}): make room, or choose another folder") from None
+
+
+def identity(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a run's bits depend on, as JSON holds it."""
+    return json.loads(json.dumps({"settings": dict(settings), "machine": machine()}, default=str))
+
+
+def check_same(
+    path: Path, there: Mapping[str, Any], here: Mapping[str, Any], *, may_differ: Sequence[str] = ()
+) -> None:
+    """Raise `BadInput` where two identities differ; `there` is that of what lies at `path`."""
+    chosen, found = (differing(there.get(part, {}), here[part], may_differ) for part in ("settings", "machine"))
+    differences = list(dict.fromkeys([*chosen, *found]))  # both may know of the devices
+    if differences:
+        more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+        raise BadInput(
+            f"{path} holds another run: {'; '.join(differences[:SHOWN])}{more}. Choose another folder, or the "
+            "settings that it was started with"
+        )
 
 
 def differing(there: Mapping[str, Any], here: Mapping[str, Any], may_differ: Sequence[str] = ()) -> list[str]:
@@ -102,7 +120,9 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_run(folder: str | os.PathLike) -> dict[str, Any]:
+    """What a run was started with: `settings`, and the `machine`."""
+    path = Path(folder) / RUN
     try:
         there = json.loads(path.read_text())
         return {"settings": dict(there["settings"]), "machine": dict(there["machine"])}

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh
 
 from flowgrpo.contracts import Scores
-from flowgrpo.spread import map_rows, sum_rows
+from flowgrpo.spread import Spread, abreast, lay, map_rows, sum_rows
 from flowgrpo.types import Batch
 
 Score = Callable[[Any, Batch], Scores]  # (params, batch) -> what they say of it
@@ -41,13 +40,16 @@ def visit(wanted_r: Array, size: int) -> Visit:
 
 
 def accumulate(
-    function: Callable[[Any, Batch], tuple], shared, batch: Batch, wanted_r: Array, size: int, mesh: Mesh | None = None
+    function: Callable[[Any, Batch], tuple], shared, batch: Batch, wanted_r: Array, size: int, mesh: Spread = None
 ) -> tuple:
-    """`function(shared, micro-batch)` over the wanted rows: it gives (what is summed, what the largest is kept of)."""
-    return sum_rows(partial(_accumulate, function, size), mesh, shared, batch, wanted_r)
+    """`function(shared, micro-batch)` over the wanted rows: it gives (what is summed, what the largest is kept of).
+
+    Each device of a mesh takes `size` rows at a time.
+    """
+    return sum_rows(partial(_accumulate, function, size * abreast(mesh), mesh), mesh, shared, batch, wanted_r)
 
 
-def _accumulate(function, size: int, shared, batch: Batch, wanted_r: Array) -> tuple:
+def _accumulate(function, size: int, mesh: Spread, shared, batch: Batch, wanted_r: Array) -> tuple:
     rows = visit(wanted_r, size)
     sums, largest = jax.eval_shape(function, shared, _take(batch, rows, 0)[0])
     start = (
@@ -56,23 +58,23 @@ def _accumulate(function, size: int, shared, batch: Batch, wanted_r: Array) -> t
     )
 
     def add(index, carry):
-        more, other = function(shared, _take(batch, rows, index)[0])
+        more, other = function(shared, lay(_take(batch, rows, index)[0], mesh))
         return jax.tree.map(jnp.add, carry[0], more), jax.tree.map(jnp.maximum, carry[1], other)
 
     return jax.lax.fori_loop(0, rows.trips, add, start)
 
 
-def score_rows(score: Score, params, batch: Batch, wanted_r: Array, size: int, mesh: Mesh | None = None) -> Array:
+def score_rows(score: Score, params, batch: Batch, wanted_r: Array, size: int, mesh: Spread = None) -> Array:
     """Log-probabilities of the wanted rows, 0 in the others; no gradient -> logp_rs."""
-    return map_rows(partial(_score_rows, score, size), mesh, params, (batch, wanted_r))
+    return map_rows(partial(_score_rows, score, size * abreast(mesh), mesh), mesh, params, (batch, wanted_r))
 
 
-def _score_rows(score: Score, size: int, params, pair: tuple[Batch, Array]) -> Array:
+def _score_rows(score: Score, size: int, mesh: Spread, params, pair: tuple[Batch, Array]) -> Array:
     batch, rows = pair[0], visit(pair[1], size)
 
     def fill(index, logp_rs):
         part, row_i = _take(batch, rows, index)
-        logp_is = jax.lax.stop_gradient(score(params, part).logp).astype(jnp.float32)
+        logp_is = jax.lax.stop_gradient(score(params, lay(part, mesh)).logp).astype(jnp.float32)
         return logp_rs.at[row_i].set(logp_is, mode="drop")
 
     return jax.lax.fori_loop(0, rows.trips, fill, jnp.zeros(batch.tokens.shape, jnp.float32))

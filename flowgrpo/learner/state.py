@@ -1,27 +1,23 @@
-"""What a learner carries from update to update, and the optimizer that moves it.
+"""What a learner carries from update to update.
 
 State is one frozen pytree: it can be donated, vmapped over seeds, sharded and saved as it is.
 """
 
-from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import optax
-import optax.contrib
 from flax import struct
 from jax import Array
 from jaxtyping import Int
 
-from flowgrpo.types import BadInput
-
-Summed = tuple[tuple[int, ...], tuple[int, ...]]  # axes of a parameter that a product sums over, and that it leaves
-MUON = 5.0  # times the rate: a step of Muon against one of AdamW
+from flowgrpo.learner.optimizers import MUON as MUON
+from flowgrpo.learner.optimizers import make_optimizer as make_optimizer
+from flowgrpo.learner.trained import WHOLE, Trained
 
 
 class LearnerState(struct.PyTreeNode):
-    """Parameters, what the optimizer remembers, and two counters."""
+    """Parameters, what the optimizer remembers of those that it moves, and two counters."""
 
     params: Any
     optimizer: Any
@@ -29,75 +25,6 @@ class LearnerState(struct.PyTreeNode):
     skipped: Int[Array, ""]  # steps left out because loss or gradient was not finite
 
 
-def init_learner(params, optimizer: optax.GradientTransformation) -> LearnerState:
-    """The state before the first update."""
-    return LearnerState(params, optimizer.init(params), jnp.int32(0), jnp.int32(0))
-
-
-def make_optimizer(
-    *,
-    learning_rate,
-    warmup_steps: int = 0,
-    decay_steps: int | None = None,
-    final_share: float = 0.0,
-    weight_decay=0.0,
-    clip_norm: float | None = 1.0,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    matrices: Mapping[str, Summed] | None = None,
-) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter, 2019) behind a clip of the gradient's global norm.
-
-    The rate rises over `warmup_steps` and then falls along a cosine over `decay_steps` to `final_share` of
-    itself; both count optimizer steps, one for each mini-batch. `learning_rate` and `weight_decay` may be vmapped.
-    The parameters that `matrices` names, with the axes that a product with them sums over and those it leaves, take
-    Muon's orthogonal steps (Jordan et al., 2024) of about `MUON` times the size of AdamW's.
-    """
-    for name, value, least in (("warmup_steps", warmup_steps, 0), ("decay_steps", decay_steps, 1)):
-        if value is not None and value < least:
-            raise BadInput(f"make_optimizer: {name} is {value}, but must be at least {least}")
-    if clip_norm is not None and not clip_norm > 0:
-        raise BadInput(f"make_optimizer: clip_norm is {clip_norm}; give a number above 0, or None for no clip")
-    clip = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
-    decays = not isinstance(weight_decay, (int, float)) or weight_decay != 0
-    rest = [optax.add_decayed_weights(weight_decay)] if decays else []
-    rate = _schedule(learning_rate, warmup_steps, decay_steps, final_share)
-    rest.append(optax.scale_by_learning_rate(rate))
-    adamw = optax.chain(optax.scale_by_adam(b1=b1, b2=b2, eps=eps), *rest)
-    if matrices is None:
-        return optax.chain(*clip, adamw)
-    numbers: Any = partial(_numbers, matrices)
-    muon = optax.chain(optax.contrib.scale_by_muon(weight_dimension_numbers=numbers), optax.scale(MUON), *rest)
-    return optax.chain(*clip, optax.partition({True: muon, False: adamw}, partial(_named, matrices)))
-
-
-def _numbers(matrices: Mapping[str, Summed], params: Mapping) -> dict:
-    """For optax: what it leaves out of a partition stays as it is."""
-    return {
-        name: x if isinstance(x, optax.MaskedNode) else optax.contrib.MuonDimensionNumbers(*matrices[name])
-        for name, x in params.items()
-    }
-
-
-def _named(names, params: Mapping) -> dict:
-    return {name: name in names for name in params}
-
-
-def _schedule(learning_rate, warmup_steps: int, decay_steps: int | None, final_share: float):
-    """The rate as a function of the step; a number where it does not change."""
-    if warmup_steps == 0 and decay_steps is None:
-        return learning_rate
-    after = optax.constant_schedule(learning_rate)
-    if decay_steps is not None:
-        fall = optax.cosine_decay_schedule(1.0, decay_steps, final_share)
-        after = _times(learning_rate, fall)
-    if warmup_steps == 0:
-        return after
-    # The first step has a rate too: 1 / (warmup + 1) of the whole.
-    rise = _times(learning_rate, optax.linear_schedule(1 / (warmup_steps + 1), 1.0, warmup_steps))
-    return optax.join_schedules([rise, after], [warmup_steps])
-
-
-def _times(rate, schedule: optax.Schedule) -> optax.Schedule:
-    return lambda step: rate * schedule(step)
+def init_learner(params, optimizer: optax.GradientTransformation, trained: Trained = WHOLE) -> LearnerState:
+    """The state before the first update; the optimizer remembers what is `trained`."""
+    return LearnerState(params, optimizer.init(trained.take(params)), jnp.int32(0), jnp.int32(0))

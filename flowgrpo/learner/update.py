@@ -10,7 +10,12 @@ when they were sampled, at the same temperature (F7).
 
 Mini-batch m is the m-th block of rows. It must hold whole trajectories (whole groups for preference
 pairs), which `check_mini_batches` looks at on the host: the plain layouts keep them together, and `pack` does with
-`ranks` equal to the number of mini-batches wherever contexts append. Everything here is pure.
+`ranks` equal to the number of mini-batches wherever contexts append.
+
+Gradient and optimizer are of the part of the parameters that is trained (`trained`), and the rest comes out as it went
+in. What is kept in float32 may be scored in another type: each scoring casts the parameters first, and the gradient is
+that of the float32 values. Everything here is pure, and nothing of the old state is needed afterwards, so that the
+caller may donate it.
 """
 
 from collections.abc import Callable
@@ -23,13 +28,15 @@ import numpy as np
 import optax
 from jax import Array
 from jax.lax import stop_gradient
-from jax.sharding import Mesh
 
 from flowgrpo import masked
 from flowgrpo.contracts import Algorithm, Metrics, Policy, Scores
 from flowgrpo.generate.sampler import logprobs
 from flowgrpo.learner.micro import Score, accumulate, score_rows
 from flowgrpo.learner.state import LearnerState
+from flowgrpo.learner.trained import WHOLE, Trained
+from flowgrpo.learner.watch import WATCH, Watch, batch_signal, observe, report
+from flowgrpo.spread import Spread
 from flowgrpo.types import BadInput, Batch
 
 Update = Callable[..., tuple[LearnerState, Metrics]]  # (state, batch, ref_params=None) -> (state, metrics)
@@ -43,7 +50,9 @@ class Plan(NamedTuple):
     mini_batches: int
     rescores: bool  # logp_old is scored before the first step
     skips: bool  # rows without an advantage are not visited
-    mesh: Mesh | None  # the devices over which rows are dealt
+    mesh: Spread  # the devices over which rows are dealt
+    trained: Trained  # which part of the parameters moves
+    watch: Watch | None  # what is told beside the algorithm's own metrics
 
 
 def make_update(
@@ -60,14 +69,20 @@ def make_update(
     skip_no_signal: bool = False,
     chunk: int = 1024,
     score: Score | None = None,
-    mesh: Mesh | None = None,
+    mesh: Spread = None,
+    trained: Trained = WHOLE,
+    compute_dtype: Any = None,
+    watch: Watch | None = WATCH,
 ) -> Update:
     """`update(state, batch, ref_params=None) -> (state, metrics)`, to be jitted or vmapped by its caller.
 
     `rescore` says whether `logp_old` is scored anew before the first step; by default where the algorithm needs it.
     With `skip_no_signal` rows without an advantage are left out of gradient and metrics, where the algorithm says that
     this is exact (F8). `score` takes the place of the policy's `logprobs`, to add a critic's values. Over a `mesh` each
-    device works through its share of the rows.
+    device works through its share of the rows. `trained` says which part of the parameters moves; the state is one of
+    `init_learner` with the same, and `ref_params` are whole parameters. With a `compute_dtype` all parameters are cast
+    to it for scoring, and only there, so rollouts are to sample from `cast(params, compute_dtype)` (F7). `watch` says
+    what is told beside the algorithm's metrics; `None` is nothing.
     """
     for name, value in (("micro_rows", micro_rows), ("epochs", epochs), ("mini_batches", mini_batches)):
         if value < 1:
@@ -76,8 +91,11 @@ def make_update(
         raise BadInput(f"make_update: {algorithm.name} needs a critic's values: pass a `score` that gives them")
     if score is None:
         score = make_score(policy, temperature=temperature, banned=banned, chunk=chunk)
+    if compute_dtype is not None:
+        score = partial(_score_in, score=score, dtype=compute_dtype)
     rescores = "logp_old" in algorithm.needs if rescore is None else rescore
-    plan = Plan(micro_rows, epochs, mini_batches, rescores, skip_no_signal and algorithm.skips, mesh)
+    skips = skip_no_signal and algorithm.skips
+    plan = Plan(micro_rows, epochs, mini_batches, rescores, skips, mesh, trained, watch)
     return partial(_update, score=score, algorithm=algorithm, optimizer=optimizer, plan=plan)
 
 
@@ -90,12 +108,21 @@ def _score(params, batch: Batch, *, policy: Policy, **settings) -> Scores:
     return logprobs(policy, params, batch.tokens, batch.positions, batch.segments, **settings)
 
 
-def score_batch(score: Score, params, batch: Batch, *, micro_rows: int = 16, mesh: Mesh | None = None) -> Array:
+def _score_in(params, batch: Batch, *, score: Score, dtype) -> Scores:
+    return score(cast(params, dtype), batch)
+
+
+def cast(params, dtype):
+    """The parameters in another type of number, to compute with; gradients flow back in their own."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
+
+
+def score_batch(score: Score, params, batch: Batch, *, micro_rows: int = 16, mesh: Spread = None) -> Array:
     """Log-probabilities of the rows that hold a chosen token, in micro-batches -> logp_rs."""
     return score_rows(score, params, batch, _own(batch).any(axis=1), micro_rows, mesh)
 
 
-def score_reference(score: Score, ref_params, batch: Batch, *, micro_rows: int = 16, mesh: Mesh | None = None) -> Batch:
+def score_reference(score: Score, ref_params, batch: Batch, *, micro_rows: int = 16, mesh: Spread = None) -> Batch:
     """The batch with `logp_ref`."""
     return batch.replace(logp_ref=score_batch(score, ref_params, batch, micro_rows=micro_rows, mesh=mesh))
 
@@ -120,15 +147,23 @@ def _update(state: LearnerState, batch: Batch, ref_params=None, *, score, algori
     batch = _scored(state.params, batch, ref_params, score, algorithm, plan)
     block_r = _block(len(batch.tokens), plan.mini_batches)
     live_m = jax.ops.segment_max(batch.live.any(axis=1).astype(jnp.float32), block_r, plan.mini_batches)
-    step = partial(_step, score=score, algorithm=algorithm, optimizer=optimizer, plan=plan)
+    step = partial(_step, state.params, score=score, algorithm=algorithm, optimizer=optimizer, plan=plan)
 
-    def take(state, m):
-        return step(state, _only(batch, block_r == m), live_m.sum())
+    def take(moved, m):
+        return step(moved, _only(batch, block_r == m), live_m.sum())
 
+    # Only what moves is carried, so that what is frozen stays where it lies.
+    moved = Moved(plan.trained.take(state.params), state.optimizer)
     order = jnp.tile(jnp.arange(plan.mini_batches), plan.epochs)
-    after, (metrics, taken, skipped) = jax.lax.scan(take, state, order)
-    after = after.replace(version=state.version + taken.any().astype(jnp.int32))
-    return after, _summary(metrics, taken, skipped) | {"live_tokens": masked.count(batch.live)}
+    (part, memory), (metrics, taken, skipped) = jax.lax.scan(take, moved, order)
+    after = state.replace(
+        params=plan.trained.put(state.params, part),
+        optimizer=memory,
+        version=state.version + taken.any().astype(jnp.int32),
+        skipped=state.skipped + skipped.sum(dtype=jnp.int32),
+    )
+    told = {} if plan.watch is None else batch_signal(batch)
+    return after, _summary(metrics, taken, skipped) | told | {"live_tokens": masked.count(batch.live)}
 
 
 def _scored(params, batch: Batch, ref_params, score: Score, algorithm: Algorithm, plan: Plan) -> Batch:
@@ -161,63 +196,74 @@ def _own(batch: Batch) -> Array:
 # One step ---------------------------------------------------------------------------------------------
 
 
-def _step(state: LearnerState, batch: Batch, scale: Array, *, score, algorithm, optimizer, plan: Plan):
-    """One optimizer step on a mini-batch -> (state, (metrics, taken, skipped))."""
-    if algorithm.sums is not None and len(batch.tokens) > plan.micro_rows:
-        logp = score_batch(score, state.params, batch, micro_rows=plan.micro_rows, mesh=plan.mesh)
+class Moved(NamedTuple):
+    """What a step changes."""
+
+    part: Any  # of the parameters: what is trained
+    memory: Any  # the optimizer's
+
+
+def _step(params, moved: Moved, batch: Batch, scale: Array, *, score, algorithm, optimizer, plan: Plan):
+    """One optimizer step on a mini-batch -> (moved, (metrics, taken, skipped)); `params` lend what is frozen."""
+    params = plan.trained.put(params, moved.part)
+    # Rows that are not seen together can't sum over a sequence that they share.
+    if algorithm.sums is not None and (len(batch.tokens) > plan.micro_rows or plan.mesh is not None):
+        logp = score_batch(score, params, batch, micro_rows=plan.micro_rows, mesh=plan.mesh)
         batch = algorithm.sums(batch, logp)
-    slopes, shared = partial(_slopes, score=score, algorithm=algorithm), (state.params, scale)
     signal_rs = batch.live & (jnp.asarray(batch.advantage) != 0) if plan.skips else batch.live
-    wanted_r = signal_rs.any(axis=1)
-    (grads, loss, sums), largest = accumulate(slopes, shared, batch, wanted_r, plan.micro_rows, plan.mesh)
+    slopes = partial(_slopes, score=score, algorithm=algorithm, plan=plan)
+    (grads, loss, sums), largest = accumulate(
+        slopes, (params, scale), batch, signal_rs.any(axis=1), plan.micro_rows, plan.mesh
+    )
     norm = optax.tree.norm(grads)
     live, finite = batch.live.any(), jnp.isfinite(loss) & jnp.isfinite(norm)
     taken = live & finite  # a zero gradient is a step too, for an optimizer with a memory
-    params, memory = jax.lax.cond(taken, partial(_apply, optimizer), _keep, state.params, state.optimizer, grads)
-    skipped = (live & ~finite).astype(jnp.int32)
-    state = state.replace(params=params, optimizer=memory, skipped=state.skipped + skipped)
+    moved = jax.lax.cond(taken, partial(_apply, optimizer), _keep, moved, grads)
     metrics = {"loss": loss, "grad_norm": norm, "sums": sums, "log_ratio_max": jnp.maximum(largest, 0.0)}
-    return state, (metrics, taken, skipped)
+    return moved, (metrics, taken, live & ~finite)
 
 
-def _slopes(shared: tuple[Any, Array], batch: Batch, *, score: Score, algorithm: Algorithm) -> tuple:
-    """((gradient, loss, metrics), largest log-ratio) of a micro-batch; the first three add up."""
+def _slopes(shared: tuple[Any, Array], batch: Batch, *, score: Score, algorithm: Algorithm, plan: Plan) -> tuple:
+    """((gradient of the part, loss, sums), largest log-ratio) of a micro-batch; the first three add up."""
     params, scale = shared
-    value_and_grad = jax.value_and_grad(_loss, has_aux=True)
-    (loss, (metrics, largest)), grads = value_and_grad(params, batch, score=score, algorithm=algorithm, scale=scale)
-    return (jax.tree.map(lambda x: x.astype(jnp.float32), grads), loss, metrics), largest
+    loss = partial(_loss, params=params, batch=batch, scale=scale, score=score, algorithm=algorithm, plan=plan)
+    (loss, (sums, largest)), grads = jax.value_and_grad(loss, has_aux=True)(plan.trained.take(params))
+    return (jax.tree.map(lambda x: x.astype(jnp.float32), grads), loss, sums), largest
 
 
-def _loss(params, batch: Batch, *, score: Score, algorithm: Algorithm, scale: Array) -> tuple:
-    scores = score(params, batch)
+def _loss(part, *, params, batch: Batch, scale: Array, score: Score, algorithm: Algorithm, plan: Plan) -> tuple:
+    scores = score(plan.trained.put(params, part), batch)
     if scores.entropy is not None and "entropy" not in algorithm.needs:
         scores = scores._replace(entropy=stop_gradient(scores.entropy))  # a metric only
     loss, metrics = algorithm.loss(scores, batch)
+    seen = {"means": metrics} if plan.watch is None else observe(plan.watch, algorithm, scores, batch, metrics)
     log_ratio_rs = masked.fill(scores.logp, batch.live) - masked.fill(batch.logp_sampled, batch.live)
-    return scale * loss, (metrics, stop_gradient(jnp.abs(log_ratio_rs).max()))
+    return scale * loss, (seen, stop_gradient(jnp.abs(log_ratio_rs).max()))
 
 
-def _apply(optimizer: optax.GradientTransformation, params, memory, grads) -> tuple[Any, Any]:
-    grads = jax.tree.map(lambda x, param: x.astype(param.dtype), grads, params)
+def _apply(optimizer: optax.GradientTransformation, moved: Moved, grads) -> Moved:
+    grads = jax.tree.map(lambda x, param: x.astype(param.dtype), grads, moved.part)
     with jax.numpy_dtype_promotion("standard"):  # which optax is written for
-        updates, memory = optimizer.update(grads, memory, params)
-    return optax.apply_updates(params, updates), memory
+        updates, memory = optimizer.update(grads, moved.memory, moved.part)
+    return Moved(optax.apply_updates(moved.part, updates), memory)
 
 
-def _keep(params, memory, _grads) -> tuple[Any, Any]:
-    return params, memory
+def _keep(moved: Moved, _grads) -> Moved:
+    return moved
 
 
 def _summary(metrics: dict, taken: Array, skipped: Array) -> Metrics:
-    """One number each, over the steps that were taken; the log-ratio is that before the first step."""
+    """The figures of the steps that were taken; the log-ratio is that before the first step."""
+    sums = jax.tree.map(partial(_over_steps, taken_m=taken), metrics)
     count = jnp.maximum(masked.count(taken), 1.0)
-    sums = {name: masked.sum(x, taken) for name, x in metrics["sums"].items()}
-    weight = sums.pop("weight")
-    means = {name: jnp.where(weight > 0, x / jnp.where(weight > 0, weight, 1.0), 0.0) for name, x in sums.items()}
-    return means | {
-        "loss": masked.sum(metrics["loss"], taken) / count,
-        "grad_norm": masked.sum(metrics["grad_norm"], taken) / count,
+    return report(sums["sums"]) | {
+        "loss": sums["loss"] / count,
+        "grad_norm": sums["grad_norm"] / count,
         "log_ratio_max": metrics["log_ratio_max"][0],
         "steps": masked.count(taken),
-        "skipped": skipped.sum().astype(jnp.float32),
+        "skipped": masked.count(skipped),
     }
+
+
+def _over_steps(x_m: Array, taken_m: Array) -> Array:
+    return masked.sum(x_m, taken_m.reshape(-1, *(1,) * (x_m.ndim - 1)), axis=0)

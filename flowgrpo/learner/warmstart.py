@@ -129,7 +129,7 @@ def make_supervised(policy: Policy, optimizer: optax.GradientTransformation, **s
 
     Settings are those of `make_update`: temperature, banned, micro_rows, chunk, mesh.
     """
-    return partial(_supervised_step, update=make_update(policy, IMITATION, optimizer, **settings))
+    return partial(_supervised_step, update=make_update(policy, IMITATION, optimizer, watch=None, **settings))
 
 
 def _supervised_step(state: LearnerState, batch: Batch, *, update) -> tuple[LearnerState, Array]:

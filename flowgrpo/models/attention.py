@@ -34,32 +34,91 @@ def visible(q_position: Array, k_position: Array, q_segment: Array, k_segment: A
     return same & (distance >= 0) & (distance < window)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def attend(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig) -> Array:
     """Plain attention: [r h s e], [r k c e], [r s c] -> [r h s e]; a query that sees nothing gives zeros.
 
-    In the same blocks as `attend_cache`, so that what is sampled and what is scored are summed in one order (F7).
+    In the same blocks as `attend_cache`, so that what is sampled and what is scored are summed in one order (F7). The
+    backward pass keeps one number a query and computes shares again, block by block: no logits are ever [s c] as a
+    whole, and nothing is kept of a block.
     """
+    return _attend_forward(q, k, v, seen, config)[0]
+
+
+def _attend_forward(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig) -> tuple[Array, tuple]:
     grouped = _group(q, config)
     add = partial(_add, grouped=grouped, config=config)
     blocks = -(-k.shape[2] // BLOCK)
+    running = _empty(grouped)
     if blocks <= UNROLLED:
-        running = _empty(grouped)
-        for at in range(0, k.shape[2], BLOCK):
-            part = slice(at, at + BLOCK)
-            running = add(running, (k[:, :, part], v[:, :, part], seen[:, :, part]))
+        for part in _parts(k, v, seen):
+            running = add(running, part)
     else:
-        parts = tuple(_in_blocks(x, blocks) for x in (k, v, seen))
-        # What a block mixes is computed again in the backward pass: no logits are ever [s c].
-        again = jax.checkpoint(lambda running, part: (add(running, part), None))
-        running, _ = jax.lax.scan(again, _empty(grouped), parts)
-    return _finish(running, q)
+        running, _ = jax.lax.scan(lambda running, part: (add(running, part), None), running, _in_blocks(k, v, seen))
+    out = _finish(running, q)
+    weight = running.highest + jnp.log(jnp.where(running.total > 0, running.total, 1.0))
+    return out, (q, k, v, seen, out, weight)
 
 
-def _in_blocks(x: Array, blocks: int) -> Array:
+def _attend_backward(config: DecoderConfig, kept: tuple, d_out: Array) -> tuple:
+    """With shares p and d_p = d_out v:  d_v = p d_out,  d_logits = p (d_p - <d_out, out>)  (Dao et al., 2022)."""
+    q, k, v, seen, out, weight = kept
+    grouped, d_mixed = _group(q, config), _group(d_out, config)
+    through = (d_mixed.astype(jnp.float32) * _group(out, config).astype(jnp.float32)).sum(axis=-1)
+    back = partial(_back, grouped=grouped, d_mixed=d_mixed, weight=weight, through=through, config=config)
+    blocks, d_q = -(-k.shape[2] // BLOCK), jnp.zeros(grouped.shape, jnp.float32)
+    if blocks <= UNROLLED:
+        pairs = []
+        for part in _parts(k, v, seen):
+            d_q, pair = back(d_q, part)
+            pairs.append(pair)
+        d_k, d_v = (jnp.concatenate(x, axis=2) for x in zip(*pairs, strict=True))
+    else:
+        d_q, pair = jax.lax.scan(back, d_q, _in_blocks(k, v, seen))
+        d_k, d_v = (_out_of_blocks(x, k.shape[2]) for x in pair)
+    return d_q.astype(q.dtype).reshape(q.shape), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+def _back(d_q: Array, part: Part, *, grouped, d_mixed, weight, through, config) -> tuple[Array, tuple[Array, Array]]:
+    """What one block adds to the gradient of the queries, and the gradients of its keys and values."""
+    k, v = (x.astype(grouped.dtype) for x in part[:2])
+    seen, product = part[2][:, None, None], partial(jnp.einsum, preferred_element_type=jnp.float32)
+    logits = _logits(grouped, k, part[2], config)
+    shares = jnp.where(seen, jnp.exp(logits - weight[..., None]), 0.0)
+    d_v = product("rkgsc,rkgse->rkce", shares.astype(v.dtype), d_mixed)
+    d_logits = shares * (product("rkgse,rkce->rkgsc", d_mixed, v) - through[..., None])
+    if config.attention_softcap is not None:
+        d_logits *= 1.0 - (jnp.where(seen, logits, 0.0) / config.attention_softcap) ** 2
+    d_logits = (d_logits * _scale(config)).astype(k.dtype)
+    d_q = d_q + product("rkgsc,rkce->rkgse", d_logits, k)
+    return d_q, (product("rkgsc,rkgse->rkce", d_logits, grouped), d_v)
+
+
+attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _parts(k: Array, v: Array, seen: Array) -> list[Part]:
+    """The blocks one by one, the last as short as it is."""
+    at = [slice(start, start + BLOCK) for start in range(0, k.shape[2], BLOCK)]
+    return [(k[:, :, part], v[:, :, part], seen[:, :, part]) for part in at]
+
+
+def _in_blocks(*arrays: Array) -> tuple[Array, ...]:
     """[r _ c ...] -> [blocks r _ BLOCK ...], what is missing from the last being zeros that nobody sees."""
+    return tuple(_divide(x) for x in arrays)
+
+
+def _divide(x: Array) -> Array:
+    blocks = -(-x.shape[2] // BLOCK)
     short = blocks * BLOCK - x.shape[2]
     x = jnp.pad(x, [(0, 0), (0, 0), (0, short)] + [(0, 0)] * (x.ndim - 3))
     return jnp.moveaxis(x.reshape(*x.shape[:2], blocks, BLOCK, *x.shape[3:]), 2, 0)
+
+
+def _out_of_blocks(x: Array, length: int) -> Array:
+    """The inverse, for keys and values: [blocks r k BLOCK e] -> [r k c e]."""
+    x = jnp.moveaxis(x, 0, 2)
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])[:, :, :length]
 
 
 def fused(implementation: str | None = None) -> Attend:

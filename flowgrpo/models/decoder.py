@@ -11,6 +11,7 @@ function of `params`, a flat dict of arrays.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from flowgrpo.models.cache import Held, View, block, look, make_cache, write
 from flowgrpo.models.config import DecoderConfig, check_config, rope_frequencies
 
 PIECE, DIVIDED = 192, 4096  # terms of a sum in one piece, and of the longest sum that is divided
+Settle = Callable[[Array, Params], tuple[Array, Params]]  # (hidden states, a layer's parameters) -> the same, settled
 
 # Parameters -------------------------------------------------------------------------------------------
 
@@ -211,11 +213,13 @@ def hidden(
     unroll: bool | int = 1,
     attend: Attend = attend,
     adapter=None,
+    settle: Settle | None = None,
 ):
     """Final hidden states [r s d], and the cache with these tokens in it.
 
     By default every token is real (segment 1), and positions count on from what the cache holds. The arrays of
     an `adapter` (see `lora`) are stacked over the layers, and names and axes are those that `multiply` reads.
+    `settle` says where each layer's input and parameters lie while it runs, on several devices.
     """
     tokens = jnp.asarray(tokens)
     segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
@@ -224,7 +228,7 @@ def hidden(
     x = jnp.where(segments[:, :, None] > 0, x, jnp.zeros((), x.dtype))
     stacked = {name: value for name, value in params.items() if is_stacked(name, config)} | layer_data(config)
     stacked |= adapter or {}
-    step = partial(_step, view=view, config=config, attend=attend)
+    step = partial(_step, view=view, config=config, attend=attend, settle=settle)
     # The cache is carried and not scanned over, so that a step changes it in place.
     held = None if cache is None else (cache.keys, cache.values)
     (x, held), _ = jax.lax.scan(jax.checkpoint(step) if remat else step, (x, held), stacked, unroll=unroll)
@@ -233,8 +237,11 @@ def hidden(
     return x, None if cache is None or held is None else cache.replace(keys=held[0], values=held[1])
 
 
-def _step(carry, layer: Params, *, view: View, config: DecoderConfig, attend: Attend):
-    return run_layer(carry[0], layer, carry[1], view, config, attend), None
+def _step(carry, layer: Params, *, view: View, config: DecoderConfig, attend: Attend, settle: Settle | None):
+    x, held = carry
+    if settle is not None:
+        x, layer = settle(x, layer)
+    return run_layer(x, layer, held, view, config, attend), None
 
 
 def layer_data(config: DecoderConfig) -> dict[str, np.ndarray]:

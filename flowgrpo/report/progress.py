@@ -12,11 +12,16 @@ from typing import Any, TextIO
 
 FORMS = {  # what is shown where it is there, and how
     "success": "success {:.2f}",
+    "nll": "loss {:.3f}",
+    "preferred": "preferred {:.2f}",
     "turns": "turns {:.1f}",
     "tool_errors": "tool errors {:.2f}",
     "kl": "KL {:.4f}",
     "entropy": "entropy {:.2f}",
     "tokens_per_second": "{:,.0f} tok/s",
+    "rollout_seconds": "rollout {:.1f} s",
+    "inference_seconds": "inference {:.1f} s",
+    "train_seconds": "update {:.1f} s",
 }
 
 

@@ -122,9 +122,17 @@ def sampled_verdicts(
 def make_next_logp(
     policy: Policy, params, *, rows: int = 8, lengths: Sequence[int] = LENGTHS, pad_id: int = 0
 ) -> NextLogp:
-    """`next_logp` of a policy with frozen parameters, compiled once for each of `lengths`."""
+    """`next_logp` of a policy with frozen parameters, compiled once for each of `lengths`.
+
+    `params` may be a function that gives them, for a judge that is not always on the device.
+    """
     step = jax.jit(partial(_next_logp, policy))
-    return in_fixed_shapes(partial(step, params), rows=rows, lengths=lengths, pad_id=pad_id)
+    ask: Any = partial(_ask, step, params) if callable(params) else partial(step, params)
+    return in_fixed_shapes(ask, rows=rows, lengths=lengths, pad_id=pad_id)
+
+
+def _ask(step, find: Callable[[], Any], *tokens) -> Array:
+    return step(find(), *tokens)
 
 
 def verdict_ids(text: Text, word: str) -> tuple[int, ...]:

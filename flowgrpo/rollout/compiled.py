@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
-from jax.sharding import Mesh
 from jaxtyping import Bool, Int
 
 from flowgrpo.contracts import Env, Observation, Policy, Step
 from flowgrpo.envs.env import END, PAD
 from flowgrpo.generate.sampler import Rows, Sampled, decode, feed, sampling
-from flowgrpo.spread import map_rows
+from flowgrpo.spread import Spread, lay, map_rows
 from flowgrpo.types import AnyArray, BadInput, Status, Trajectories
 
 
@@ -57,7 +56,7 @@ class Going(struct.PyTreeNode):
 
 
 def make_rollout(
-    env: Env, policy: Policy, *, temperature: float = 1.0, block: int | None = None, mesh: Mesh | None = None
+    env: Env, policy: Policy, *, temperature: float = 1.0, block: int | None = None, mesh: Spread = None
 ) -> Callable:
     """`rollout(params, tasks, keys_n, group_n, version=0) -> Rollout`, to be jitted by the caller.
 
@@ -79,7 +78,7 @@ def repeat(tasks, samples: int):
 
 
 def _rollout(env, policy, params, tasks, keys, group_n, version=0, *, temperature, block, mesh) -> Rollout:
-    run = partial(_run, env, policy, temperature=temperature)
+    run = partial(_run, env, policy, temperature=temperature, mesh=mesh)
     turns, ended = map_rows(run if block is None else partial(_blocks, run, block), mesh, params, (tasks, keys))
     return _collect(env, turns, ended, group_n, version)
 
@@ -114,15 +113,15 @@ def _collect(env: Env, turns: Turn, ended: tuple[Array, Array], group_n, version
         length=turns.length,
         by_turn=jnp.full(len(group_n), env.by_turn),
     )
-    return Rollout(trajectories, turns.tool, turns.error)
+    return Rollout(trajectories, jnp.where(turns.exists, turns.tool, -1), turns.error & turns.exists)
 
 
 # One block --------------------------------------------------------------------------------------------
 
 
-def _run(env: Env, policy: Policy, params, given: tuple, *, temperature) -> tuple[Turn, tuple[Array, Array]]:
+def _run(env: Env, policy: Policy, params, given: tuple, *, temperature, mesh) -> tuple[Turn, tuple[Array, Array]]:
     """All turns of the given (tasks, keys) -> (their record [n t ...], (done_n, correct_n))."""
-    tasks, keys = given
+    tasks, keys = lay(given, mesh)
     count, sizes = len(keys), env.sizes
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
     states, said = jax.vmap(env.reset)(fold(keys, 0), tasks)

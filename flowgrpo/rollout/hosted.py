@@ -19,7 +19,7 @@ from flowgrpo.rollout.judging import is_solved
 from flowgrpo.rollout.keys import derive, words_of
 from flowgrpo.rollout.member import Member, Submit
 from flowgrpo.rollout.records import Hosted, Played, Unfinished
-from flowgrpo.rollout.running import Run, Settings
+from flowgrpo.rollout.running import Run, Settings, Told
 from flowgrpo.types import BadInput
 
 
@@ -38,7 +38,7 @@ def hosted(
     judges: int = 2,
     judge_deadline: float = 600.0,
 ) -> Callable[..., Hosted]:
-    """`rollout(tasks, keys, groups, *, unfinished=(), on_done=None) -> Hosted`; `submit` is that of an engine.
+    """`rollout(tasks, keys, groups, *, unfinished=(), on_done=None, ...) -> Hosted`; `submit` is that of an engine.
 
     At most `width` trajectories are under way at a time. `deadline` is a group's, in seconds from the start of its
     first member: members that wait for an effect then end as TIMEOUT, those that wait for the engine are given back
@@ -74,9 +74,18 @@ def _rollout(
     *,
     unfinished: Sequence[Unfinished] = (),
     on_done: Callable[[Played], None] | None = None,
+    on_played: Callable[[Hosted], None] | None = None,
+    on_start: Callable[[Callable[[], list[str]]], None] | None = None,
 ) -> Hosted:
-    """Play all; `on_done` is told of each trajectory when its outcome is known, in the caller's thread."""
-    run = Run(settings, _members(settings.env, tasks, keys, groups, unfinished), on_done)
+    """Play all; whoever wants to be told is told in the caller's thread, and should be quick.
+
+    `on_done` is told of each trajectory when its outcome is known. `on_played` is told once when all turns are there
+    and verdicts may still be awaited: the outcomes of those that are not judged yet mean nothing. `on_start` is given a
+    function that says what is under way, for a watchdog.
+    """
+    run = Run(settings, _members(settings.env, tasks, keys, groups, unfinished), Told(on_done, on_played))
+    if on_start is not None:
+        on_start(run.pending)
     try:
         return run.finish()
     finally:

@@ -2,14 +2,27 @@
 
 A reward judges a group at once (`Reward.many`), in a thread of its own. Where that raises, each member is judged for
 itself, so that one which can't be judged costs no other its verdict (F5).
+
+Trajectories of pure environments have no text: there a reward looks at the dense trajectories of a group (`Verdict`),
+and `judge_groups` has several groups judged side by side.
 """
 
 import math
+import queue
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
 
 from flowgrpo.contracts import Reward, Scored
-from flowgrpo.types import Task
+from flowgrpo.types import Status, Task, Trajectories
+
+Verdict = Callable[[Trajectories], Sequence[Scored]]  # the trajectories of a group, in NumPy -> one of each
 
 
 def is_solved(scored: Scored) -> bool:
@@ -23,7 +36,7 @@ def judge(reward: Reward, tasks: Sequence[Task], outputs: Sequence[str]) -> list
         verdicts = list(reward.many(tasks, outputs))
         if len(verdicts) == len(tasks):
             return [_checked(verdict) for verdict in verdicts]
-        why = f"the reward gave {len(verdicts)} verdicts for {len(tasks)} outputs"
+        why = _miscounted(len(verdicts), len(tasks))
     except BaseException:
         return [_alone(reward, task, output) for task, output in zip(tasks, outputs, strict=True)]
     return [Scored(None, why) for _ in tasks]
@@ -41,7 +54,15 @@ def _alone(reward: Reward, task: Task, output: str) -> Scored:
     try:
         return _checked(reward.many([task], [output])[0])
     except BaseException as error:
-        return Scored(None, f"the reward raised {' '.join(traceback.format_exception_only(error)).strip():.500}")
+        return Scored(None, _raised(error))
+
+
+def _miscounted(verdicts: int, outputs: int) -> str:
+    return f"the reward gave {verdicts} verdicts for {outputs} outputs"
+
+
+def _raised(error: BaseException) -> str:
+    return f"the reward raised {' '.join(traceback.format_exception_only(error)).strip():.500}"
 
 
 def _checked(verdict: Scored) -> Scored:
@@ -51,3 +72,73 @@ def _checked(verdict: Scored) -> Scored:
     if verdict.value is not None and not math.isfinite(verdict.value):
         return Scored(None, f"the reward gave {verdict.value}, which is no finite number", verdict.parts)
     return verdict
+
+
+# Groups of dense trajectories -----------------------------------------------------------------------------
+
+
+def judge_groups(
+    verdict: Verdict,
+    trajectories: Trajectories,
+    *,
+    judges: int = 2,
+    deadline: float = 600.0,
+    on_start: Callable[[Callable[[], list[str]]], None] | None = None,
+) -> list[Scored]:
+    """A verdict for each trajectory, in NumPy and in order; at most `judges` groups at a time, in daemon threads.
+
+    A group whose verdicts are not there within `deadline` seconds has none, and its thread is left behind. `on_start`
+    is given a function that says which groups are awaited.
+    """
+    own = {int(group): np.flatnonzero(trajectories.group == group) for group in np.unique(trajectories.group)}
+    waiting, since, found = list(reversed(own)), {}, [Scored(None, "it was not judged")] * len(trajectories.group)
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    if on_start is not None:
+        on_start(partial(_pending, since, waiting))
+    while waiting or since:
+        while waiting and len(since) < judges:
+            group = waiting.pop()
+            since[group] = time.monotonic()
+            part = jax.tree.map(lambda x_n: x_n[own[group]], trajectories)  # noqa: B023
+            arguments = (group, verdict, part, events.put)
+            threading.Thread(target=_judge_group, args=arguments, name=f"flowgrpo-judge-{group}", daemon=True).start()
+        try:
+            done = [events.get(timeout=max(min(since.values()) + deadline - time.monotonic(), 0.0))]
+        except queue.Empty:
+            late = [group for group, began in since.items() if time.monotonic() >= began + deadline]
+            done = [(group, f"the reward did not return within {deadline:g} s") for group in late]
+        for group, said in done:
+            if since.pop(group, None) is not None:  # or else its deadline has passed
+                for index, n in enumerate(own[group]):
+                    found[n] = Scored(None, said) if isinstance(said, str) else said[index]
+    return found
+
+
+def judged(trajectories: Trajectories, scored: Sequence[Scored], solved: Callable[[Scored], bool]) -> Trajectories:
+    """The trajectories with what was said of them; what could not be judged takes no part (F5)."""
+    value_n = np.array([np.nan if one.value is None else one.value for one in scored], np.float32)
+    lacks_n = np.isnan(value_n)
+    paid_nt = np.where(trajectories.turns, np.where(lacks_n, 0.0, value_n)[:, None], np.float32(0))
+    return trajectories.replace(
+        outcome=value_n,
+        reward=paid_nt,
+        correct=np.array([bool(solved(one)) for one in scored]),
+        status=np.where(lacks_n, np.int32(Status.VERIFIER_FAILURE), trajectories.status),
+        by_turn=np.zeros(len(value_n), bool),
+    )
+
+
+def _judge_group(group: int, verdict: Verdict, part: Trajectories, put: Callable[[Any], None]) -> None:
+    """The thread of a group: posts its verdicts, or why there are none."""
+    count = len(part.group)
+    try:
+        said = list(verdict(part))
+        put((group, [_checked(one) for one in said] if len(said) == count else _miscounted(len(said), count)))
+    except BaseException as error:
+        put((group, _raised(error)))
+
+
+def _pending(since: dict[int, float], waiting: list[int]) -> list[str]:
+    now = time.monotonic()
+    words = [f"the reward of group {group} for {now - began:.0f} s" for group, began in since.copy().items()]
+    return words + ([f"{len(waiting)} groups that are not judged yet"] if waiting else [])

@@ -7,10 +7,10 @@ thread: what does not return in its time is left behind in a daemon thread, and 
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowgrpo.contracts import Do, HostEnv, Reward, Scored
 from flowgrpo.rollout.judging import judge_and_post
@@ -45,6 +45,13 @@ class Settings:
                 raise BadInput(f"{name}={value}, but must be greater than 0")
 
 
+class Told(NamedTuple):
+    """Who is told of what, in the caller's thread; `hosted` says when."""
+
+    on_done: Callable[[Played], None] | None = None
+    on_played: Callable[[Hosted], None] | None = None
+
+
 @dataclass(eq=False)
 class Group:
     """Members that have one deadline and are judged together."""
@@ -55,12 +62,17 @@ class Group:
     to_judge: list[Member] = field(default_factory=list)
     judged_since: float = 0.0
 
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"group {self.members[0].course.group}"
+
 
 class Run:
     """One rollout; `finish` runs it, `abandon` leaves everything behind that is still under way."""
 
-    def __init__(self, settings: Settings, members: list[Member], on_done: Callable[[Played], None] | None):
-        self.settings, self.members, self.on_done = settings, members, on_done
+    def __init__(self, settings: Settings, members: list[Member], told: Told):
+        self.settings, self.members, self.told = settings, members, told
         self.waiting = list(reversed(members))
         self.playing: set[Member] = set()
         self.groups: dict[int, Group] = {}
@@ -70,6 +82,7 @@ class Run:
         self.played: dict[int, Played] = {}
         self.unfinished: dict[int, Unfinished] = {}
         self.unused = 0  # tokens that were delivered too late to become a turn
+        self.all_played = False  # and said so
         self.began = time.monotonic()
         self.seconds = {"rollout": 0.0, "playing": 0.0, "judging": 0.0}
         for member in members:
@@ -88,14 +101,48 @@ class Run:
             else:
                 self._handle(kind, what)
             self._keep_deadlines()
+            self._say_played()
+        self._say_played()
         self.seconds["rollout"] = time.monotonic() - self.began
+        return self._given()
+
+    def _say_played(self) -> None:
+        """Once, as soon as no trajectory is under way: the turns are there, if not all verdicts."""
+        if self.all_played or self.waiting or self.playing:
+            return
+        self.all_played = True
+        if self.told.on_played is None:
+            return
+        awaited = [*self.ready, *self.judging]
+        by_turn, played = self.settings.by_turn, dict(self.played)
+        for member in (member for group in awaited for member in group.to_judge):
+            provisional = Scored(0.0, "it is not judged yet")
+            played[member.index] = member.course.played(provisional, False, by_turn=by_turn, seconds=member.seconds)
+        self.told.on_played(self._given(played))
+
+    def _given(self, played: Mapping[int, Played] | None = None) -> Hosted:
+        played = self.played if played is None else played
         return Hosted(
-            played=tuple(self.played[index] for index in sorted(self.played)),
+            played=tuple(played[index] for index in sorted(played)),
             unfinished=tuple(self.unfinished[index] for index in sorted(self.unfinished)),
             ledger=Ledger(self.unused, {Fate.DROPPED_CANCELLED: self.unused} if self.unused else {}),
-            left_out=sum(not played.trajectory.turns for played in self.played.values()),
+            left_out=sum(not one.trajectory.turns for one in played.values()),
             seconds=dict(self.seconds),
         )
+
+    def pending(self) -> list[str]:
+        """What is under way, in words, the longest first; may be called from any thread."""
+        now = time.monotonic()
+        # Copies, which are made at once: the rollout's own thread changes these while they are read.
+        playing, judging = list(self.playing), list(self.judging)
+        found = [(now - group.judged_since, f"the reward of {group.name}") for group in judging]
+        for member in playing:
+            call = member.call
+            what = f"{call.kind} {call.name!r}" if call else {"ready": "engine"}.get(member.phase, member.phase)
+            found.append((now - member.since, f"trajectory {member.course.group}.{member.course.sample} ({what})"))
+        words = [f"{name} for {seconds:.0f} s" for seconds, name in sorted(found, key=lambda one: -one[0])]
+        waiting = {"trajectories that have not started": self.waiting, "groups that are not judged yet": self.ready}
+        return words + [f"{len(some)} {name}" for name, some in waiting.items() if some]
 
     def abandon(self) -> None:
         """Cancel what is under way; no thread changes or asks for anything from here on."""
@@ -176,8 +223,8 @@ class Run:
             correct = scored.value is not None and bool(self.settings.solved(scored))
         played = member.course.played(scored, correct, by_turn=self.settings.by_turn, seconds=member.seconds)
         self.played[member.index] = played
-        if self.on_done is not None:
-            self.on_done(played)
+        if self.told.on_done is not None:
+            self.told.on_done(played)
 
     # Deadlines ----------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ normaliser, importance correction: all TRL's) to loss. What TRL gets is float64,
 rounding. Run with `-m oracle -n 0 -s` for the table of largest relative errors.
 """
 
+import json
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
@@ -16,6 +17,9 @@ import pytest
 from cases import INVALID, Case, batch_of, make_case
 
 import flowgrpo as fg
+from experiments.offline_model import write_model
+from flowgrpo.learner.update import make_score
+from flowgrpo.learner.written import preference_rows, read_preferences, tokens_of
 
 pytestmark = pytest.mark.oracle
 
@@ -387,6 +391,79 @@ def trl_dpo(oracle, case: Case, beta: float) -> tuple:
     loss = oracle.dpo._compute_loss(stub, partial(fused_outputs, oracle, logp_rs[index]), inputs, False)
     loss.backward()
     return loss.detach(), logp_ntl.grad
+
+
+PREFERENCES = [
+    {"prompt": "3 + 4 = ?", "chosen": "The sum is 7.", "rejected": "It may be 8."},
+    {"prompt": "20 + 5 = ?", "chosen": "25", "rejected": "The sum is 205, or it may be 26."},
+    {
+        "prompt": [{"role": "user", "content": "1 + 2 + 3 = ?"}],
+        "chosen": [
+            {"role": "assistant", "content": "1 + 2 = 3"},
+            {"role": "user", "content": "and then?"},
+            {"role": "assistant", "content": "3 + 3 = 6"},
+        ],
+        "rejected": "It may be 7.",
+    },
+]
+
+
+def test_dpo_from_a_preference_file_equals_trl_on_the_model_of_transformers(oracle, tmp_path):
+    """From the file to the gradient of the weights: a policy and a reference, with pairs of one turn and of several."""
+    for seed, name in enumerate(("policy", "reference")):
+        write_model(tmp_path / name, [json.dumps(PREFERENCES)], seed=seed)
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PREFERENCES))
+    policy, reference = (fg.load_model(tmp_path / name) for name in ("policy", "reference"))
+    pairs = read_preferences(tmp_path / "pairs.jsonl", policy.text)
+    batch, algorithm, score = preference_rows(pairs, row_length=128), fg.dpo(beta=0.5), make_score(policy.policy)
+    batch = batch.replace(logp_ref=score(reference.params, batch).logp)
+
+    def loss(params):
+        return algorithm.loss(score(params, batch), batch)[0]
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(policy.params)
+    expected = trl_dpo_of_models(oracle, tmp_path, [side for sides in zip(*pairs, strict=True) for side in sides])
+    check("dpo from a file", [(value, gradient["embed"])], [expected])
+
+
+def trl_dpo_of_models(oracle, folder, records) -> tuple:
+    """(loss, gradient by embedding) of TRL's DPO over the models of these folders; what was chosen comes first."""
+    from transformers import AutoModelForCausalLM
+
+    torch = oracle.torch
+    models = [AutoModelForCausalLM.from_pretrained(folder / name).double() for name in ("policy", "reference")]
+    longest = max(tokens_of(record) for record in records)
+    ids_rs, own_rs, real_rs = (np.zeros((len(records), longest), np.int64) for _ in range(3))
+    for r, record in enumerate(records):
+        size = tokens_of(record)
+        ids_rs[r, :size] = np.concatenate([turn.tokens for turn in record.turns])
+        own_rs[r, :size] = np.concatenate([turn.chosen for turn in record.turns])
+        real_rs[r, :size] = 1
+    inputs = {"input_ids": ids_rs, "attention_mask": real_rs, "completion_mask": own_rs}
+    stub = Off(
+        accelerator=accelerator(oracle),
+        model=Off(training=True),
+        ref_model=partial(outputs_of_model, oracle, models[1]),
+        beta=0.5,
+        loss_types=["sigmoid"],
+        loss_weights=[1.0],
+        f_divergence_type="reverse_kl",
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+        args=Off(),
+    )
+    tensors = {name: torch.tensor(x_rs) for name, x_rs in inputs.items()}
+    loss = oracle.dpo._compute_loss(stub, partial(outputs_of_model, oracle, models[0]), tensors, False)
+    loss.backward()
+    return loss.detach(), models[0].get_input_embeddings().weight.grad
+
+
+def outputs_of_model(oracle, model, *, input_ids, attention_mask, **more):
+    """What a model with a fused head returns, from the logits of one without."""
+    logits_rsv = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1]
+    logp_rs = logits_rsv.log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
+    return fused_outputs(oracle, logp_rs, **more)
 
 
 def fused_outputs(oracle, logp_rs, *, labels, **_):

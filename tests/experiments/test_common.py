@@ -71,15 +71,18 @@ def test_bad_input_is_one_sentence_and_status_1(command, argument, words):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_ctrl_c_is_one_line_and_status_130(command):
+@pytest.mark.parametrize(
+    ("number", "status", "said"), [(signal.SIGINT, 130, ": interrupted"), (signal.SIGTERM, 143, ": terminated")]
+)
+def test_ctrl_c_and_sigterm_are_one_line_and_a_status_of_their_own(command, number, status, said):
     with subprocess.Popen([*command, "--word=wait"], stdout=-1, stderr=-1, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         process.stdout.readline()
         time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert errors.strip().endswith(": interrupted")
+    assert process.returncode == status
+    assert errors.strip().endswith(said)
     assert len(errors.strip().splitlines()) == 1
 
 

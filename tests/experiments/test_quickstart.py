@@ -1,10 +1,6 @@
 """The quickstart as a command: it goes on where it was stopped to the same bits, and says what it can't do."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
@@ -17,6 +13,7 @@ from experiments import setups
 from experiments.pure_work import pure_work
 from experiments.session import Session
 from flowgrpo import launch, loop
+from flowgrpo.learner.critic import ActorCritic, with_critic
 from flowgrpo.report.metrics import Metrics
 from flowgrpo.types import BadInput
 
@@ -66,16 +63,6 @@ def test_a_finished_run_that_is_called_again_was_not_continued(command, whole):
     assert result(whole)["best_update"] == before["best_update"]
 
 
-def test_saving_without_a_validation_keeps_the_note_of_one(tmp_path):
-    setup = setups.build(setups.settings_of("lookup", updates=1))
-    session = Session(pure_work(setup), tmp_path)
-    session.begin(setup.policy.init(jax.random.key(0)))
-    session.save(0.5)
-    session.save(None)
-    assert session.checkpoints.best() == 0
-    assert session.checkpoints.note(0) == {"validation": 0.5}
-
-
 @pytest.mark.parametrize(
     ("other", "difference"),
     [("--seed=5", "seed: there 0, here 5"), ("--cpu_devices=3", f"devices: there {launch.cores()}, here 3")],
@@ -114,36 +101,35 @@ def test_every_preset_builds(env):
     assert setup.algorithm.name == "flow_grpo"
 
 
-def interrupt(folder: Path, cache: Path, sign: int, *, phase: str, lines: int) -> tuple[int, str]:
-    """Start the run of `whole`, and send it a signal once so many lines of a phase are written -> (status, said)."""
-    module = [sys.executable, "-m", "experiments.quickstart", f"--compilation_cache={cache}", f"--workdir={folder}"]
-    metrics, until = folder / "metrics.jsonl", time.monotonic() + 300
-    with subprocess.Popen([*module, "--updates=4", *SMALL], stderr=subprocess.PIPE, text=True) as run:
-        while not metrics.exists() or metrics.read_text().count(f'"phase": "{phase}"') < lines:
-            assert run.poll() is None, "it ended before it was interrupted"
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        run.send_signal(sign)
-        _, said = run.communicate(timeout=300)
-    return run.returncode, said
+@pytest.mark.parametrize("name", list(setups.BY_ALGORITHM))
+def test_what_fits_an_algorithm_is_taken_unless_something_else_is_chosen(name):
+    settings = setups.settings_of("lookup", algorithm=name, learning_rate=0.5)
+    assert settings["learning_rate"] == 0.5
+    assert {key: settings[key] for key in setups.BY_ALGORITHM[name] if key != "learning_rate"} == {
+        key: value for key, value in setups.BY_ALGORITHM[name].items() if key != "learning_rate"
+    }
+    assert setups.build(settings).algorithm.name == name
 
 
-def test_S1_killed_in_the_warm_start_and_later_or_stopped_by_ctrl_c_it_ends_as_if_nothing_had_been(
-    command, whole, tmp_path
-):
-    folder, cache = tmp_path / "again", Path(command.keywords["cache"])
-    for phase, lines in (("warm start", 1), ("train", 1), ("train", 3)):
-        assert interrupt(folder, cache, signal.SIGKILL, phase=phase, lines=lines)[0] == -signal.SIGKILL
-        if phase == "warm start":
-            status, said = interrupt(folder, cache, signal.SIGINT, phase="train", lines=1)
-            assert status == 130
-            assert "the same command goes on from there" in said
-            assert "Traceback" not in said
-    command("quickstart", f"--workdir={folder}", "--updates=4", *SMALL)
-    found = result(folder)
-    assert found["resumed_at"]
-    assert found["params_sha256"] == result(whole)["params_sha256"]
-    assert (folder / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+def test_a_critic_of_no_kind_is_refused():
+    with pytest.raises(BadInput, match="critic 'both' is unknown; choose from own, shared"):
+        setups.build(setups.settings_of("lookup", algorithm="ppo", critic="both"))
+
+
+def test_S1_an_actor_and_its_critic_come_back_as_they_were_saved(tmp_path):
+    setup = setups.build(setups.settings_of("lookup", algorithm="ppo", updates=1))
+    work = pure_work(setup)
+    session = Session(work, tmp_path)
+    key = jax.random.key(0)
+    session.begin(with_critic(setup.critic, key, setup.policy.init(key)), {"metrics.jsonl": 0})
+    session.save()
+    session.checkpoints.wait()
+    other = Session(work, tmp_path)
+    assert other.restore()
+    assert isinstance(other.run.learner.params, ActorCritic)
+    assert jax.tree.structure(other.run) == jax.tree.structure(session.run)
+    for one, two in zip(jax.tree.leaves(other.run.learner), jax.tree.leaves(session.run.learner), strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 def test_a_loss_that_is_no_number_stops_it_with_the_last_good_checkpoint(tmp_path):
@@ -157,8 +143,8 @@ def test_a_loss_that_is_no_number_stops_it_with_the_last_good_checkpoint(tmp_pat
     parts = (setup.env, setup.policy, setup.algorithm, broken, setup.sizes)
     iteration = loop.make_iteration(*parts, judge=paid, mesh=setup.mesh)
     session = Session(pure_work(setup._replace(iteration=iteration, optimizer=broken)), tmp_path)
-    session.begin(setup.policy.init(jax.random.key(0)))
-    session.save(0.5)
+    session.begin(setup.policy.init(jax.random.key(0)), {})
+    session.save()
     said = r"update 2 is not finite: lower --learning_rate; the last good checkpoint is that of update 0"
     with jax.debug_nans(False), Metrics(tmp_path, None) as metrics, pytest.raises(BadInput, match=said):
         session.train(metrics, every=10)

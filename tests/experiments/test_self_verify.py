@@ -122,7 +122,7 @@ def test_R3_the_reward_is_the_judges_and_the_matcher_stands_beside_it(tmp_path):
     outputs = [tasks[0].answers[0], "nothing", f" {tasks[2].answers[0]} "]
     model = load_model(tmp_path)
     sure = model._replace(policy=model.policy._replace(unembed=partial(_yes_and_no, model.text)))
-    scored = judged(sure, answer()).many(tasks, outputs)
+    scored = judged(sure, answer(), sure.params).many(tasks, outputs)
     assert [one.value for one in scored] == pytest.approx([0.75] * 3, abs=1e-5)
     assert [is_right(one) for one in scored] == [True, False, True]
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import pytest
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flowgrpo.learner import checkpoint
+from flowgrpo.learner import checkpoint, disk
 from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
 from flowgrpo.types import BadInput
 
@@ -240,14 +241,88 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, monkeypatch, ba
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint.Path, "write_text", full)
-    sentence = r"00000002 could not be written.*No space left.*the one of step 1 is whole"
+    sentence = r"00000002 could not be written \(No space left on device\): the one of step 1 is whole"
     with pytest.raises(BadInput, match=sentence), checkpoints:  # the end of the block waits
         checkpoints.save(2, {"a": 2})
     monkeypatch.undo()
     assert checkpoints.steps() == [1]
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["00000001"]  # nothing fills the disk further
     checkpoints.save(3, {"a": 3})
     checkpoints.wait()
     assert checkpoints.steps() == [1, 3]
+
+
+def test_what_failed_in_the_background_is_said_by_the_next_save_and_by_nothing_before(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, background=True, best="score")
+    checkpoints.save(1, {"a": 1}, {"score": 0.5})
+    checkpoints.wait()
+    monkeypatch.setattr(checkpoint, "check_room", lambda *_: 1 / 0)
+    checkpoints.save(2, {"a": 2}, {"score": 0.7})
+    assert (checkpoints.latest(), checkpoints.best(), checkpoints.note(1)) == (1, 1, {"score": 0.5})
+    monkeypatch.undo()
+    with pytest.raises(ZeroDivisionError):
+        checkpoints.save(3, {"a": 3}, {"score": 0.6})
+    assert checkpoints.steps() == [1]
+    checkpoints.save(3, {"a": 3}, {"score": 0.6})
+    assert (checkpoints.latest(), checkpoints.best()) == (3, 3)  # reading waits until it is written
+
+
+FILLING = """
+import resource, sys
+import numpy as np
+from flowgrpo.learner import checkpoint, disk
+from flowgrpo.learner.checkpoint import Checkpoints
+
+with Checkpoints(sys.argv[1], background=sys.argv[2] == "background") as checkpoints:
+    checkpoints.save(1, {"a": np.arange(50_000), "step": 1})
+    checkpoints.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # a write beyond it fails in the middle of a file
+    try:
+        checkpoints.save(2, {"a": np.random.default_rng(0).integers(0, 1 << 40, 50_000), "step": 2})
+        checkpoints.wait()
+    except checkpoint.BadInput as error:
+        print(error)
+    print(checkpoints.steps(), (checkpoints.restore(1, {"a": np.zeros(50_000, int), "step": 0})["a"]).sum())
+"""
+
+
+@pytest.mark.parametrize("mode", ["foreground", "background"])
+def test_a_write_that_the_system_cuts_in_the_middle_is_one_sentence_and_loses_nothing(tmp_path, mode):
+    command = [sys.executable, "-c", FILLING, str(tmp_path), mode]
+    environment = os.environ | {"PYTHONPATH": "."}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False, timeout=120)
+    said, rest = done.stdout.splitlines()
+    assert said == f"{tmp_path}/checkpoints/00000002 could not be written (File too large): the one of step 1 is whole"
+    assert rest == f"[1] {sum(range(50_000))}"
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["00000001"]
+
+
+def test_what_does_not_fit_on_the_disk_is_refused_before_it_is_written(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"a": np.zeros(10)})
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
+    with pytest.raises(BadInput, match=r"No space left on device: it takes 4\.0 MB, and 1\.0 MB are left"):
+        checkpoints.save(2, {"a": np.zeros(500_000)})
+    checkpoints.save(3, {"a": np.zeros(1000)})
+    assert checkpoints.steps() == [1, 3]
+
+
+def test_a_part_is_read_without_the_rest(tmp_path, monkeypatch):
+    tree = {"params": {"w": np.ones(3), "deep": {"b": np.zeros((0, 2))}}, "params_of_another": np.ones(500), "n": [4]}
+    checkpoints = Checkpoints(tmp_path, keep=9)
+    checkpoints.save(1, tree)
+    restore, read = checkpoint._restore_arrays, []
+    monkeypatch.setattr(checkpoint, "_restore_arrays", lambda path, names: read.append(names) or restore(path, names))
+    assert checkpoints.part(1, "params", tree["params"])["w"].tolist() == [1, 1, 1]
+    assert sorted(checkpoints.part(1, "params")) == ["deep", "w"]
+    assert checkpoints.part(1, "params/w").tolist() == [1, 1, 1]
+    assert checkpoints.part(1, "n") == [4]
+    with pytest.raises(BadInput, match=r"00000001 holds nothing at param: it was saved by a run of another kind"):
+        checkpoints.part(1, "param")
+    with pytest.raises(BadInput, match="it lacks v, which this run has"):
+        checkpoints.part(1, "params", {"v": np.ones(3)})
+    assert {name for names in read for name in names} == {"00002.params.w"}
 
 
 SAVING = """

@@ -192,7 +192,7 @@ def test_an_empty_batch_takes_no_step():
     batch = rows_of(PLAIN, trajectories)
     state, metrics = compiled()(fresh(params), batch.replace(weight=jnp.zeros_like(batch.weight)))
     chex.assert_trees_all_equal(state, fresh(params))
-    assert {float(x) for x in metrics.values()} == {0.0}
+    assert not any(np.asarray(x).any() for x in metrics.values())
 
 
 # Other policies that are scored -----------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_metrics_are_means_over_the_weights():
     log_ratio_rs = np.abs(scores.logp - batch.logp_sampled)[live_rs]
     np.testing.assert_allclose(metrics["log_ratio_max"], log_ratio_rs.max(), rtol=1e-4)
     assert float(metrics["live_tokens"]) == live_rs.sum()
-    assert {x.shape for x in metrics.values()} == {()}
+    assert {x.shape for name, x in metrics.items() if not name.endswith("_by_turn")} == {()}
 
 
 def test_seeds_can_be_vmapped_and_nothing_is_traced_twice():

@@ -87,6 +87,35 @@ def test_many_blocks_are_looped_over_with_the_same_result_and_gradient(packed, m
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), value_and_slopes(), expected)
 
 
+@pytest.mark.parametrize("config", [PLAIN, CAPPED])
+def test_the_gradient_is_that_of_the_formula(packed, config):
+    q, k, v, seen = packed
+    target = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
+
+    def formula(q, k, v):
+        logits = jnp.einsum("rhse,rhce->rhsc", q, jnp.repeat(k, 2, axis=1)) * 8**-0.5
+        if config.attention_softcap is not None:
+            logits = config.attention_softcap * jnp.tanh(logits / config.attention_softcap)
+        shares = jnp.where(seen[:, None], jnp.exp(logits), 0.0)
+        total = shares.sum(axis=-1, keepdims=True)
+        return jnp.einsum("rhsc,rhce->rhse", shares / jnp.where(total > 0, total, 1.0), jnp.repeat(v, 2, axis=1))
+
+    ours, theirs = (
+        jax.grad(lambda *x, way=way: (way(*x) * target).sum(), argnums=(0, 1, 2))(q, k, v)
+        for way in (lambda *x: attend(*x, seen, config), formula)
+    )
+    for found, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(found, expected, atol=5e-6)
+
+
+def test_nothing_of_a_block_is_kept_for_the_backward_pass(packed):
+    q, k, v, seen = packed
+    _, back = jax.vjp(lambda q, k, v: attend(q, k, v, seen, PLAIN), q, k, v)
+    kept = sum(x.size for x in jax.tree.leaves(back))
+    # Inputs, the result, who sees whom, and one number a query and head.
+    assert kept <= 2 * q.size + k.size + v.size + seen.size + q.size // 8
+
+
 def test_no_blocks_at_all_give_zeros(packed):
     assert not by_blocks(packed, 0, PLAIN).any()
 

@@ -11,14 +11,15 @@ from tiny_env import TURNS, tiny_env
 import flowgrpo as fg
 from flowgrpo.envs.env import END, PAD
 from flowgrpo.generate.sampler import logprobs
+from flowgrpo.learner.sharding import decoder_axes, make_mesh, param_shardings, settled
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.rollout.compiled import make_rollout, repeat
+from flowgrpo.spread import place
 
 ENV = tiny_env(rounds=1)  # a random policy solves some
-POLICY = make_policy(
-    DecoderConfig(v=len(ENV.words), d=16, h=2, k=1, e=8, f=16, windows=(None,), ropes=(Rope(),), init_scale=0.5)
-)
+CONFIG = DecoderConfig(v=len(ENV.words), d=16, h=2, k=1, e=8, f=16, windows=(None,), ropes=(Rope(),), init_scale=0.5)
+POLICY, AXES = make_policy(CONFIG), decoder_axes(CONFIG)
 QUERIES, SAMPLES = 6, 4
 
 
@@ -137,10 +138,22 @@ def test_no_retracing(work):
     assert len(traces) == 1
 
 
-def test_over_several_devices_the_trajectories_are_the_same(work, rollout):
-    """24 trajectories on 4 devices, dealt and brought back (E3, between widths)."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    other = jax.jit(make_rollout(ENV, POLICY, mesh=mesh))(*work)
+def over_four() -> jax.sharding.Mesh:
+    """A mesh over which 24 trajectories are dealt and brought back."""
+    return jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+
+
+def over_eight() -> jax.sharding.Mesh:
+    """A mesh over which heads and feed-forward width are divided, too."""
+    return make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+
+
+@pytest.mark.parametrize("mesh_of", [over_four, pytest.param(over_eight, marks=pytest.mark.slow)])
+def test_over_several_devices_the_trajectories_are_the_same(work, rollout, mesh_of):
+    """E3, between widths."""
+    mesh, (params, *rest) = mesh_of(), work
+    params, policy = place(params, param_shardings(params, mesh, AXES)), settled(POLICY, mesh, AXES)
+    other = jax.jit(make_rollout(ENV, policy, mesh=mesh))(params, *rest)
     for name in ("tokens", "chosen", "turns", "outcome", "group", "length"):
         np.testing.assert_array_equal(getattr(rollout.trajectories, name), getattr(other.trajectories, name))
     np.testing.assert_allclose(rollout.trajectories.logp_sampled, other.trajectories.logp_sampled, atol=1e-5)

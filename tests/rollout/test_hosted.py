@@ -198,6 +198,44 @@ def test_a_context_that_outgrows_the_engine_ends_with_the_token_limit():
     assert (got.left_out, [one.trajectory.status for one in got.played]) == (2, [Status.TOKEN_LIMIT] * 2)
 
 
+# Who is told ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_R1_all_turns_are_told_before_the_last_verdicts_are_there(engine, judged):
+    """The reward waits until all have played is said, so that a rollout that said it afterwards would never end."""
+    told, said, asked = threading.Event(), [], []
+
+    def score(_, output):
+        assert told.wait(60)
+        return Scored(float(len(output) % 2))
+
+    def on_played(so_far):
+        said.append((so_far, asked[0]()))
+        told.set()
+
+    more = {"on_played": on_played, "on_start": asked.append}
+    got = run(engine, tasks_of(3, 4), reward=fg.Reward(score) if judged else None, more=more)
+    [(so_far, awaited)] = said
+    turns = [[turn.tokens.tolist() for turn in one.trajectory.turns] for one in got.played]
+    assert [[turn.tokens.tolist() for turn in one.trajectory.turns] for one in so_far.played] == turns
+    assert [(one.group, one.sample) for one in so_far.played] == [(one.group, one.sample) for one in got.played]
+    assert any("group" in word for word in awaited) == judged
+    assert asked[0]() == []
+
+
+def test_what_a_rollout_waits_for_is_named(engine):
+    """S3: the trajectory, what it waits for and since when."""
+    work, words = tasks_of(1, 6, seed=1), []
+    lost = calling(work, engine)[0]
+
+    def look(pending):
+        threading.Timer(0.3, lambda: words.extend(pending())).start()
+
+    run(engine, work, Do({work[0][lost].query: hang}), turn_deadline=0.6, more={"on_start": look})
+    assert words == [f"trajectory 0.{lost} (tool 'echo') for 0 s"]
+
+
 # Deadlines --------------------------------------------------------------------------------------------
 
 

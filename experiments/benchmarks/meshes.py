@@ -1,0 +1,178 @@
+"""Updates on fixed batches over every kind of mesh: how far the parameters come apart (F3), and what a device holds.
+
+    python -m experiments.benchmarks.meshes
+
+    apart = |theta - theta'| / |theta' - theta_0|      theta' by one device, both after 5 steps of AdamW
+
+A small decoder with biases, norms and grouped heads; batches of packed random trajectories, with a KL term and ratios
+beyond the clip edges, in eight micro-batches on one device; with `whole` it takes them all at once. Several processes
+are started with one command each:
+
+    python -m experiments.benchmarks.meshes --coordinator=HOST:PORT --num_processes=2 --process_id=0 --cpu_devices=4
+
+Expected on CPUs, in float32: every line below 1e-4, and most below 1e-5.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+import flowgrpo as fg
+from experiments import common
+from experiments.benchmarks.measured import show_lines, timed
+from flowgrpo import launch
+from flowgrpo.learner import sharding
+from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
+from flowgrpo.learner.update import make_score, make_update
+from flowgrpo.models.config import DecoderConfig, Rope
+from flowgrpo.models.decoder import make_policy
+from flowgrpo.spread import place, share
+
+_MESHES = flags.DEFINE_list(
+    "mesh", None, "What to run: whole, pmap, or a mesh as data:4/tensor:2; by default one of each."
+)
+_UPDATES = flags.DEFINE_integer("updates", 5, "Updates, each on a batch of its own.", lower_bound=1)
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, where several processes take part.")
+_PROCESSES = flags.DEFINE_integer("num_processes", 1, "How many processes take part.", lower_bound=1)
+_PROCESS = flags.DEFINE_integer("process_id", 0, "Which of them this is.", lower_bound=0)
+
+CONFIG = DecoderConfig(
+    v=128,
+    d=64,
+    h=4,
+    k=2,
+    e=16,
+    f=128,
+    windows=(None, 12),
+    ropes=(Rope(),) * 2,
+    qkv_bias=True,
+    qk_norm=True,
+    init_scale=0.1,
+)
+POLICY, AXES = make_policy(CONFIG), sharding.decoder_axes(CONFIG)
+ALGORITHM, OPTIMIZER = fg.flow_grpo(beta=0.05), make_optimizer(learning_rate=1e-3)
+ROWS, MICRO_ROWS = 32, 4
+WAYS = ("whole", "pmap", "data=8", "fsdp=8", "data=2,tensor=4", "data=2,fsdp=2,tensor=2")
+Result = tuple[Any, float, int]  # parameters, seconds an update, bytes of state on a device
+
+# The work ---------------------------------------------------------------------------------------------
+
+
+def start() -> LearnerState:
+    """The state before the first update."""
+    return init_learner(POLICY.init(jax.random.key(0)), OPTIMIZER)
+
+
+def fixed_batches(params, count: int) -> list[fg.Batch]:
+    """Packed trajectories of random tokens, with log-probabilities near those of the parameters; on the host."""
+    score, rng = jax.jit(make_score(POLICY)), np.random.default_rng(0)
+    return [_with_logp(_packed(rng), score, params, rng) for _ in range(count)]
+
+
+def _packed(rng: np.random.Generator) -> fg.Batch:
+    records = [
+        fg.Trajectory([_turn(rng) for _ in range(rng.integers(1, 4))], float(rng.integers(2)), index // 4)
+        for index in range(96)
+    ]
+    trajectories = fg.collate(records)
+    adv, weights = (np.asarray(part(trajectories)) for part in (ALGORITHM.advantages, ALGORITHM.weights))
+    return fg.pack(trajectories, adv, weights, row_length=64, rows=ROWS)
+
+
+def _turn(rng: np.random.Generator) -> fg.Turn:
+    size = int(rng.integers(4, 16))
+    chosen = np.arange(size) >= rng.integers(1, size - 1)
+    return fg.Turn(rng.integers(1, CONFIG.v, size).astype(np.int32), chosen, np.zeros(size, np.float32))
+
+
+def _with_logp(batch: fg.Batch, score, params, rng: np.random.Generator) -> fg.Batch:
+    logp_rs = np.asarray(score(params, batch).logp)
+    near, reference = (logp_rs + rng.normal(0, 0.15, logp_rs.shape).astype(np.float32) for _ in range(2))
+    return batch.replace(logp_sampled=near, logp_ref=reference)
+
+
+# The ways ---------------------------------------------------------------------------------------------
+
+
+def on_one(batches: Sequence[fg.Batch], *, micro_rows: int = MICRO_ROWS) -> Result:
+    """By one device of this process."""
+    update = jax.jit(make_update(POLICY, ALGORITHM, OPTIMIZER, micro_rows=micro_rows))
+    state, seconds = _run(update, start(), batches)
+    return jax.device_get(state.params), seconds, _held(state)
+
+
+def by_pmap(batches: Sequence[fg.Batch]) -> Result:
+    """By `jax.pmap` over all devices."""
+    update = sharding.pmap_update(partial(make_update, POLICY, ALGORITHM, OPTIMIZER, micro_rows=MICRO_ROWS))
+    states, seconds = _run(update, sharding.stack(start(), jax.device_count()), batches)
+    return jax.tree.map(lambda x: np.asarray(x[0]), states.params), seconds, _held(states)
+
+
+def on_mesh(batches: Sequence[fg.Batch], sizes: str) -> Result:
+    """By `jax.jit` over a mesh of all devices of all processes."""
+    mesh = sharding.make_mesh(sharding.parse_mesh(sizes))
+    policy, state = sharding.settled(POLICY, mesh, AXES), start()
+    where = sharding.state_shardings(state, mesh, AXES)
+    update = sharding.jit_update(make_update(policy, ALGORITHM, OPTIMIZER, micro_rows=MICRO_ROWS, mesh=mesh), where)
+    state, seconds = _run(update, place(state, where), batches)
+    return jax.tree.map(np.asarray, share(state.params, mesh)), seconds, _held(state)
+
+
+def _run(update: Callable, state, batches: Sequence[fg.Batch]) -> tuple[Any, float]:
+    """The last state, and the seconds of the fastest update."""
+    times = []
+    for batch in batches:
+        took, (state, _) = timed(partial(update, state, batch))
+        times.append(took)
+    return state, min(times)
+
+
+def _held(state) -> int:
+    """Bytes of a state on the first device of this process."""
+    first = jax.local_devices()[0]
+    shards = [shard for x in jax.tree.leaves(state) for shard in x.addressable_shards if shard.device == first]
+    return sum(shard.data.nbytes for shard in shards)
+
+
+def apart(params, expected, before) -> float:
+    """How far parameters are from those expected, against how far these are from the start."""
+    distance, moved = (_norm(jax.tree.map(np.subtract, expected, other)) for other in (params, before))
+    return distance / moved
+
+
+def _norm(tree) -> float:
+    return math.sqrt(sum(float(np.sum(np.asarray(x, np.float64) ** 2)) for x in jax.tree.leaves(tree)))
+
+
+# The command ------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run every way, print a line each and one JSON line."""
+    if _COORDINATOR.value is not None:
+        launch.join(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
+    before = jax.device_get(start().params)
+    batches = fixed_batches(before, _UPDATES.value)
+    expected, seconds, held = on_one(batches)
+    rows = [_line("one device", 0.0, seconds, held)]
+    ways = {"whole": partial(on_one, micro_rows=ROWS), "pmap": by_pmap}
+    for name in _MESHES.value or WAYS:
+        name = name.replace("/", ",").replace(":", "=")
+        params, seconds, held = ways.get(name, partial(on_mesh, sizes=name))(batches)
+        rows.append(_line(name, apart(params, expected, before), seconds, held))
+    show_lines(rows)
+    print(json.dumps({"benchmark": "meshes", "devices": jax.device_count(), "updates": _UPDATES.value, "rows": rows}))
+
+
+def _line(name: str, far: float, seconds: float, held: int) -> dict[str, Any]:
+    return {"mesh": name, "apart": float(f"{far:.2e}"), "seconds": round(seconds, 4), "state_kb": round(held / 1e3)}
+
+
+if __name__ == "__main__":
+    common.run(main, cpu_devices=8)

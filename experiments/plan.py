@@ -1,0 +1,206 @@
+"""How to run a model on some devices: which mesh, how many rows at a time, and what is computed again.
+
+    python -m experiments.plan --model=qwen2.5-7b --devices=8 --memory=80GiB
+    python -m experiments.plan --model=FOLDER --devices=64 --queries=64 --samples=16 --length=8192 --compile_top=2
+    python -m experiments.plan --model=qwen2.5-7b --devices=512 --mesh=data=8,fsdp=64 --rows=1024
+
+Every mesh, with and without remat and at all sizes of micro-batches, is ranked by formula (see `candidates`); then the
+very programs of the best few are compiled for virtual devices, without weights (see `learner.dry_run`). With `--mesh`
+that one alone is looked at. `--model` is a folder with a config.json, or the name of a published shape. What does not
+fit is listed with what takes most of the memory. Seconds by formula only rank; their rates are flags.
+"""
+
+import json
+import re
+from dataclasses import asdict
+from typing import Any
+
+from absl import flags
+
+from experiments import common
+from experiments.benchmarks.measured import show_lines
+from experiments.candidates import GIB, Candidate, Machine, Run, candidates, meshes
+from experiments.members import ALGORITHMS
+from experiments.published import shape_of_model
+from flowgrpo import launch
+from flowgrpo.contracts import Algorithm
+from flowgrpo.learner.dry_run import Program, dry_run, make_case
+from flowgrpo.learner.floor import Job, count_parameters
+from flowgrpo.learner.optimizers import make_optimizer
+from flowgrpo.learner.sharding import make_mesh, parse_mesh
+from flowgrpo.models.config import DecoderConfig
+from flowgrpo.types import BadInput
+
+_MODEL = flags.DEFINE_string("model", "qwen2.5-7b", "Folder with a config.json, or the name of a published shape.")
+_COUNT = flags.DEFINE_integer("devices", 8, "How many devices there are.", lower_bound=1, upper_bound=512)
+_MEMORY = flags.DEFINE_string("memory", "80GiB", "Memory of each: a number with GiB, GB, MiB or MB.")
+_MESH = flags.DEFINE_string("mesh", None, "The only mesh to look at, as data=2,fsdp=4,tensor=1.")
+_QUERIES = flags.DEFINE_integer("queries", 32, "Queries of an update.", lower_bound=1)
+_SAMPLES = flags.DEFINE_integer("samples", 8, "Trajectories of a query.", lower_bound=1)
+_ROWS = flags.DEFINE_integer("rows", None, "Packed rows of an update; by default one a trajectory.", lower_bound=1)
+_LENGTH = flags.DEFINE_integer("length", 4096, "Tokens of a row, and of a slot that decodes.", lower_bound=2)
+_PROMPT = flags.DEFINE_integer("prompt", 512, "Tokens of a prompt.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 128, "Tokens of a stretch of decoding.", lower_bound=1)
+_SLOTS = flags.DEFINE_integer("slots", 256, "Trajectories that decode together, on all devices.", lower_bound=1)
+_MICRO = flags.DEFINE_integer(
+    "micro_rows", None, "The only size of a device's micro-batches to look at.", lower_bound=1
+)
+_REMAT = flags.DEFINE_bool("remat", None, "Only with, or only without, computing layers again.")
+_CHUNK = flags.DEFINE_integer("chunk", 1024, "Tokens of which all logits are there at once.", lower_bound=1)
+_DTYPES = ["float32", "bfloat16"]
+_DTYPE = flags.DEFINE_enum("dtype", "float32", _DTYPES, "What parameters are held in.")
+_COMPUTE = flags.DEFINE_enum("compute_dtype", "bfloat16", _DTYPES, "What the update computes in.")
+_ALGORITHM = flags.DEFINE_string("algorithm", "flow_grpo", "Member of the family.")
+_BETA = flags.DEFINE_float("beta", 0.001, "Weight of the KL term; 0 needs no reference.", lower_bound=0.0)
+_OFFLOAD = flags.DEFINE_bool("offload", True, "Models that a stage does not read are moved off the device.")
+_ROLLOUT = flags.DEFINE_bool("rollout", True, "The same devices decode; --norollout plans the update alone.")
+_TOP = flags.DEFINE_integer("compile_top", 1, "How many of the best are compiled.", lower_bound=0)
+_PROGRAMS = flags.DEFINE_list("programs", None, "Which programs to compile; by default all.")
+_SHOWN = flags.DEFINE_integer("shown", 8, "Lines of each table.", lower_bound=1)
+_TFLOPS = flags.DEFINE_float(
+    "tflops", 300.0, "Operations a second of a device, in 10^12; ranks only.", lower_bound=1e-3
+)
+_BANDWIDTH = flags.DEFINE_float("bandwidth", 2000.0, "GB a second of its memory; ranks only.", lower_bound=1e-3)
+_LINK = flags.DEFINE_float("link", 100.0, "GB a second between devices; ranks only.", lower_bound=1e-3)
+
+UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
+
+
+# Flags ------------------------------------------------------------------------------------------------
+
+
+def parse_memory(text: str) -> float:
+    """`80GiB` in bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)", text)
+    if found is None or float(found[1]) == 0:
+        raise BadInput(f"--memory={text} must be a number above 0 with its unit: 80GiB, 24GB, 512MiB")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def job_of() -> Job:
+    """The job that the flags describe."""
+    return Job(
+        rows=_ROWS.value or _QUERIES.value * _SAMPLES.value,
+        length=_LENGTH.value,
+        slots=_SLOTS.value,
+        prompt=_PROMPT.value,
+        steps=_STEPS.value,
+        dtype=_DTYPE.value,
+        compute_dtype=None if _COMPUTE.value == _DTYPE.value else _COMPUTE.value,
+        chunk=_CHUNK.value,
+    )
+
+
+def algorithm_of() -> Algorithm:
+    """The member of the family, with the KL term where it is asked for."""
+    if _ALGORITHM.value not in ALGORITHMS:
+        raise BadInput(f"--algorithm={_ALGORITHM.value} is unknown; choose from {', '.join(ALGORITHMS)}")
+    if _ALGORITHM.value in ("ppo", "dpo", "kimi", "dr_grpo"):
+        raise BadInput(f"--algorithm={_ALGORITHM.value} can't be planned here; choose one without a critic or pairs")
+    return ALGORITHMS[_ALGORITHM.value](beta=_BETA.value)
+
+
+def wanted(found: list[Candidate]) -> list[Candidate]:
+    """Those that the flags leave."""
+    micro, remat = _MICRO.value, _REMAT.value
+    left = [x for x in found if micro in (None, x.job.micro_rows) and remat in (None, x.job.remat)]
+    if not left:
+        raise BadInput(f"--micro_rows={micro} suits no mesh: {_COUNT.value} devices share the rows of a batch")
+    return left
+
+
+# Tables -----------------------------------------------------------------------------------------------
+
+
+def row_of(candidate: Candidate) -> dict[str, Any]:
+    """One line of the table by formula."""
+    shown = ",".join(f"{axis}={size}" for axis, size in candidate.mesh.items() if size > 1) or "one device"
+    return {
+        "mesh": shown,
+        "micro_rows": candidate.job.micro_rows,
+        "remat": candidate.job.remat,
+        "slots": candidate.job.slots,
+        "update_gib": round(sum(candidate.update.values()) / GIB, 1),
+        "decode_gib": round(sum(candidate.decode.values()) / GIB, 1),
+        "update_s": round(candidate.update_seconds, 2),
+        "rollout_s": round(candidate.rollout_seconds, 2),
+    }
+
+
+def reason(candidate: Candidate, memory: float) -> str:
+    """Why a candidate does not fit."""
+    stages = {"update": candidate.update, "decode": candidate.decode}
+    name, parts = max(stages.items(), key=lambda x: sum(x[1].values()))
+    most = sorted(parts.items(), key=lambda x: -x[1])[:3]
+    told = ", ".join(f"{part} {size / GIB:.1f}" for part, size in most)
+    return f"{name} lacks {(sum(parts.values()) - memory) / GIB:.1f} GiB: {told}"
+
+
+def program_rows(programs: list[Program], memory: float, *, offload: bool) -> list[dict[str, Any]]:
+    """One line a program, in GiB and in 10^12 operations of one device."""
+    rows = []
+    for program in programs:
+        whole = program.peak + (0 if offload else program.beside)
+        rows.append(
+            {
+                "program": program.name,
+                "arguments": round(program.arguments / GIB, 2),
+                "outputs": round(program.outputs / GIB, 2),
+                "reused": round(program.reused / GIB, 2),
+                "temporary": round(program.temporary / GIB, 2),
+                "peak": round(program.peak / GIB, 2),
+                "beside": round(program.beside / GIB, 2),
+                "floor": round(sum(program.floor.values()) / GIB, 2),
+                "fits": whole <= memory,
+                "tflop": round(program.flops / 1e12, 3),
+                "tflop_useful": round(program.useful / 1e12, 3),
+                "tflop_loops_once": round(program.flops_once / 1e12, 3),
+                "gb_products": round(program.bytes / 1e9, 1),
+                "gb_loops_once": round(program.bytes_once / 1e9, 1),
+                "compile_s": round(program.seconds, 1),
+            }
+        )
+    return rows
+
+
+# The command ------------------------------------------------------------------------------------------
+
+
+def compile_one(config: DecoderConfig, candidate: Candidate, memory: float) -> dict[str, Any]:
+    """The programs of a candidate, compiled, with their table."""
+    mesh = make_mesh(candidate.mesh) if _COUNT.value > 1 else None
+    case = make_case(config, candidate.job, algorithm_of(), make_optimizer(learning_rate=1e-6), mesh=mesh)
+    rows = program_rows(dry_run(case, _PROGRAMS.value), memory, offload=_OFFLOAD.value)
+    line = row_of(candidate)
+    print(f"compiled for {line['mesh']}, micro_rows {line['micro_rows']}, remat {line['remat']}: GiB of one device")
+    show_lines(rows)
+    return line | {"programs": rows, "fits": all(row["fits"] for row in rows)}
+
+
+def main() -> None:
+    """Rank, compile the best few, print the tables and one JSON line."""
+    launch.configure(cpu_devices=_COUNT.value)  # before JAX starts, which nothing before this line does
+    memory, config, job = parse_memory(_MEMORY.value), shape_of_model(_MODEL.value), job_of()
+    machine = Machine(memory, _TFLOPS.value * 1e12, _BANDWIDTH.value * 1e9, _LINK.value * 1e9)
+    run = Run(reference="logp_ref" in algorithm_of().needs, moved=_OFFLOAD.value, decodes=_ROLLOUT.value)
+    given = None if _MESH.value is None else parse_mesh(_MESH.value, _COUNT.value)
+    layouts = list(meshes(config, _COUNT.value)) if given is None else [given]
+    found = wanted(candidates(config, job, run, machine, layouts))
+    fitting = [x for x in found if x.needed <= memory]
+    print(f"{_MODEL.value}: {count_parameters(config):,} parameters; {job.rows} rows of {job.length} tokens an update")
+    print(f"{len(fitting)} of {len(found)} ways fit {_MEMORY.value} by formula; the fastest:")
+    show_lines([row_of(x) for x in fitting[: _SHOWN.value]])
+    others = [row_of(x) | {"why_not": reason(x, memory)} for x in found if x.needed > memory]
+    if others:
+        print("the nearest of those that do not fit:")
+        show_lines(others[: _SHOWN.value])
+    # A single mesh is compiled even where it does not fit, to show by how much.
+    chosen = (fitting or (found if given else []))[: _TOP.value]
+    compiled = [compile_one(config, x, memory) for x in chosen]
+    result = {"plan": _MODEL.value, "parameters": count_parameters(config), "devices": _COUNT.value, "memory": memory}
+    result |= {"job": asdict(job), "fitting": [row_of(x) for x in fitting[: _SHOWN.value]]}
+    print(json.dumps(result | {"not_fitting": others[: _SHOWN.value], "compiled": compiled}))
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,102 @@
+"""The planner of a hosted run: a model flows in, what is trained of it and how it is served flow out.
+
+float32                 everything is trained, and served as it is
+bfloat16                float32 masters are trained; a bfloat16 copy of them computes, and is served (F7)
+an adapter              the base stays as it is, in whatever type; a float32 adapter beside it is trained
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from experiments.devices import mesh_of, placing
+from experiments.lora_setup import lora_of
+from flowgrpo.contracts import Policy
+from flowgrpo.learner.sharding import decoder_axes, settled
+from flowgrpo.learner.trained import ADAPTER, WHOLE, Trained
+from flowgrpo.learner.update import cast
+from flowgrpo.loop import sampled
+from flowgrpo.models.decoder import make_policy
+from flowgrpo.models.hf import Model, load_model
+from flowgrpo.models.lora import Adapted, LoraConfig, adapter_axes, init_adapter, lora_policy
+from flowgrpo.types import BadInput
+
+
+class Planner(NamedTuple):
+    """What learns, and what is decoded with."""
+
+    policy: Policy  # of the update, settled on the mesh
+    served: Policy  # of the engine
+    params: Any  # to begin with
+    trained: Trained
+    compute_dtype: Any  # None: that of the parameters
+    serve: Callable[[Any], Any]  # parameters that learn -> those of the engine, on its device
+    mesh: Mesh | None
+    place: Callable[[Any], Any]  # what holds parameters -> the same on the mesh
+
+
+def load_start(path: str | Path, settings: Mapping[str, Any]) -> Model:
+    """The model that a planner starts as, in the type in which its parameters are kept."""
+    return load_model(path, dtype="float32" if _is_cast(settings) else settings["dtype"])
+
+
+def frozen(start: Model, settings: Mapping[str, Any]) -> Model:
+    """The model as it was at the start, in the type that computes: what other roles speak with."""
+    if not _is_cast(settings):
+        return start
+    policy = make_policy(start.config, dtype=settings["dtype"])
+    return start._replace(policy=policy, params=cast(start.params, settings["dtype"]))
+
+
+def make_planner(start: Model, settings: Mapping[str, Any]) -> Planner:
+    """The planner that starts as this model."""
+    lora, mesh = lora_of(settings), _mesh(settings)
+    axes: Any = decoder_axes(start.config)
+    policy, params, trained, letters = make_policy(start.config, dtype=settings["dtype"]), start.params, WHOLE, axes
+    if lora is not None:
+        policy, params = _adapted(start, lora, settings)
+        trained, letters, axes = ADAPTER, Adapted(axes, adapter_axes(lora)), axes | adapter_axes(lora)
+    compute_dtype = jnp.dtype(settings["dtype"]) if _is_cast(settings) else None
+    return Planner(
+        policy=settled(policy, mesh, axes),
+        served=policy,
+        params=params,
+        trained=trained,
+        compute_dtype=compute_dtype,
+        serve=partial(_serve, compute_dtype=compute_dtype, mesh=mesh),
+        mesh=mesh,
+        place=placing(mesh, letters),
+    )
+
+
+def _is_cast(settings: Mapping[str, Any]) -> bool:
+    """Whether float32 masters are trained that compute in another type; a base is frozen, and needs none."""
+    return settings["dtype"] != "float32" and lora_of(settings) is None
+
+
+def _mesh(settings: Mapping[str, Any]) -> Mesh | None:
+    """One device, unless a mesh is asked for: an engine decodes on the first."""
+    if settings["mesh"] is None:
+        return None
+    if settings["offload"] != "none":
+        raise BadInput("--offload moves the models of one device: leave out --mesh, or --offload")
+    return mesh_of(settings["mesh"])
+
+
+def _adapted(start: Model, lora: LoraConfig, settings: Mapping[str, Any]) -> tuple[Policy, Adapted]:
+    """The model as a base, and a new adapter, which follows from the run's seed."""
+    if settings["model"] is None:
+        raise BadInput("--lora_rank needs --model: the small model that is made here has to be trained whole")
+    policy = lora_policy(start.config, lora, dtype=settings["dtype"])
+    return policy, Adapted(start.params, init_adapter(jax.random.key(settings["seed"]), start.config, lora))
+
+
+def _serve(params: Any, *, compute_dtype: Any, mesh: Mesh | None) -> Any:
+    """What the engine decodes with; over a mesh, gathered on its first device."""
+    served = sampled(params, compute_dtype)
+    return served if mesh is None else jax.device_put(served, jax.devices()[0])

@@ -1,0 +1,93 @@
+"""The inference stage: trajectories flow in, the same with what the reference and the critic say of them flow out.
+
+    rollout -> Trajectories -> appraise: logp_ref, value, last_value -> advantages -> pack -> Batch -> update
+
+`value` stands before each chosen token and `last_value` after the last token of a trajectory, where a cut one
+bootstraps. `pack` and the plain layouts carry what was scored into the batch. Trajectories are scored one a row, in
+micro-batches, and never as a whole [row, token, vocabulary] (M4); contexts that are rendered afresh are segments of
+their row. Everything is pure, to be jitted by the caller.
+"""
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from flowgrpo.contracts import Policy, Scores
+from flowgrpo.layouts import rows_by_trajectory, unpack
+from flowgrpo.learner.critic import Valuation, acting
+from flowgrpo.learner.micro import Score, score_rows
+from flowgrpo.learner.update import cast, make_score
+from flowgrpo.models.critic import before
+from flowgrpo.spread import Spread
+from flowgrpo.types import BadInput, Batch, Trajectories
+
+Appraise = Callable[[Any, Any, Trajectories], Trajectories]  # (params, reference_params, trajectories)
+
+
+def make_appraise(
+    policy: Policy,
+    *,
+    critic: Valuation | None = None,
+    needs: Collection[str],
+    temperature=1.0,
+    banned: tuple[int, ...] = (),
+    micro_rows: int = 16,
+    chunk: int = 1024,
+    slots: int | None = None,
+    compute_dtype: Any = None,
+    mesh: Spread = None,
+) -> Appraise:
+    """`appraise(params, reference_params, trajectories)` fills in what of `logp_ref` and `value` is among `needs`.
+
+    `reference_params` are read for `logp_ref` only. `slots` are the tokens of the longest trajectory, by default all
+    that there is room for; one that is longer gets NaN, so that it can't pass for scored. `compute_dtype` is that of
+    the update.
+    """
+    if "value" in needs and critic is None:
+        raise BadInput("make_appraise: values are needed, but there is no critic: pass one, such as own_network(...)")
+    if micro_rows < 1 or (slots is not None and slots < 1):
+        raise BadInput(f"make_appraise: micro_rows is {micro_rows} and slots {slots}, but both must be at least 1")
+    score = make_score(policy, temperature=temperature, banned=banned, chunk=chunk)
+    rows = partial(_rows, micro_rows=micro_rows, compute_dtype=compute_dtype, mesh=mesh)
+    return partial(_appraise, needs=frozenset(needs), score=score, critic=critic, rows=rows, slots=slots)
+
+
+def _appraise(
+    params, reference_params, trajectories: Trajectories, *, needs, score: Score, critic, rows, slots: int | None
+) -> Trajectories:
+    nothing_nt = jnp.zeros(trajectories.turns.shape, jnp.float32)
+    whole = rows_by_trajectory(trajectories, nothing_nt, nothing_nt)
+    batch = jax.tree.map(lambda x_rs: x_rs[:, :slots], whole)
+    length_n = (whole.segments > 0).sum(axis=1)
+    over_n = length_n > batch.tokens.shape[1]
+    lay = partial(_back, batch=batch, shape=trajectories.tokens.shape, over_n=over_n)
+    found = {}
+    if "logp_ref" in needs:
+        found["logp_ref"] = lay(rows(score, acting(reference_params), batch))
+    if "value" in needs:
+        after_rs = rows(partial(_values, critic=critic), params, batch)
+        found["value"] = lay(before(after_rs, batch.segments))
+        last_n = jnp.take_along_axis(after_rs, jnp.maximum(length_n - 1, 0)[:, None], axis=1, mode="clip")[:, 0]
+        found["last_value"] = jnp.where(over_n, jnp.nan, last_n)
+    return trajectories.replace(**found)
+
+
+def _rows(score: Score, params, batch: Batch, *, micro_rows: int, compute_dtype: Any, mesh: Spread) -> Array:
+    """What a score gives as `logp`, of the rows that hold a chosen token."""
+    params = params if compute_dtype is None else cast(params, compute_dtype)
+    chosen_r = jnp.asarray(batch.chosen & (batch.segments > 0)).any(axis=1)
+    return score_rows(score, params, batch, chosen_r, micro_rows, mesh)
+
+
+def _values(params, batch: Batch, *, critic: Valuation) -> Scores:
+    """The values after each token, where the rows' walk reads log-probabilities."""
+    return Scores(logp=critic.look(params, batch.tokens, batch.positions, batch.segments)[1])
+
+
+def _back(x_rs: Array, *, batch: Batch, shape: tuple[int, ...], over_n: Array) -> Array:
+    """Per-token numbers in the trajectories' places -> x_ntl."""
+    return jnp.where(over_n[:, None, None], jnp.nan, unpack(x_rs, batch, shape))

@@ -1,0 +1,152 @@
+"""Actor and critic: the parameters of a policy and of its critic flow in side by side, scores with values flow out.
+
+    params = ActorCritic(policy, critic)        score(params, batch) -> Scores(logp, entropy, value)
+
+The critic is a network of its own (`own_network`) or a head on the policy's hidden states (`shared_trunk`), for which
+one forward pass gives everything. `Scores.value` stands before its token, as `logp` does. What acts, is sampled from
+and is saved as a model is `acting(params)`, whatever the parameters are.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from flowgrpo import masked
+from flowgrpo.contracts import Metrics, Params, Policy, Scores
+from flowgrpo.generate.sampler import logprobs
+from flowgrpo.learner.micro import Score
+from flowgrpo.learner.trained import WHOLE, Trained
+from flowgrpo.models.config import DecoderConfig
+from flowgrpo.models.critic import Critic, before, from_policy, head, init_head
+from flowgrpo.models.lora import Adapted
+from flowgrpo.types import BadInput, Batch
+
+
+class ActorCritic(NamedTuple):
+    """Parameters of a policy and of its critic; in a reference, which needs no values, `critic` is None."""
+
+    policy: Any
+    critic: Any
+
+
+class Valuation(NamedTuple):
+    """A critic beside a policy, as pure functions."""
+
+    init: Callable[[Array, Any], Params]  # (key, the policy's parameters) -> the critic's
+    look: Callable[..., tuple[Array, Array]]  # (ActorCritic, tokens, positions, segments) -> (hidden, value after each)
+
+
+def acting(params: Any) -> Any:
+    """The policy's own parameters."""
+    return params.policy if isinstance(params, ActorCritic) else params
+
+
+def with_critic(valuation: Valuation | None, key: Array, params: Any) -> Any:
+    """A policy's parameters beside those of a new critic; themselves where there is none."""
+    return params if valuation is None else ActorCritic(params, valuation.init(key, params))
+
+
+def actor_critic(trained: Trained = WHOLE) -> Trained:
+    """What is trained of a policy, and all of its critic."""
+    return Trained(partial(_take, trained=trained), partial(_put, trained=trained))
+
+
+def _take(params: ActorCritic, *, trained: Trained) -> ActorCritic:
+    return ActorCritic(trained.take(params.policy), params.critic)
+
+
+def _put(params: ActorCritic, part: ActorCritic, *, trained: Trained) -> ActorCritic:
+    critic = params.critic if part.critic is None else part.critic
+    return ActorCritic(trained.put(params.policy, part.policy), critic)
+
+
+def without_critic(part: Any) -> Any:
+    """What a reference keeps of a part."""
+    return part._replace(critic=None) if isinstance(part, ActorCritic) else part
+
+
+# Values -----------------------------------------------------------------------------------------------
+
+
+def own_network(policy: Policy, critic: Critic, *, init: Callable[[Array, Any], Params] | None = None) -> Valuation:
+    """A critic with a trunk of its own, which `init` may start from the policy's; see `copied_trunk`."""
+    start = partial(_init_alone, critic=critic) if init is None else init
+    return Valuation(start, partial(_look_apart, policy=policy, critic=critic))
+
+
+def copied_trunk(config: DecoderConfig) -> Callable[[Array, Any], Params]:
+    """An `init` under which the critic's trunk is a copy of the policy's, that of the base under an adapter."""
+    return partial(_copy_trunk, config=config)
+
+
+def shared_trunk(policy: Policy, config: DecoderConfig) -> Valuation:
+    """A head on the policy's hidden states; the value loss reaches the policy's trunk, too."""
+    return Valuation(partial(_init_head, config=config), partial(_look_once, policy=policy))
+
+
+def _init_alone(key: Array, _policy_params, *, critic: Critic) -> Params:
+    return critic.init(key)
+
+
+def _copy_trunk(_key: Array, policy_params, *, config: DecoderConfig) -> Params:
+    return from_policy(policy_params.base if isinstance(policy_params, Adapted) else policy_params, config)
+
+
+def _init_head(_key: Array, _policy_params, *, config: DecoderConfig) -> Params:
+    return init_head(config)
+
+
+def _look_apart(params: ActorCritic, tokens, positions, segments, *, policy: Policy, critic: Critic) -> tuple:
+    states_rsd = policy.hidden(params.policy, tokens, positions, segments, None)[0]
+    return states_rsd, critic.apply(params.critic, tokens, positions, segments)
+
+
+def _look_once(params: ActorCritic, tokens, positions, segments, *, policy: Policy) -> tuple:
+    states_rsd = policy.hidden(params.policy, tokens, positions, segments, None)[0]
+    return states_rsd, masked.fill(head(params.critic, states_rsd), segments > 0)
+
+
+def make_value_score(
+    policy: Policy, valuation: Valuation, *, temperature=1.0, banned: tuple[int, ...] = (), chunk: int = 1024
+) -> Score:
+    """The `score` of an update with a critic: log-probability, entropy, and the value before each token."""
+    settings = {"temperature": temperature, "banned": banned, "chunk": chunk}
+    return partial(_score, policy=policy, valuation=valuation, settings=settings)
+
+
+def _score(params: ActorCritic, batch: Batch, *, policy: Policy, valuation: Valuation, settings: dict) -> Scores:
+    tokens, positions, segments = (jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segments))
+    states_rsd, value_rs = valuation.look(params, tokens, positions, segments)
+    # The hidden states are there already: logprobs gets them in the place of a second forward pass.
+    seen = policy._replace(hidden=lambda *_: (states_rsd, None))
+    scores = logprobs(seen, params.policy, tokens, positions, segments, **settings)
+    return scores._replace(value=before(value_rs, segments))
+
+
+def explained_variance(batch: Batch) -> Metrics:
+    """The share of the targets' variance that the values of before the update explain; 0 where they don't vary."""
+    if batch.target is None or batch.value_old is None:
+        return {}
+    live_rs = batch.live
+    target_rs = masked.fill(batch.target, live_rs)
+    whole = masked.variance(target_rs, live_rs)
+    rest = masked.variance(target_rs - masked.fill(batch.value_old, live_rs), live_rs)
+    return {"explained_variance": jnp.where(whole > 0, 1.0 - rest / jnp.where(whole > 0, whole, 1.0), 0.0)}
+
+
+# Rates ------------------------------------------------------------------------------------------------
+
+
+def by_part(policy: optax.GradientTransformation, critic: optax.GradientTransformation) -> optax.GradientTransformation:
+    """An optimizer of `ActorCritic` from one for each part, with rates and gradient norms of their own."""
+    return optax.partition({"policy": policy, "critic": critic}, _labels)
+
+
+def _labels(params: Any) -> ActorCritic:
+    if not isinstance(params, ActorCritic):
+        raise BadInput(f"this optimizer is for ActorCritic parameters, not {type(params).__name__}: pass those of both")
+    return ActorCritic("policy", "critic")

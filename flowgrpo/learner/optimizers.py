@@ -1,0 +1,100 @@
+"""Optimizers: a rate, its schedule and a way to scale gradients flow in, an optax transformation flows out.
+
+    clip of the global norm -> scale -> weight decay -> - rate
+
+The middle part is `base`, any gradient transformation: AdamW's float moments (`optax.scale_by_adam()`), the same in
+8 bits (`quantised.scale_by_adam_8bit()`), or Adafactor's rows and columns (`scale_by_adafactor()`). Bytes that each
+remembers, for a parameter of an m x n matrix: 8, 2.01 and 4 (m + n) / mn.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import optax
+import optax.contrib
+
+from flowgrpo.types import BadInput
+
+Summed = tuple[tuple[int, ...], tuple[int, ...]]  # axes of a parameter that a product sums over, and that it leaves
+MUON = 5.0  # times the rate: a step of Muon against one of AdamW
+
+
+def make_optimizer(
+    *,
+    learning_rate,
+    warmup_steps: int = 0,
+    decay_steps: int | None = None,
+    final_share: float = 0.0,
+    weight_decay=0.0,
+    clip_norm: float | None = 1.0,
+    base: optax.GradientTransformation | None = None,
+    matrices: Mapping[str, Summed] | None = None,
+) -> optax.GradientTransformation:
+    """AdamW (Loshchilov & Hutter, 2019), or `base` in the place of its Adam, behind a clip of the global norm.
+
+    The rate rises over `warmup_steps` and then falls along a cosine over `decay_steps` to `final_share` of
+    itself; both count optimizer steps, one for each mini-batch. `learning_rate` and `weight_decay` may be vmapped.
+    The parameters that `matrices` names, with the axes that a product with them sums over and those it leaves, take
+    Muon's orthogonal steps (Jordan et al., 2024) of about `MUON` times the size of AdamW's.
+    """
+    for name, value, least in (("warmup_steps", warmup_steps, 0), ("decay_steps", decay_steps, 1)):
+        if value is not None and value < least:
+            raise BadInput(f"make_optimizer: {name} is {value}, but must be at least {least}")
+    if clip_norm is not None and not clip_norm > 0:
+        raise BadInput(f"make_optimizer: clip_norm is {clip_norm}; give a number above 0, or None for no clip")
+    clip = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
+    decays = not isinstance(weight_decay, (int, float)) or weight_decay != 0
+    rest = [optax.add_decayed_weights(weight_decay)] if decays else []
+    rate = _schedule(learning_rate, warmup_steps, decay_steps, final_share)
+    rest.append(optax.scale_by_learning_rate(rate))
+    plain = optax.chain(optax.scale_by_adam() if base is None else base, *rest)
+    if matrices is None:
+        return optax.chain(*clip, plain)
+    numbers: Any = partial(_numbers, matrices)
+    muon = optax.chain(optax.contrib.scale_by_muon(weight_dimension_numbers=numbers), optax.scale(MUON), *rest)
+    return optax.chain(*clip, optax.partition({True: muon, False: plain}, partial(_named, matrices)))
+
+
+def scale_by_adafactor(
+    *, decay_rate: float = 0.8, least_axis: int = 128, clip_rms: float = 1.0, b1: float | None = None
+) -> optax.GradientTransformation:
+    """Adafactor (Shazeer & Stern, 2018) at a given rate: second moments as a product of rows and columns.
+
+    Arrays with two axes of at least `least_axis` are factored. A step's root mean square, array by array, is at most
+    `clip_rms`; with `b1` steps are averaged, which remembers as much again as the parameters hold.
+    """
+    factored = optax.scale_by_factored_rms(decay_rate=decay_rate, min_dim_size_to_factor=least_axis)
+    average = [] if b1 is None else [optax.ema(b1, debias=False)]
+    return optax.chain(factored, optax.clip_by_block_rms(clip_rms), *average)
+
+
+def _numbers(matrices: Mapping[str, Summed], params: Mapping) -> dict:
+    """For optax: what it leaves out of a partition stays as it is."""
+    return {
+        name: x if isinstance(x, optax.MaskedNode) else optax.contrib.MuonDimensionNumbers(*matrices[name])
+        for name, x in params.items()
+    }
+
+
+def _named(names, params: Mapping) -> dict:
+    return {name: name in names for name in params}
+
+
+def _schedule(learning_rate, warmup_steps: int, decay_steps: int | None, final_share: float):
+    """The rate as a function of the step; a number where it does not change."""
+    if warmup_steps == 0 and decay_steps is None:
+        return learning_rate
+    after = optax.constant_schedule(learning_rate)
+    if decay_steps is not None:
+        fall = optax.cosine_decay_schedule(1.0, decay_steps, final_share)
+        after = _times(learning_rate, fall)
+    if warmup_steps == 0:
+        return after
+    # The first step has a rate too: 1 / (warmup + 1) of the whole.
+    rise = _times(learning_rate, optax.linear_schedule(1 / (warmup_steps + 1), 1.0, warmup_steps))
+    return optax.join_schedules([rise, after], [warmup_steps])
+
+
+def _times(rate, schedule: optax.Schedule) -> optax.Schedule:
+    return lambda step: rate * schedule(step)

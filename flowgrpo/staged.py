@@ -1,0 +1,363 @@
+"""The staged system: the iteration of `loop` on one set of devices, where every stage has the memory to itself.
+
+    rollout   ->  inference: reference, critic  ->  credit  ->  pack  ->  train
+       groups are judged on the host, while others generate and while the reference scores (R1)
+
+Between stages the sampler's cache is destroyed and models go where the table of `learner.residency` has them; the next
+stage's moves are under way while this one ends. It is another schedule of the same functions: a run goes through the
+same parameters as in `loop`, to the bit where the programs are the same, and to float tolerance where the reference was
+scored before packing instead of after it. The run that a step returns has its models at their places of the rollout.
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import fields
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flowgrpo import loop
+from flowgrpo.contracts import Algorithm, Metrics, Policy, Scored
+from flowgrpo.learner.appraise import make_appraise
+from flowgrpo.learner.critic import ActorCritic, Valuation, acting, without_critic
+from flowgrpo.learner.gauge import Gauge, live_bytes
+from flowgrpo.learner.residency import DEVICE, Move, Residency
+from flowgrpo.learner.state import LearnerState
+from flowgrpo.learner.trained import WHOLE, Trained
+from flowgrpo.learner.watch import signal
+from flowgrpo.packing import account, pack
+from flowgrpo.rollout.compiled import Rollout
+from flowgrpo.rollout.exam import summarise, tool_mix
+from flowgrpo.rollout.judging import Verdict, is_solved, judge_groups, judged
+from flowgrpo.rollout.records import Hosted
+from flowgrpo.spread import Spread
+from flowgrpo.stuck import Pending, Watch
+from flowgrpo.types import BadInput, Batch, Trajectories
+
+
+class Told(NamedTuple):
+    """Who a rollout tells how far it is; both calls return at once."""
+
+    played: Callable[[Trajectories], None]  # all turns are there; outcomes need not be
+    ask: Callable[[Pending], None]  # a function that says what is awaited
+
+
+class Rolled(NamedTuple):
+    """A rollout that is judged, with figures and timings of its own."""
+
+    rollout: Rollout
+    metrics: Mapping[str, Any] = {}
+    timings: Mapping[str, Any] = {}
+
+
+RollOut = Callable[[loop.Run, Told], Rolled]
+Step = Callable[[loop.Run], tuple[loop.Run, dict[str, Any]]]
+
+
+class Parts(NamedTuple):
+    """What a step is made of."""
+
+    roll_out: RollOut
+    release: Callable[[], int]  # the sampler's memory -> bytes that were freed
+    appraise: Callable[..., dict] | None  # (params, reference, trajectories) -> what it scored
+    credit: Callable[[Trajectories], loop.Credit]
+    train: Callable[..., tuple]  # (learner, rest of the run, batch) -> (learner, update, metrics)
+    describe: Callable[[Rollout, loop.Credit], Metrics]
+    algorithm: Algorithm
+    trained: Trained
+    sizes: Mapping[str, int]  # of `pack`
+    residency: Residency
+    moves: bool  # the table has a model elsewhere than on the device
+    watch: Watch
+    gauge: Gauge
+    pool: ThreadPoolExecutor
+
+
+def make_staged(
+    policy: Policy,
+    algorithm: Algorithm,
+    optimizer,
+    settings: loop.Settings,
+    roll_out: RollOut,
+    *,
+    banned: tuple[int, ...],
+    tools: int,
+    row_length: int,
+    rows: int,
+    residency: Residency,
+    critic: Valuation | None = None,
+    trained: Trained = WHOLE,
+    slots: int | None = None,
+    release: Callable[[], int] = lambda: 0,
+    watch: Watch | None = None,
+    mesh: Spread = None,
+) -> Step:
+    """`step(run) -> (run, metrics)`, as `loop.train` wants it; the figures hold `timings`, which clocks had a part in.
+
+    `release` destroys what the sampler holds, once all have played. Where models move at all, the run that a step is
+    given is used up: its buffers are deleted where they were, and overwritten by the update.
+    """
+    kinds: dict[str, Any] = {"critic": critic, "trained": trained, "slots": slots, "banned": banned, "mesh": mesh}
+    # The reference is replaced here, where it may lie on the host or the disk.
+    learning = loop.make_learning(policy, algorithm._replace(reference_every=None), optimizer, settings, **kinds)
+    moves = any(place != DEVICE for row in residency.table.values() for place in row.values())
+    train = partial(_train, update=learning.update, trained=trained)
+    ranks = settings.mini_batches
+    return partial(
+        _step,
+        parts=Parts(
+            roll_out=roll_out,
+            release=release,
+            appraise=_appraisal(policy, algorithm, settings, critic, banned, slots, mesh),
+            credit=jax.jit(learning.credit),
+            train=jax.jit(train, donate_argnums=0 if moves else ()),
+            describe=jax.jit(partial(_describe, tools=tools, samples=settings.samples)),
+            algorithm=algorithm,
+            trained=trained,
+            sizes={"row_length": row_length, "rows": rows + -rows % ranks, "ranks": ranks},
+            residency=residency,
+            moves=moves,
+            watch=watch or Watch(),
+            gauge=Gauge(),
+            pool=ThreadPoolExecutor(1, thread_name_prefix="flowgrpo-inference"),
+        ),
+    )
+
+
+def compiled_rollout(
+    rollout: Callable[[loop.Run], Rollout],
+    verdict: Verdict | None = None,
+    *,
+    solved: Callable[[Scored], bool] = is_solved,
+    judges: int = 2,
+    deadline: float = 600.0,
+) -> RollOut:
+    """That of a pure environment, `make_iteration(...).rollout`; a `verdict` on the host judges it group by group."""
+    settings = {"verdict": verdict, "solved": solved, "judges": judges, "deadline": deadline}
+    return partial(_roll_out, rollout=jax.jit(rollout), **settings)
+
+
+def _roll_out(run: loop.Run, told: Told, *, rollout, verdict: Verdict | None, solved, judges, deadline) -> Rolled:
+    played: Rollout = jax.block_until_ready(rollout(run))
+    told.played(played.trajectories)
+    if verdict is None:
+        return Rolled(played)
+    trajectories = jax.device_get(played.trajectories)
+    scored = judge_groups(verdict, trajectories, judges=judges, deadline=deadline, on_start=told.ask)
+    return Rolled(played.replace(trajectories=judged(trajectories, scored, solved)))
+
+
+def hosted_rollout(play: Callable[..., Hosted], dense: Callable[[Hosted], Rollout]) -> RollOut:
+    """That of a host environment: `play(run, on_played=..., on_start=...)` as `hosted` has it, `dense` its arrays.
+
+    `dense` must lay out the same trajectories in the same way, whether or not they are judged.
+    """
+    return partial(_play_hosted, play=play, dense=dense)
+
+
+def _play_hosted(run: loop.Run, told: Told, *, play, dense) -> Rolled:
+    played = play(run, on_played=lambda so_far: told.played(dense(so_far).trajectories), on_start=told.ask)
+    return Rolled(dense(played), timings={"judging_seconds": played.seconds["judging"]})
+
+
+# One iteration ----------------------------------------------------------------------------------------------
+
+
+def _step(run: loop.Run, *, parts: Parts) -> tuple[loop.Run, dict[str, Any]]:
+    """All stages, each with its models where they are used."""
+    residency, watch, number = parts.residency, parts.watch, int(run.update) + 1
+    with watch.iteration(number), ExitStack() as open_stages:
+        if parts.moves:  # what was away is bound to its device; what was not has to be too, or programs compile twice
+            run = jax.tree.map(_bound, run)
+        _hold(residency, run)
+        residency.enter("rollout")
+        rolled, scored, freed = _play(_found(residency, run), parts, open_stages)
+        residency.enter("train")
+        trajectories, batch, credit = _pack(rolled.rollout, scored, parts)
+        with _stage(parts, "train"):
+            run, metrics = _learn(_found(residency, run), batch, parts)
+        residency.enter("rollout")
+        metrics |= parts.describe(rolled.rollout, credit) | _accounted(trajectories, credit, batch, parts.algorithm)
+        run = _found(residency, run)
+    timings = {
+        **{f"{name}_seconds": seconds for name, seconds in watch.seconds.items()},
+        "freed_bytes": freed,
+        "moves": summed(residency.moves()),
+        "device_bytes": parts.gauge.take(),
+        "device_bytes_by": parts.gauge.source,
+        "pinned_bytes": live_bytes()["pinned"],
+    }
+    return run, {**metrics, **rolled.metrics, "timings": {**timings, **rolled.timings}}
+
+
+def _stage(parts: Parts, name: str) -> ExitStack:
+    """A stage that is timed and measured."""
+    with ExitStack() as stack:
+        stack.enter_context(parts.gauge.stage(name))
+        stack.enter_context(parts.watch.stage(name))
+        return stack.pop_all()
+
+
+def _play(run: loop.Run, parts: Parts, open_stages: ExitStack) -> tuple[Rolled, dict, int]:
+    """The rollout, judged; what was scored meanwhile; and the bytes that the sampler gave back."""
+    rollout_stage, rewards_stage = (open_stages.enter_context(ExitStack()) for _ in range(2))
+    scoring: list[Future] = []
+
+    def played(trajectories: Trajectories) -> None:
+        rollout_stage.close()
+        rewards_stage.enter_context(parts.watch.stage("rewards"))
+        scoring.append(parts.pool.submit(_infer, run, trajectories, parts))
+
+    rollout_stage.enter_context(_stage(parts, "rollout"))
+    rolled = parts.roll_out(run, Told(played, parts.watch.ask))
+    rewards_stage.close()
+    if not scoring:
+        raise BadInput("the rollout did not say that all have played: let it call told.played(trajectories)")
+    scored, freed = scoring[0].result()
+    return rolled, scored, freed
+
+
+def _infer(run: loop.Run, trajectories: Trajectories, parts: Parts) -> tuple[dict, int]:
+    """The inference stage, in a thread beside that in which verdicts are awaited."""
+    with _stage(parts, "inference"):
+        freed = parts.release()
+        parts.residency.enter("inference")
+        parts.residency.ahead("train")
+        if parts.appraise is None:
+            return {}, freed
+        run = _found(parts.residency, run)
+        reference = parts.trained.put(run.learner.params, run.reference)
+        appends = trajectories.appends
+        apart = appends is not None and not np.any(appends)
+        return jax.device_get(parts.appraise(run.learner.params, reference, trajectories, apart=apart)), freed
+
+
+def _pack(rollout: Rollout, scored: dict, parts: Parts) -> tuple[Trajectories, Batch, loop.Credit]:
+    """Credit, and rows on the host."""
+    with _stage(parts, "credit"):
+        trajectories = jax.device_get(rollout.trajectories).replace(**scored)
+        credit = jax.device_get(parts.credit(trajectories))
+    with _stage(parts, "pack"):
+        skips = parts.algorithm.skips
+        batch = pack(trajectories, *credit[:2], **parts.sizes, target=credit.target, skip_no_signal=skips)
+    return trajectories, batch, credit
+
+
+def _learn(run: loop.Run, batch: Batch, parts: Parts) -> tuple[loop.Run, Metrics]:
+    """The run after its update; the residency holds what became of its models."""
+    residency, learner = parts.residency, run.learner
+    residency.wait()  # for what the update overwrites
+    bare = run.replace(learner=None, reference=None)
+    learner, update, metrics = jax.block_until_ready(parts.train(learner, bare, batch))
+    every, reference = parts.algorithm.reference_every, run.reference
+    if every is not None and int(update) % every == 0:
+        reference = jax.tree.map(jnp.copy, without_critic(parts.trained.take(learner.params)))
+    run = run.replace(learner=learner, reference=reference, update=update)
+    _hold(residency, run)
+    return run, metrics
+
+
+# Pure parts -------------------------------------------------------------------------------------------------
+
+
+def _appraisal(policy: Policy, algorithm: Algorithm, settings: loop.Settings, critic, banned, slots, mesh):
+    """What of reference and critic the algorithm needs, scored before packing; None where it needs neither."""
+    needs = algorithm.needs & {"logp_ref", "value"}
+    if not needs:
+        return None
+    scoring = {"temperature": settings.temperature, "banned": banned}
+    sizes = {"micro_rows": settings.micro_rows, "compute_dtype": settings.compute_dtype, "slots": slots, "mesh": mesh}
+    appraise = make_appraise(policy, critic=critic, needs=needs, **scoring, **sizes)
+    return jax.jit(partial(_appraise, appraise=appraise), static_argnames="apart")
+
+
+def _appraise(params, reference, trajectories: Trajectories, *, appraise, apart: bool) -> dict:
+    """What was scored; contexts that are all rendered afresh are rows of their own, and not parts of longer ones."""
+    turns_nt = jnp.asarray(trajectories.turns)
+    found = appraise(params, reference, turn_by_turn(trajectories) if apart else trajectories)
+    scored = {"logp_ref": found.logp_ref, "value": found.value}
+    laid = {name: x.reshape(trajectories.tokens.shape) for name, x in scored.items() if x is not None}
+    if found.last_value is None:
+        return laid
+    last_value_n = found.last_value
+    if apart:
+        last_n = jnp.max(jnp.where(turns_nt, jnp.arange(turns_nt.shape[1])[None, :], 0), axis=1)
+        last_value_n = jnp.take_along_axis(last_value_n.reshape(turns_nt.shape), last_n[:, None], axis=1)[:, 0]
+    return laid | {"last_value": last_value_n}
+
+
+def turn_by_turn(trajectories: Trajectories) -> Trajectories:
+    """Every turn as a trajectory of its own, all turns of the first before those of the second."""
+    count, turns = trajectories.turns.shape
+    named = {field.name: getattr(trajectories, field.name) for field in fields(trajectories)}
+    given = {name: jnp.asarray(x) for name, x in named.items() if x is not None}
+    return trajectories.replace(
+        **{
+            name: jnp.repeat(x, turns, axis=0) if x.ndim == 1 else x.reshape(count * turns, 1, *x.shape[2:])
+            for name, x in given.items()
+        }
+    )
+
+
+def _train(learner: LearnerState, rest: loop.Run, batch: Batch, *, update, trained: Trained):
+    """The update on a batch that has all it needs scored, so that no reference is read."""
+    part = without_critic(trained.take(learner.params))
+    after, metrics = update(rest.replace(learner=learner, reference=part), batch)
+    return after.learner, after.update, metrics
+
+
+def _describe(rollout: Rollout, credit: loop.Credit, *, tools: int, samples: int) -> Metrics:
+    figures = summarise(rollout, samples=samples) | {"tool_calls": tool_mix(rollout, tools)}
+    return figures | signal(rollout.trajectories, credit.adv, credit.weights)
+
+
+# The models of a run ----------------------------------------------------------------------------------------
+
+
+def _hold(residency: Residency, run: loop.Run) -> None:
+    """Give every model of the run to the residency, by its name."""
+    params = run.learner.params
+    models = {"policy": acting(params), "optimizer": run.learner.optimizer, "reference": run.reference}
+    if isinstance(params, ActorCritic):
+        models["critic"] = params.critic
+    for name, tree in models.items():
+        residency.hold(name, tree)
+
+
+def _bound(x: Any) -> Any:
+    return jax.device_put(x, x.sharding) if isinstance(x, jax.Array) and not x.committed else x
+
+
+def _found(residency: Residency, run: loop.Run) -> loop.Run:
+    """The run with its models where they are now."""
+    params = residency["policy"]
+    if isinstance(run.learner.params, ActorCritic):
+        params = ActorCritic(params, residency["critic"])
+    learner = run.learner.replace(params=params, optimizer=residency["optimizer"])
+    return run.replace(learner=learner, reference=residency["reference"])
+
+
+# Figures ----------------------------------------------------------------------------------------------------
+
+
+def _accounted(trajectories: Trajectories, credit: loop.Credit, batch: Batch, algorithm: Algorithm) -> dict[str, Any]:
+    """Where the tokens went, and how full the rows are that hold any."""
+    ledger = account(trajectories, credit.weights, batch, adv=credit.adv if algorithm.skips else None)
+    filled_rs = np.asarray(batch.segments) > 0
+    used_r = filled_rs.any(axis=1)
+    fates = {f"tokens_{fate.name.lower()}": count for fate, count in ledger.fates.items()}
+    return fates | {"fill_rate": float(filled_rs[used_r].mean()) if used_r.any() else 0.0, "rows": int(used_r.sum())}
+
+
+def summed(moves: list[Move]) -> dict[str, dict[str, float]]:
+    """Bytes, seconds and bytes a second of the moves between each two places."""
+    found: dict[str, dict[str, float]] = {}
+    for move in moves:
+        entry = found.setdefault(f"{move.source} to {move.target}", {"bytes": 0, "seconds": 0.0})
+        entry["bytes"] += move.bytes
+        entry["seconds"] += move.seconds
+    return {name: one | {"bytes_per_second": one["bytes"] / max(one["seconds"], 1e-9)} for name, one in found.items()}

@@ -1,0 +1,208 @@
+"""Export: the folder that is written opens, and computes what the run's planner computed."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments import setups
+from experiments.agent_setups import START
+from experiments.export import base_model, export, export_adapter, llama
+from experiments.lora_setup import LORA, lora_of
+from experiments.offline_model import write_model
+from experiments.self_verify_setup import START as VERIFY_START
+from flowgrpo import loop
+from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
+from flowgrpo.learner.critic import ActorCritic
+from flowgrpo.learner.folder import check_run
+from flowgrpo.learner.trained import ADAPTER
+from flowgrpo.models.families import decoder_config
+from flowgrpo.models.hf import load_model
+from flowgrpo.models.lora import Adapted, init_adapter, lora_policy
+from flowgrpo.models.peft import load_adapter
+from flowgrpo.types import BadInput
+
+SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+HOSTED = {"exam_turns": 4, "model": None, "dtype": "float32"}
+WORDS = setups.settings_of("lookup")
+
+
+def moved(params, seed: int):
+    """Other parameters of the same shapes."""
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    steps = [x + 0.1 * jax.random.normal(key, x.shape, x.dtype) for x, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(structure, steps)
+
+
+def write_run(folder: Path, settings: dict, start, *, trained: list) -> None:
+    """A run with checkpoints of these parameters, of which the first was best."""
+    check_run(folder, settings)
+    checkpoints, host = Checkpoints(folder, keep=9), jax.device_get(start)
+    for step, params in enumerate(trained, 1):
+        run = loop.start_run(params, optax.sgd(0.1), jax.random.key(0))
+        checkpoints.save(step, {"run": run, "start": host}, {"validation": 1 / step})
+
+
+def logits(policy, params) -> np.ndarray:
+    tokens_rs = np.arange(1, 13).reshape(2, 6)
+    positions_rs = np.broadcast_to(np.arange(6), (2, 6))
+    return np.asarray(jax.jit(policy.apply)(params, tokens_rs, positions_rs, np.ones((2, 6), int))[0])
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory) -> Path:
+    """A folder with the model that a hosted run begins with."""
+    folder = tmp_path_factory.mktemp("run")
+    write_model(folder / START, ["one two three four five six"] * 3, seed=0, shape=SHAPE, vocab_size=300)
+    return folder
+
+
+@pytest.fixture
+def run(started, tmp_path) -> Path:
+    (tmp_path / START).symlink_to(started / START)
+    return tmp_path
+
+
+def test_a_hosted_run_is_exported_with_its_tokenizer(run, tmp_path):
+    model = load_model(run / START)
+    states = {"start": model.params, "best": moved(model.params, 1), "last": moved(model.params, 2)}
+    write_run(run, HOSTED, states["start"], trained=[states["best"], states["last"]])
+    for which, update in (("start", 0), ("last", 2), ("best", 1)):
+        written = export(run, tmp_path / "out", which=which)
+        again = load_model(tmp_path / "out")
+        assert written["update"] == update
+        assert params_sha256(again.params) == params_sha256(states[which]) == written["params_sha256"]
+    assert (logits(again.policy, again.params) == logits(model.policy, states["best"])).all()
+    assert again.text.encode("one six") == model.text.encode("one six")
+    messages = [{"role": "user", "content": "one"}]
+    assert again.text.tokenizer.apply_chat_template(messages) == model.text.tokenizer.apply_chat_template(messages)
+
+
+def test_a_run_of_self_verify_is_exported_too(started, tmp_path):
+    (tmp_path / VERIFY_START).symlink_to(started / START)
+    model = load_model(started / START)
+    write_run(tmp_path, {"model": None, "dtype": "float32"}, model.params, trained=[model.params])
+    export(tmp_path, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (started / START / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_given_model_keeps_its_own_tokenizer_and_dtype(started, tmp_path):
+    settings = HOSTED | {"model": str(started / START), "dtype": "bfloat16"}
+    model = load_model(started / START, dtype="bfloat16")
+    write_run(tmp_path, settings, model.params, trained=[moved(model.params, 1)])
+    export(tmp_path, tmp_path / "out")
+    again = load_model(tmp_path / "out", dtype="bfloat16")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert params_sha256(again.params) == params_sha256(moved(model.params, 1))
+
+
+def test_of_an_actor_and_its_critic_the_actor_is_written(run, tmp_path):
+    model = load_model(run / START)
+    critic = {"trunk": jnp.ones(3), "head": jnp.ones(2)}
+    pair = ActorCritic(moved(model.params, 1), critic)
+    write_run(run, HOSTED, ActorCritic(model.params, critic), trained=[pair])
+    for which, params in (("best", pair.policy), ("start", model.params)):
+        export(run, tmp_path / which, which=which)
+        assert params_sha256(load_model(tmp_path / which).params) == params_sha256(params)
+
+
+def test_an_adapter_is_merged_or_written_alone(run, tmp_path):
+    settings = HOSTED | LORA | {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": "q,v,down"}
+    model, lora = load_model(run / START), lora_of(settings)
+    assert lora is not None
+    adapter = moved(init_adapter(jax.random.key(0), model.config, lora), 1)
+    check_run(run, settings)
+    whole = Adapted(model.params, adapter)
+    state = loop.start_run(whole, optax.sgd(0.1), jax.random.key(0), trained=ADAPTER)
+    part = state.replace(learner=state.learner.replace(params=adapter))  # as a session saves it
+    Checkpoints(run).save(1, {"run": part, "start": jax.device_get(adapter)}, {"validation": 0.5})
+    export(run, tmp_path / "merged")
+    merged = load_model(tmp_path / "merged")
+    expected = logits(lora_policy(model.config, lora), whole)
+    assert np.abs(logits(merged.policy, merged.params) - expected).max() < 1e-5
+    export_adapter(run, tmp_path / "adapter")
+    again, stored = load_adapter(tmp_path / "adapter", model.config)
+    assert again == lora
+    assert all((stored[name] == adapter[name]).all() for name in adapter)
+    named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert Path(named) == (run / START).resolve()
+
+
+@pytest.mark.slow
+def test_a_quickstart_is_exported_as_a_small_llama_with_a_tokenizer_of_words(tmp_path):
+    from transformers import AutoTokenizer
+
+    setup = setups.build(WORDS)
+    params = setup.policy.init(jax.random.key(3))
+    write_run(tmp_path, WORDS, params, trained=[params])
+    export(tmp_path, tmp_path / "out")
+    again = load_model(tmp_path / "out", text=False)
+    assert np.abs(logits(again.policy, again.params) - logits(setup.policy, params)).max() < 1e-5
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    said = " ".join(setup.env.words[2:8])
+    assert tokenizer.encode(said) == list(range(2, 8))
+    assert tokenizer.decode(list(range(2, 8))) == said
+
+
+@pytest.mark.oracle
+def test_transformers_computes_the_same_from_an_exported_quickstart(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    setup = setups.build(WORDS)
+    params = setup.policy.init(jax.random.key(3))
+    write_run(tmp_path, WORDS, params, trained=[params])
+    export(tmp_path, tmp_path / "out")
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        found = peer(torch.arange(1, 13).reshape(2, 6)).logits.numpy()
+    assert np.abs(found - logits(setup.policy, params)).max() < 1e-4
+
+
+@pytest.mark.parametrize("env", list(setups.PRESETS))
+def test_the_shape_of_every_preset_is_that_of_a_llama(env):
+    settings = setups.settings_of(env)
+    config = setups.shape(setups.build(settings).env, settings)
+    assert decoder_config(llama(config)) == config
+    assert base_model(settings, Path()).config == config
+
+
+def test_what_can_not_be_exported_is_one_sentence(run, tmp_path):
+    with pytest.raises(BadInput, match=r"run.json can't be read"):
+        export(tmp_path / "nowhere", tmp_path / "out")
+    check_run(run, HOSTED)
+    with pytest.raises(BadInput, match="has no checkpoint yet: let the run go on"):
+        export(run, tmp_path / "out")
+    with pytest.raises(BadInput, match="trains all parameters and has no adapter: leave out --adapter"):
+        export_adapter(run, tmp_path / "out")
+    model = load_model(run / START)
+    write_run(run, HOSTED, model.params, trained=[model.params | {"embed": jnp.ones((3, 16))}])
+    with pytest.raises(BadInput, match=r"embed has shape \[3, 16\]"):
+        export(run, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_the_command_writes_the_folder_and_says_what_it_wrote(tmp_path):
+    settings = WORDS | {"d": 32, "layers": 1}
+    setup = setups.build(settings)
+    params = setup.policy.init(jax.random.key(3))
+    write_run(tmp_path / "run", settings, params, trained=[params])
+    command = partial(subprocess.run, capture_output=True, text=True, timeout=300, check=False)
+    module = [sys.executable, "-m", "experiments.export", f"--out={tmp_path}/out"]
+    done = command([*module, f"--workdir={tmp_path}/run", "--which=last"])
+    assert done.returncode == 0, done.stderr
+    assert "model.safetensors" in done.stdout
+    assert json.loads(done.stdout.splitlines()[-1])["update"] == 1
+    refused = command([*module, f"--workdir={tmp_path}/other"])
+    assert refused.returncode == 1
+    assert "holds no run" in refused.stderr
+    assert "Traceback" not in refused.stderr

@@ -1,0 +1,140 @@
+"""Fine-tuning as a command: a folder in, a better folder out; it goes on where it was stopped, to the same bits."""
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flowgrpo as fg
+from experiments.finetune import batches
+from experiments.finetune_lessons import margins_of, split
+from experiments.offline_model import write_model
+from flowgrpo.learner.written import preference_rows
+
+SMALL = ("--max_tokens=48", "--batch=8", "--learning_rate=0.003", "--checkpoint_every=4")
+
+
+def test_every_example_is_seen_once_in_an_epoch_in_an_order_of_its_own():
+    seen = list(batches(10, 4, seed=0, first=0, steps=5))
+    flat = [i for chosen in seen for i in chosen]
+    assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10))
+    assert flat[:10] != flat[10:]
+    assert list(batches(10, 4, seed=0, first=2, steps=5)) == seen[2:]
+    assert list(islice(batches(10, 4, seed=1, first=0, steps=5), 2)) != seen[:2]
+
+
+def conversation(size: int, group: int = 0, outcome: float = 1.0) -> fg.Trajectory:
+    chosen = np.arange(size) > 0
+    return fg.Trajectory([fg.Turn(np.arange(size) + 1, chosen, np.zeros(size, np.float32))], outcome, group)
+
+
+def test_what_is_too_long_is_left_out_and_counted():
+    examples = [conversation(size) for size in (4, 9, 5, 6)]
+    parts = split({"max_tokens": 6, "held_out": 0.3, "seed": 0, "data": "x.jsonl"}, examples)
+    assert (len(parts.learned), len(parts.held), parts.left_out) == (2, 1, 1)
+    with pytest.raises(fg.BadInput, match=r"x.jsonl has 1 examples of at most 4 tokens, 1 of them held out: raise"):
+        split({"max_tokens": 4, "held_out": 0.3, "seed": 0, "data": "x.jsonl"}, examples)
+
+
+def test_a_margin_is_what_the_chosen_side_has_gained_above_the_rejected_one():
+    pairs = [(conversation(3, g), conversation(4, g, 0.0)) for g in (0, 1)]
+    batch = preference_rows(pairs, row_length=8, rows=4)
+    batch = batch.replace(logp_ref=np.zeros(batch.tokens.shape, np.float32))
+    gain_rs = np.where(np.asarray(batch.group) == 0, 0.5, -1.0).astype(np.float32)
+    # 2 tokens against 3, each of which gained as much.
+    np.testing.assert_allclose(margins_of(batch, gain_rs), [0.5 * 2 - 0.5 * 3, -1.0 * 2 + 1.0 * 3])
+
+
+# As a command -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> Path:
+    """A small model, and what it may learn from."""
+    folder = tmp_path_factory.mktemp("finetune")
+    sums = [(a, b) for a in range(8) for b in range(8)]
+    lines = {
+        "sft": [{"prompt": f"{a} + {b} = ?", "completion": f"The sum is {a + b}."} for a, b in sums],
+        "dpo": [{"prompt": f"{a} + {b} = ?", "chosen": f"{a + b}", "rejected": f"No, {a + b + 1}"} for a, b in sums],
+    }
+    for name, own in lines.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in own))
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    write_model(folder / "model", [json.dumps(lines)], seed=0, shape=shape, vocab_size=320)
+    return folder
+
+
+def arguments(begun: Path, method: str, workdir: Path, *more: str, model: Path | None = None) -> tuple[str, ...]:
+    data = begun / f"{method}.jsonl"
+    start = model or begun / "model"
+    return (f"--method={method}", f"--data={data}", f"--model={start}", f"--workdir={workdir}", *SMALL, *more)
+
+
+@pytest.mark.slow
+def test_demonstrations_are_learned_then_preferences_and_the_folder_opens(command, begun, tmp_path):
+    taught = json.loads(command("finetune", *arguments(begun, "sft", tmp_path / "sft", "--epochs=3")).stdout)
+    assert taught["nll_after"] < taught["nll_before"] - 1
+    assert (taught["examples"], taught["held_out"], taught["left_out"]) == (58, 6, 0)
+    start = tmp_path / "sft" / "model"
+    found = json.loads(command("finetune", *arguments(begun, "dpo", tmp_path / "dpo", model=start)).stdout)
+    assert (found["loss_before"], found["preferred_before"]) == (pytest.approx(np.log(2)), 0.5)
+    assert found["loss_after"] < found["loss_before"]
+    assert found["preferred_after"] > 0.8
+    fg.load_model(tmp_path / "dpo" / "model")
+    phases = [json.loads(line)["phase"] for line in (tmp_path / "dpo" / "metrics.jsonl").read_text().splitlines()]
+    assert phases.count("train") == found["steps"]
+
+
+@pytest.mark.slow
+def test_S1_a_run_that_goes_on_ends_as_one_that_was_not_stopped(begun, tmp_path, monkeypatch):
+    """Stopped by Ctrl-C in the middle of a step, between two checkpoints."""
+    from experiments import finetune
+
+    settings = {
+        "method": "sft",
+        "data": str(begun / "sft.jsonl"),
+        "model": str(begun / "model"),
+        "seed": 0,
+        "epochs": 1.0,
+        "batch": 8,
+        "learning_rate": 0.003,
+        "beta": 0.1,
+        "max_tokens": 48,
+        "held_out": 0.1,
+        "micro_rows": 8,
+        "dtype": "float32",
+        "checkpoint_every": 4,
+    }
+    whole = finetune.finetune(settings, tmp_path / "whole")
+
+    def interrupted(*given):
+        for number, chosen in enumerate(batches(*given)):
+            if number == 6:
+                raise KeyboardInterrupt
+            yield chosen
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "batches", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            finetune.finetune(settings, tmp_path / "parts")
+    again = finetune.finetune(settings, tmp_path / "parts")
+    assert again["resumed_at"] == [6]
+    assert again["params_sha256"] == whole["params_sha256"]
+    for name in ("metrics.jsonl", "model/model.safetensors"):
+        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    with pytest.raises(fg.BadInput, match=r"holds another run: learning_rate: there 0.003, here 0.1"):
+        finetune.finetune(settings | {"learning_rate": 0.1}, tmp_path / "parts")
+
+
+@pytest.mark.slow
+def test_what_is_missing_is_said_in_one_sentence(command, begun, tmp_path):
+    for given, words in (
+        ((f"--data={tmp_path}/none.jsonl", f"--model={begun}/model"), "none.jsonl is no file: give the path"),
+        ((f"--data={begun}/sft.jsonl", f"--model={begun}/model"), "field 'chosen' is missing"),
+    ):
+        refused = command("finetune", "--method=dpo", f"--workdir={tmp_path}/run", *given, check=False)
+        assert refused.returncode == 1
+        assert words in refused.stderr
+        assert "Traceback" not in refused.stderr

@@ -1,0 +1,104 @@
+"""The plan: shapes are those that were published, what fits is told from what does not, and the best are compiled."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import flowgrpo as fg
+from experiments.candidates import GIB, Machine, Run, candidates, expect, meshes
+from experiments.published import PUBLISHED, shape_of_model
+from flowgrpo.learner.floor import Job, count_parameters
+
+ROOT = Path(__file__).parent.parent.parent
+COUNTS = {
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-8b": 8_190_735_360,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-8b": 8_030_261_248,
+}
+MACHINE = Machine(80 * GIB, 3e14, 2e12, 1e11)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_have_the_published_number_of_parameters(name):
+    assert count_parameters(shape_of_model(name)) == COUNTS[name]
+
+
+def test_a_folder_is_a_shape_too(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["qwen2.5-0.5b"]))
+    assert shape_of_model(str(tmp_path)) == shape_of_model("qwen2.5-0.5b")
+    with pytest.raises(fg.BadInput, match=r"neither a folder with a config\.json nor one of the shapes qwen2"):
+        shape_of_model(str(tmp_path / "nothing"))
+
+
+def test_what_fits_comes_first_and_the_fastest_of_it_before_all():
+    config, job = shape_of_model("qwen2.5-7b"), Job(rows=64, slots=64, dtype="float32", compute_dtype="bfloat16")
+    found = candidates(config, job, Run(moved=True), MACHINE, list(meshes(config, 8)))
+    fits = [x.needed <= MACHINE.memory for x in found]
+    assert fits == sorted(fits, reverse=True)
+    assert True in fits
+    assert False in fits
+    seconds = [x.seconds for x, fit in zip(found, fits, strict=True) if fit]
+    assert seconds == sorted(seconds)
+    # 7.6e9 parameters with two moments in float32 are 85 GiB: no single device of 80 holds them.
+    assert not any(fit for x, fit in zip(found, fits, strict=True) if x.mesh["data"] == 8)
+
+
+def test_more_devices_and_fewer_rows_at_a_time_need_less_memory():
+    config, job = shape_of_model("qwen2.5-7b"), Job(rows=64, slots=64)
+    small, large = ({"data": 1, "fsdp": size, "tensor": 1} for size in (8, 64))
+    assert expect(config, job, Run(), MACHINE, large).needed < expect(config, job, Run(), MACHINE, small).needed
+    more = expect(config, replace(job, micro_rows=2), Run(), MACHINE, small)
+    assert more.update["activations"] == 2 * expect(config, job, Run(), MACHINE, small).update["activations"]
+    assert expect(config, job, Run(reference=True), MACHINE, small).update["reference"] > 0
+    assert expect(config, job, Run(decodes=False), MACHINE, small).rollout_seconds == 0
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command with these flags."""
+    command = [sys.executable, "-m", "experiments.plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+@pytest.mark.slow
+def test_the_best_plan_is_compiled_and_what_lacks_memory_is_told(tmp_path):
+    shape = PUBLISHED["qwen2.5-0.5b"] | {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    shape |= {"num_hidden_layers": 2, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    flags = ["--devices=4", "--length=64", "--prompt=16", "--steps=4", "--slots=8", "--queries=4", "--samples=4"]
+    done = run(f"--model={tmp_path}", "--memory=3MiB", *flags)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["fitting"]
+    assert all("lacks" in row["why_not"] for row in result["not_fitting"])
+    (compiled,) = result["compiled"]
+    assert compiled["mesh"] == result["fitting"][0]["mesh"]
+    assert [row["program"] for row in compiled["programs"]] == ["update", "reference", "prefill", "decode"]
+    assert all(row["peak"] >= 0 and row["tflop"] >= 0 for row in compiled["programs"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--memory=80", "--memory=80 must be a number above 0 with its unit: 80GiB, 24GB, 512MiB"),
+        ("--mesh=data=3", "mesh data=3,fsdp=1,tensor=1 has 3 devices, but there are 8: their product must be 8"),
+        ("--algorithm=ppo", "--algorithm=ppo can't be planned here; choose one without a critic or pairs"),
+        ("--model=nowhere", "--model=nowhere is neither a folder"),
+    ],
+)
+def test_bad_flags_get_one_sentence_and_a_status(flag, words):
+    done = run(flag, "--compile_top=0")
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

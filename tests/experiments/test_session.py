@@ -1,0 +1,231 @@
+"""A run in its folder: whatever ends it, and wherever, it goes on to the same bits, and says what is saved (S1)."""
+
+import errno
+import json
+import signal
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tiny_work import tiny_work
+
+from experiments import stopping
+from experiments.evaluate import open_session
+from experiments.session import Session, one_run
+from flowgrpo.learner import checkpoint, folder
+from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
+from flowgrpo.report import metrics as files
+from flowgrpo.types import BadInput
+
+pytestmark = pytest.mark.usefixtures("nan_allowed")  # while NaN is looked for, JAX donates nothing
+EVERY = 2
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """An undisturbed run."""
+    path = tmp_path_factory.mktemp("runs") / "whole"
+    with jax.debug_nans(False):
+        one_run(tiny_work(), path, every=EVERY)
+    return path
+
+
+def final(path: Path) -> tuple:
+    """All of a finished run that must be the same whenever the run is."""
+    result = json.loads((path / "result.json").read_text())
+    last = Checkpoints(path).latest()
+    states = [Checkpoints(path).part(last, place) for place in ("run", "start")]
+    for name in ("minutes", "tokens_per_second", "resumed_at"):
+        del result[name]
+    return (path / "metrics.jsonl").read_bytes(), result, last, [params_sha256(state) for state in states]
+
+
+def raise_at(stage: str, update: int, number: int, times: list):
+    """Sends the signal the first time that the run is there."""
+
+    def at(here: str, now: int) -> None:
+        if (here, now) == (stage, update) and not times:
+            times.append(here)
+            signal.raise_signal(number)
+
+    return at
+
+
+def test_a_run_writes_what_it_says_and_a_finished_one_stays_as_it_is(whole):
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["phase"], line["update"]) for line in lines if line["phase"] != "warm start"] == [
+        ("validation", 0),
+        *(("train", 1), ("train", 2), ("validation", 2)),
+        *(("train", 3), ("train", 4), ("validation", 4)),
+        *(("train", 5), ("validation", 5)),
+    ]
+    before = final(whole)
+    result = one_run(tiny_work(), whole, every=EVERY)
+    assert result["resumed_at"] == []
+    assert final(whole) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("stage", "update", "saved"),
+    [
+        ("warm start", 0, None),
+        ("examine", 0, 0),
+        ("rollout", 1, 0),
+        ("rollout", 4, 3),
+        ("learned", 4, 4),  # the state that it began with is donated: this one is the last whole one
+        ("test", 0, 5),
+    ],
+)
+def test_S1_what_is_stopped_is_saved_and_goes_on_to_the_same_bits(
+    whole, tmp_path, capsys, number, stage, update, saved
+):
+    times: list[str] = []
+    with pytest.raises(KeyboardInterrupt) as caught:
+        one_run(tiny_work(raise_at(stage, update, number, times)), tmp_path, every=EVERY)
+    assert stopping.number_of(caught.value) == number
+    words = f"saved at update {saved}; the same command goes on from there"
+    assert (words if saved is not None else "begins it anew") in capsys.readouterr().err
+    assert Checkpoints(tmp_path).latest() == saved
+    result = one_run(tiny_work(), tmp_path, every=EVERY)
+    assert result["resumed_at"] == ([saved] if saved is not None and saved < 5 else [])
+    assert final(tmp_path) == final(whole)
+
+
+def test_S1_stopped_in_every_update_it_ends_as_if_nothing_had_been(whole, tmp_path):
+    """Where a validation was due and not made, the run that goes on makes it."""
+    for stage, update in [("examine", 0), ("learned", 1), ("learned", 2), ("rollout", 4), ("learned", 4), ("test", 0)]:
+        with pytest.raises(KeyboardInterrupt):
+            one_run(tiny_work(raise_at(stage, update, signal.SIGTERM, [])), tmp_path, every=EVERY)
+    assert one_run(tiny_work(), tmp_path, every=EVERY)["resumed_at"] == [0, 1, 2, 3, 4]
+    assert final(tmp_path) == final(whole)
+
+
+def test_a_signal_while_a_checkpoint_is_taken_comes_when_it_is_whole(whole, tmp_path, monkeypatch):
+    taken = checkpoint.take
+
+    def take(tree, **settings):
+        if int(tree["run"].update) == 2:
+            monkeypatch.undo()
+            signal.raise_signal(signal.SIGTERM)
+        return taken(tree, **settings)
+
+    monkeypatch.setattr(checkpoint, "take", take)
+    with pytest.raises(stopping.Terminated):
+        one_run(tiny_work(), tmp_path, every=EVERY)
+    assert Checkpoints(tmp_path).steps() == [0, 2]
+    assert Checkpoints(tmp_path).note(2)["validation"] > 0
+    one_run(tiny_work(), tmp_path, every=EVERY)
+    assert final(tmp_path) == final(whole)
+
+
+def test_a_state_that_is_moved_away_when_the_signal_comes_leaves_the_last_checkpoint(
+    whole, tmp_path, monkeypatch, capsys
+):
+    save = Session.save
+
+    def moved(session: Session) -> None:
+        if int(session.run.update) == 3:
+            jax.tree.leaves(session.run.learner.optimizer)[0].delete()
+        save(session)
+
+    monkeypatch.setattr(Session, "save", moved)
+    with pytest.raises(stopping.Terminated):
+        one_run(tiny_work(raise_at("rollout", 4, signal.SIGTERM, [])), tmp_path, every=EVERY)
+    assert "saved at update 2; the same command goes on from there" in capsys.readouterr().err
+    monkeypatch.undo()
+    one_run(tiny_work(), tmp_path, every=EVERY)
+    assert final(tmp_path) == final(whole)
+
+
+def fill(monkeypatch, step: int) -> None:
+    """From this checkpoint on the disk is full."""
+    write = Path.write_text
+
+    def full(path: Path, *rest, **more):
+        if path.name == checkpoint.CONTENT and int(path.parent.name.split("-")[-1]) >= step:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, *rest, **more)
+
+    monkeypatch.setattr(checkpoint.Path, "write_text", full)
+
+
+@pytest.mark.parametrize(("step", "last"), [(2, 0), (4, 2), (5, 4)])
+def test_S1_a_disk_that_fills_up_is_one_sentence_and_the_run_goes_on_when_there_is_room(
+    whole, tmp_path, monkeypatch, step, last
+):
+    fill(monkeypatch, step)
+    said = rf"0000000{step} could not be written \(No space left on device\): the one of step {last} is whole"
+    with pytest.raises(BadInput, match=said):
+        one_run(tiny_work(), tmp_path, every=EVERY)
+    assert Checkpoints(tmp_path).latest() == last
+    monkeypatch.undo()
+    assert one_run(tiny_work(), tmp_path, every=EVERY)["resumed_at"] == [last]
+    assert final(tmp_path) == final(whole)
+
+
+def test_a_signal_when_the_disk_is_full_says_that_nothing_more_could_be_saved(tmp_path, monkeypatch):
+    fill(monkeypatch, 3)
+    with pytest.raises(BadInput, match="the one of step 2 is whole"):
+        one_run(tiny_work(raise_at("learned", 3, signal.SIGTERM, [])), tmp_path, every=EVERY)
+
+
+def test_a_disk_that_is_full_for_other_files_is_one_sentence_too(whole, tmp_path):
+    def full(stage: str, update: int) -> None:
+        if (stage, update) == ("rollout", 4):
+            raise OSError(errno.ENOSPC, "No space left on device", "trajectories/000004.jsonl")
+
+    said = r"000004.jsonl could not be written \(No space.*last good checkpoint is that of update 2"
+    with pytest.raises(BadInput, match=said):
+        one_run(tiny_work(full), tmp_path, every=EVERY)
+    one_run(tiny_work(), tmp_path, every=EVERY)
+    assert final(tmp_path) == final(whole)
+
+
+def test_a_checkpoint_holds_all_that_the_run_goes_on_from(whole):
+    """Parameters, optimizer, keys, the cursor, counters, the place in the files."""
+    checkpoints = Checkpoints(whole)
+    names = {record["name"] for record in checkpoints._content(5)["leaves"]}
+    run = {"params/w", "params/b", "version", "skipped"}
+    assert {f"run/learner/{name}" for name in run} | {"run/key", "run/update", "run/reference/w"} <= names
+    assert any(name.startswith("run/learner/optimizer/") for name in names)
+    assert {"start/w", "resumed_at", "position/metrics.jsonl", "position/timings.jsonl"} <= names
+    size = (whole / files.METRICS).stat().st_size
+    assert checkpoints.part(5, "position")[files.METRICS] == size
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"seed": 1}, "seed: there 0, here 1"), ({"mesh": "data=4"}, 'mesh: there "data=8", here "data=4"')],
+)
+def test_another_run_is_refused_with_what_differs_when_it_goes_on_and_when_it_is_evaluated(
+    whole, tmp_path, monkeypatch, changed, said
+):
+    with pytest.raises(BadInput, match=f"holds another run: {said}"):
+        one_run(tiny_work(**changed), whole, every=EVERY)
+    (tmp_path / "checkpoints").symlink_to(whole / "checkpoints")  # with no run.json beside them
+    for work in (partial(one_run, every=EVERY), open_session):
+        with pytest.raises(BadInput, match=f"checkpoints holds another run: {said}"):
+            work(tiny_work(**changed), tmp_path)
+    here = folder.machine()
+    monkeypatch.setattr(folder, "machine", lambda: here | {"devices": 4, "threads": 99})
+    with pytest.raises(BadInput, match=r"devices: there 8, here 4; threads: there .*, here 99"):
+        one_run(tiny_work(), whole, every=EVERY)
+    assert int(open_session(tiny_work(), whole).run.update) == 5  # it may be evaluated on another machine
+
+
+def test_a_run_may_be_made_longer_and_not_shorter_than_it_is(whole, tmp_path):
+    one_run(tiny_work(updates=2), tmp_path, every=EVERY)
+    one_run(tiny_work(updates=5), tmp_path, every=EVERY)
+    assert final(tmp_path) == final(whole)
+
+
+def test_what_a_run_begins_with_may_be_donated_and_stays_with_whoever_gave_it(tmp_path):
+    session, params = Session(tiny_work(), tmp_path), {"w": jax.numpy.ones((4, 3)), "b": jax.numpy.zeros(3)}
+    session.begin(params, {})
+    step = session.work.make_step()
+    step(session.run)
+    assert not session._is_whole()
+    assert np.asarray(params["w"]).sum() == np.asarray(session.start["w"]).sum() == 12

@@ -1,0 +1,113 @@
+"""Signals: one raises where nothing is torn apart, or else at the end of a block; the next one ends the process."""
+
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from experiments.stopping import STOPPING, Terminated, held, listening, number_of
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    """No test leaves another handler behind."""
+    before = [signal.getsignal(number) for number in STOPPING]
+    yield
+    assert [signal.getsignal(number) for number in STOPPING] == before
+
+
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_a_signal_raises_what_tells_its_number(number, kind):
+    with pytest.raises(kind) as caught, listening(*STOPPING):
+        signal.raise_signal(number)
+    assert number_of(caught.value) == number
+    assert type(caught.value) is kind
+
+
+def stopped_in(block, number: int = signal.SIGTERM) -> tuple[type[BaseException], list[str]]:
+    """A signal in such a block -> what was raised in the end, and what was done before."""
+    done: list[str] = []
+    try:
+        with listening(*STOPPING):
+            with block:
+                signal.raise_signal(number)
+                done.append("the rest of the block")
+            done.append("what follows")
+    except KeyboardInterrupt as stop:
+        return type(stop), done
+    raise AssertionError("nothing was raised")
+
+
+def test_in_a_block_that_holds_it_comes_at_the_end():
+    assert stopped_in(held()) == (Terminated, ["the rest of the block"])
+    assert stopped_in(held(), signal.SIGINT) == (KeyboardInterrupt, ["the rest of the block"])
+
+
+def test_in_such_a_block_it_comes_at_once_while_nothing_is_torn_apart():
+    assert stopped_in(held(unless=lambda: True)) == (Terminated, [])
+    assert stopped_in(held(unless=lambda: False)) == (Terminated, ["the rest of the block"])
+
+
+@contextmanager
+def held_twice():
+    with held(), held():
+        yield
+
+
+def test_blocks_within_blocks_hold_until_the_outermost_ends():
+    assert stopped_in(held_twice()) == (Terminated, ["the rest of the block"])
+
+
+def test_what_is_wrong_in_the_block_comes_before_the_signal():
+    def fail() -> None:
+        with listening(*STOPPING), held():
+            signal.raise_signal(signal.SIGTERM)
+            raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        fail()
+
+
+def test_a_thread_which_no_signal_reaches_goes_on():
+    seen = []
+
+    def work():
+        with listening(*STOPPING), held():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGTERM)]
+
+
+SECOND = """
+import signal, sys
+from experiments.stopping import STOPPING, held, listening
+with listening(*STOPPING):
+    try:
+        with held(unless=lambda: {unless}):
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+    except KeyboardInterrupt:
+        print("saving", flush=True)
+        signal.raise_signal(signal.{second})
+        print("saved", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("unless", "second", "said"), [(True, "SIGTERM", "saving\n"), (True, "SIGINT", "saving\n"), (False, "SIGINT", "")]
+)
+def test_the_second_signal_ends_the_process_wherever_it_is(unless, second, said):
+    program = SECOND.format(unless=unless, second=second)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout == said
+    assert done.returncode == -(signal.Signals[second] if said else signal.SIGTERM)
+    assert done.stderr == ""

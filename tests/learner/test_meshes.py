@@ -1,0 +1,89 @@
+"""F3 over devices: five updates on fixed batches end at the same parameters, by one device, by many, by two processes.
+
+The work is that of `experiments.benchmarks.meshes`, which prints the measured distances.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import jax
+import pytest
+
+from experiments.benchmarks import meshes
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent.parent
+SECONDS = 420  # for two processes that compile on a loaded machine
+BOUND = 1e-4
+
+
+@cache
+def fixed():
+    """(parameters before, batches, what one device makes of them)."""
+    before = jax.device_get(meshes.start().params)
+    batches = meshes.fixed_batches(before, 5)
+    return before, batches, meshes.on_one(batches)
+
+
+def distance(found: meshes.Result) -> float:
+    before, _, expected = fixed()
+    return meshes.apart(found[0], expected[0], before)
+
+
+def test_F3_one_micro_batch_and_eight_are_the_same():
+    _, batches, _ = fixed()
+    assert all(25 < batch.live.any(axis=1).sum() <= meshes.ROWS == 8 * meshes.MICRO_ROWS for batch in batches)
+    assert 0 < distance(meshes.on_one(batches, micro_rows=meshes.ROWS)) <= BOUND
+
+
+def test_F3_a_pmap_over_eight_devices_is_the_same():
+    assert 0 < distance(meshes.by_pmap(fixed()[1])) <= BOUND
+
+
+@pytest.mark.parametrize("sizes", ["data=8", "fsdp=8", "tensor=4,data=2", "data=2,fsdp=2,tensor=2"])
+def test_F3_a_mesh_of_eight_devices_is_the_same(sizes):
+    """And a device holds less of the state where parameters are divided."""
+    found = meshes.on_mesh(fixed()[1], sizes)
+    assert 0 < distance(found) <= BOUND
+    share = found[2] / fixed()[2][2]
+    assert share == 1.0 if sizes == "data=8" else share < 0.4
+
+
+def test_F3_two_processes_of_four_devices_are_the_same():
+    """Rows over both, and parameters too; each process compares with one device of its own."""
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    flags = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2", "--cpu_devices=4"]
+    flags.append("--mesh=data:8,data:2/fsdp:2/tensor:2")
+    for printed in run_together([[*flags, f"--process_id={number}"] for number in range(2)]):
+        (line,) = [line for line in printed.splitlines() if line.startswith("{")]
+        found = json.loads(line)
+        assert (found["devices"], found["updates"]) == (8, 5)
+        assert [row["mesh"] for row in found["rows"]] == ["one device", "data=8", "data=2,fsdp=2,tensor=2"]
+        assert all(0 < row["apart"] <= BOUND for row in found["rows"][1:])
+
+
+def run_together(commands: list[list[str]]) -> list[str]:
+    """What each process prints; all are killed when the time is over."""
+    clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    module = [sys.executable, "-m", "experiments.benchmarks.meshes"]
+    settings = {"cwd": ROOT, "env": clean, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    running = [subprocess.Popen([*module, *command], **settings) for command in commands]
+    end, printed = time.monotonic() + SECONDS, []
+    for process in running:
+        try:
+            printed.append(process.communicate(timeout=max(end - time.monotonic(), 1))[0])
+        except subprocess.TimeoutExpired:
+            for other in running:
+                other.kill()
+            said = "\n".join(other.communicate()[0] or "" for other in running)
+            pytest.fail(f"not finished after {SECONDS} s:\n{said[-4000:]}")
+    assert [process.returncode for process in running] == [0] * len(running), "\n".join(printed)[-4000:]
+    return printed

@@ -1,0 +1,30 @@
+"""For tests of soaks: the run of `tiny_work` as a command, slow enough for a signal to meet it anywhere."""
+
+import time
+from pathlib import Path
+
+from absl import flags
+from tiny_work import tiny_work
+
+from experiments import common
+from experiments.session import one_run
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie.", required=True)
+_ODD = flags.DEFINE_bool("odd", False, "Be another run each time.")
+
+
+def wait(_stage: str, _update: int) -> None:
+    """What takes its time."""
+    time.sleep(0.05)
+
+
+def main() -> None:
+    """Train."""
+    work = tiny_work(wait)
+    if _ODD.value:
+        work = work._replace(line=lambda figures: {"phase": "train", "clock": time.time()} | figures)
+    one_run(work, Path(_WORKDIR.value), every=2)
+
+
+if __name__ == "__main__":
+    common.run(main)
