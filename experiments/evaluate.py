@@ -21,8 +21,9 @@ from experiments import agent_setups, common, setups
 from experiments.hosted_work import compare_before_after, examine, hosted_work
 from experiments.plays import right_tool_share
 from experiments.pure_work import judge, play_test, pure_work
-from experiments.session import MAY_DIFFER, Session, Tested, Work, report
-from flowgrpo.learner.folder import RUN, machine
+from experiments.session import Tested, open_session
+from experiments.session_files import report
+from flowgrpo.learner.folder import RUN
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
 _SEED = flags.DEFINE_integer("seed", 1000, "Seed of the tasks and of the sampling.")
@@ -64,14 +65,6 @@ def _evaluation(settings: Mapping[str, Any], folder: Path):
 
 def _ks() -> list[int]:
     return sorted({1, _SAMPLES.value})
-
-
-def open_session(work: Work, folder: Path) -> Session:
-    """The run in a folder, where it stands."""
-    session = Session(work, folder)
-    if not session.restore(may_differ=(*MAY_DIFFER, *machine())):  # it may be evaluated anywhere
-        raise fg.BadInput(f"{folder} has no checkpoint yet: let the run go on")
-    return session
 
 
 def evaluate_pure(settings: Mapping[str, Any], folder: Path) -> tuple[int | None, Tested]:

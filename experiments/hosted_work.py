@@ -23,7 +23,8 @@ import optax
 
 import flowgrpo as fg
 from experiments.planner_setup import Planner
-from experiments.session import Tested, Work, report, train_line
+from experiments.session import Tested, Work
+from experiments.session_files import report, train_line
 from flowgrpo import loop
 from flowgrpo.contracts import Do, HostEnv, Reward, Scored
 from flowgrpo.evaluate import Evaluation, evaluate

@@ -56,11 +56,13 @@ def frozen(start: Model, settings: Mapping[str, Any]) -> Model:
 def make_planner(start: Model, settings: Mapping[str, Any]) -> Planner:
     """The planner that starts as this model."""
     lora, mesh = lora_of(settings), _mesh(settings)
-    axes: Any = decoder_axes(start.config)
-    policy, params, trained, letters = make_policy(start.config, dtype=settings["dtype"]), start.params, WHOLE, axes
+    axes = decoder_axes(start.config)
+    letters: Any = axes
+    policy, params, trained = make_policy(start.config, dtype=settings["dtype"]), start.params, WHOLE
     if lora is not None:
         policy, params = _adapted(start, lora, settings)
-        trained, letters, axes = ADAPTER, Adapted(axes, adapter_axes(lora)), axes | adapter_axes(lora)
+        letters, axes = Adapted._make((axes, adapter_axes(lora))), axes | adapter_axes(lora)
+        trained = ADAPTER
     compute_dtype = jnp.dtype(settings["dtype"]) if _is_cast(settings) else None
     return Planner(
         policy=settled(policy, mesh, axes),

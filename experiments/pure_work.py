@@ -10,7 +10,8 @@ import numpy as np
 import flowgrpo as fg
 from experiments import setups
 from experiments.plays import right_tool_share
-from experiments.session import Tested, Work, blank_like, report, train_line
+from experiments.session import Tested, Work, blank_like
+from experiments.session_files import report, train_line
 from flowgrpo import loop
 from flowgrpo.envs.env import PAD, in_words
 from flowgrpo.evaluate import Evaluation, evaluate

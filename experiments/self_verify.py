@@ -39,7 +39,8 @@ from experiments import common
 from experiments.hosted_work import HostedSetup, examine, hosted_work, record
 from experiments.self_verify_report import Verified, comparison, draw, figures, sentence, warning
 from experiments.self_verify_setup import open_setup, settings_of
-from experiments.session import Session, Tested, Work, one_run, train_line
+from experiments.session import Session, Tested, Work, one_run
+from experiments.session_files import train_line
 from flowgrpo.report.metrics import METRICS, read_metrics
 
 _MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id; without one, a small model is made.")

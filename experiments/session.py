@@ -26,7 +26,7 @@ from flowgrpo import loop
 from flowgrpo.evaluate import Evaluation
 from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
 from flowgrpo.learner.disk import is_full
-from flowgrpo.learner.folder import check_same, identity, run_folder
+from flowgrpo.learner.folder import check_same, identity, machine, run_folder
 from flowgrpo.learner.trained import WHOLE, Trained
 from flowgrpo.report.metrics import Metrics
 from flowgrpo.report.plots import curves
@@ -282,33 +282,14 @@ def one_run(work: Work, folder: Path, *, every: int, resume: bool = True) -> dic
             ) from error
 
 
-# Parts ------------------------------------------------------------------------------------------------
+def open_session(work: Work, folder: Path) -> Session:
+    """The run in a folder, where it stands."""
+    session = Session(work, folder)
+    if not session.restore(may_differ=(*MAY_DIFFER, *machine())):  # it may be evaluated anywhere
+        raise fg.BadInput(f"{folder} has no checkpoint yet: let the run go on")
+    return session
 
 
 def blank_like(init: Callable[..., Any], key: jax.Array) -> Any:
     """Zeros of the shapes that `init(key)` would give."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(init, key))
-
-
-def train_line(figures: Mapping[str, Any], tools: Sequence[str]) -> dict[str, Any]:
-    """An update's figures as a line of metrics: shares of the tools by name."""
-    calls = np.asarray(figures.get("tool_calls", []), float)
-    rest = {name: value for name, value in figures.items() if name != "tool_calls"}
-    shares = calls / max(calls.sum(), 1.0)
-    return {"phase": "train"} | rest | {"tools": dict(zip(tools, shares.tolist(), strict=False))}
-
-
-def report(before: Evaluation, after: Evaluation, right: Sequence[float | None] = (None, None)) -> str:
-    """The table before / after; `right` is the share of calls that went to the right tool."""
-    rows = [
-        ("success", [f"{x.success:.1%} ({x.success_low:.1%} to {x.success_high:.1%})" for x in (before, after)]),
-        ("tool errors", [f"{x.tool_errors:.1%}" for x in (before, after)]),
-        ("turns", [f"{x.turns:.2f}" for x in (before, after)]),
-        *(
-            (f"calls of {name}", [f"{(x.tools or {}).get(name, 0):.1%}" for x in (before, after)])
-            for name in after.tools or {}
-        ),
-        *([] if None in right else [("right tool of calls", [f"{share:.1%}" for share in right])]),
-    ]
-    head = f"{'test tasks':24}{'warm start':>28}{'trained':>28}"
-    return "\n".join([head, *(f"{name:24}{one:>28}{two:>28}" for name, (one, two) in rows)])

@@ -1,7 +1,7 @@
 """What a run writes beside its metrics: figures flow in, lines and a result flow out."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +38,27 @@ def check_finite(figures: Mapping[str, Any], checkpoints: Checkpoints) -> None:
             f"the loss of update {figures['update']} is not finite: lower --learning_rate; the last good checkpoint is "
             f"that of update {checkpoints.latest()}"
         )
+
+
+def train_line(figures: Mapping[str, Any], tools: Sequence[str]) -> dict[str, Any]:
+    """An update's figures as a line of metrics: shares of the tools by name."""
+    calls = np.asarray(figures.get("tool_calls", []), float)
+    rest = {name: value for name, value in figures.items() if name != "tool_calls"}
+    shares = calls / max(calls.sum(), 1.0)
+    return {"phase": "train"} | rest | {"tools": dict(zip(tools, shares.tolist(), strict=False))}
+
+
+def report(before: Evaluation, after: Evaluation, right: Sequence[float | None] = (None, None)) -> str:
+    """The table before / after; `right` is the share of calls that went to the right tool."""
+    rows = [
+        ("success", [f"{x.success:.1%} ({x.success_low:.1%} to {x.success_high:.1%})" for x in (before, after)]),
+        ("tool errors", [f"{x.tool_errors:.1%}" for x in (before, after)]),
+        ("turns", [f"{x.turns:.2f}" for x in (before, after)]),
+        *(
+            (f"calls of {name}", [f"{(x.tools or {}).get(name, 0):.1%}" for x in (before, after)])
+            for name in after.tools or {}
+        ),
+        *([] if None in right else [("right tool of calls", [f"{share:.1%}" for share in right])]),
+    ]
+    head = f"{'test tasks':24}{'warm start':>28}{'trained':>28}"
+    return "\n".join([head, *(f"{name:24}{one:>28}{two:>28}" for name, (one, two) in rows)])

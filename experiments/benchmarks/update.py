@@ -145,7 +145,8 @@ def shares(works: dict[str, Work], took: dict[str, Took]) -> dict[str, dict[str,
     for name, work in works.items():
         asked = work.flops / own
         by_clock, by_processor = (asked * a / b for a, b in zip(product, took[name], strict=True))
-        lines[name] = {"s": round(took[name].clock, 4), "share": significant(by_clock), "work": significant(by_processor)}
+        shares = {"share": significant(by_clock), "work": significant(by_processor)}
+        lines[name] = {"s": round(took[name].clock, 4)} | shares
     return lines
 
 

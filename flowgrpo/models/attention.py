@@ -34,7 +34,6 @@ def visible(q_position: Array, k_position: Array, q_segment: Array, k_segment: A
     return same & (distance >= 0) & (distance < window)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def attend(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig) -> Array:
     """Plain attention: [r h s e], [r k c e], [r s c] -> [r h s e]; a query that sees nothing gives zeros.
 
@@ -42,6 +41,11 @@ def attend(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig) -> 
     backward pass keeps one number a query and computes shares again, block by block: no logits are ever [s c] as a
     whole, and nothing is kept of a block.
     """
+    return _attended(q, k, v, seen, config)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attended(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig) -> Array:
     return _attend_forward(q, k, v, seen, config)[0]
 
 
@@ -94,7 +98,7 @@ def _back(d_q: Array, part: Part, *, grouped, d_mixed, weight, through, config) 
     return d_q, (product("rkgsc,rkgse->rkce", d_logits, grouped), d_v)
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+_attended.defvjp(_attend_forward, _attend_backward)
 
 
 def _parts(k: Array, v: Array, seen: Array) -> list[Part]:
@@ -103,9 +107,9 @@ def _parts(k: Array, v: Array, seen: Array) -> list[Part]:
     return [(k[:, :, part], v[:, :, part], seen[:, :, part]) for part in at]
 
 
-def _in_blocks(*arrays: Array) -> tuple[Array, ...]:
+def _in_blocks(k: Array, v: Array, seen: Array) -> Part:
     """[r _ c ...] -> [blocks r _ BLOCK ...], what is missing from the last being zeros that nobody sees."""
-    return tuple(_divide(x) for x in arrays)
+    return _divide(k), _divide(v), _divide(seen)
 
 
 def _divide(x: Array) -> Array:

@@ -14,9 +14,9 @@ import pytest
 
 from experiments import setups
 from experiments.agent_setups import START
-from experiments.export import base_model, export, export_adapter, llama
 from experiments.lora_setup import LORA, lora_of
 from experiments.offline_model import write_model
+from experiments.planner_files import base_model, export, export_adapter, llama
 from experiments.self_verify_setup import START as VERIFY_START
 from flowgrpo import loop
 from flowgrpo.learner.checkpoint import Checkpoints, params_sha256

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import flowgrpo as fg
-from experiments.finetune import batches
 from experiments.finetune_lessons import margins_of, split
+from experiments.finetune_run import batches, finetune
 from experiments.offline_model import write_model
 from flowgrpo.learner.written import preference_rows
 
@@ -90,8 +90,6 @@ def test_demonstrations_are_learned_then_preferences_and_the_folder_opens(comman
 @pytest.mark.slow
 def test_S1_a_run_that_goes_on_ends_as_one_that_was_not_stopped(begun, tmp_path, monkeypatch):
     """Stopped by Ctrl-C in the middle of a step, between two checkpoints."""
-    from experiments import finetune
-
     settings = {
         "method": "sft",
         "data": str(begun / "sft.jsonl"),
@@ -107,7 +105,7 @@ def test_S1_a_run_that_goes_on_ends_as_one_that_was_not_stopped(begun, tmp_path,
         "dtype": "float32",
         "checkpoint_every": 4,
     }
-    whole = finetune.finetune(settings, tmp_path / "whole")
+    whole = finetune(settings, tmp_path / "whole")
 
     def interrupted(*given):
         for number, chosen in enumerate(batches(*given)):
@@ -118,14 +116,14 @@ def test_S1_a_run_that_goes_on_ends_as_one_that_was_not_stopped(begun, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(finetune, "batches", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            finetune.finetune(settings, tmp_path / "parts")
-    again = finetune.finetune(settings, tmp_path / "parts")
+            finetune(settings, tmp_path / "parts")
+    again = finetune(settings, tmp_path / "parts")
     assert again["resumed_at"] == [6]
     assert again["params_sha256"] == whole["params_sha256"]
     for name in ("metrics.jsonl", "model/model.safetensors"):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     with pytest.raises(fg.BadInput, match=r"holds another run: learning_rate: there 0.003, here 0.1"):
-        finetune.finetune(settings | {"learning_rate": 0.1}, tmp_path / "parts")
+        finetune(settings | {"learning_rate": 0.1}, tmp_path / "parts")
 
 
 @pytest.mark.slow

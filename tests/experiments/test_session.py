@@ -12,8 +12,7 @@ import pytest
 from tiny_work import tiny_work
 
 from experiments import stopping
-from experiments.evaluate import open_session
-from experiments.session import Session, one_run
+from experiments.session import Session, one_run, open_session
 from flowgrpo.learner import checkpoint, folder
 from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
 from flowgrpo.report import metrics as files

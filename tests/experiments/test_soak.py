@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from tiny_work import tiny_work
 
-from experiments import soak
+from experiments import kills
+from experiments.kills import Kill, Moment, Timeline, draw, run_soak, wrong_starts
 from experiments.same_run import differences
 from experiments.session import one_run
-from experiments.soak import Kill, Moment, Timeline, draw, run_soak, wrong_starts
 from flowgrpo.learner.checkpoint import Checkpoints
 from flowgrpo.types import BadInput
 
 ROOT = Path(__file__).parent.parent.parent
 LINES = ["warm start", "warm start", "validation", "train", "train", "validation", "train", "train", "validation"]
 TIMELINE = Timeline(
-    [float(second) for second in range(1, 11)], ["start", *(soak.NAMES[phase] for phase in LINES[1:]), "test"]
+    [float(second) for second in range(1, 11)], ["start", *(kills.NAMES[phase] for phase in LINES[1:]), "test"]
 )
 
 # Where the signals come ---------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ TIMELINE = Timeline(
 def test_moments_are_spread_over_all_that_a_run_does_in_its_order():
     moments = draw(TIMELINE, 40, seed=0)
     assert moments == sorted(moments) == draw(TIMELINE, 40, seed=0) != draw(TIMELINE, 40, seed=1)
-    assert {moment.kind for moment in moments} == set(soak.KINDS)
+    assert {moment.kind for moment in moments} == set(kills.KINDS)
     for moment in moments:
         assert 0 <= moment.share < 1
         at = TIMELINE.kinds[moment.lines]
