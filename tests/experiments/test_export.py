@@ -195,6 +195,7 @@ def test_the_command_writes_the_folder_and_says_what_it_wrote(tmp_path):
     settings = WORDS | {"d": 32, "layers": 1}
     setup = setups.build(settings)
     params = setup.policy.init(jax.random.key(3))
+    (tmp_path / "run").mkdir()
     write_run(tmp_path / "run", settings, params, trained=[params])
     command = partial(subprocess.run, capture_output=True, text=True, timeout=300, check=False)
     module = [sys.executable, "-m", "experiments.export", f"--out={tmp_path}/out"]
