@@ -14,11 +14,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import optax
+
 from experiments import domains, offline_tasks, offline_warmstart
 from experiments.hosted_work import Draw, HostedSetup, draw_from, make_engine, make_residency
-from experiments.lora_setup import LORA
 from experiments.members import ALGORITHMS, base_of
-from experiments.planner_setup import frozen, load_start, make_planner
+from experiments.planner_setup import PLANNER, frozen, load_start, make_planner
 from flowgrpo import launch, loop
 from flowgrpo.agent import roles
 from flowgrpo.agent.rendering import appending, fresh
@@ -43,7 +44,7 @@ from flowgrpo.tools.search import read_corpus, search
 from flowgrpo.tools.toolset import toolset
 from flowgrpo.types import BadInput
 
-PAPER: dict[str, Any] = LORA | {
+PAPER: dict[str, Any] = PLANNER | {
     "algorithm": "flow_grpo",
     "control": "none",
     "queries": 32,
@@ -69,6 +70,7 @@ PAPER: dict[str, Any] = LORA | {
     "slots": 32,
     "validation_tasks": 64,
     "dtype": "bfloat16",
+    "remat": True,
     "warm_steps": 0,
     "demonstrations": 0,
     "decay_updates": 150,
@@ -78,10 +80,6 @@ PAPER: dict[str, Any] = LORA | {
     "tool_seconds": 30.0,
     "turn_seconds": 300.0,
     "group_seconds": 1800.0,
-    "optimizer": "adamw",
-    "mesh": None,  # one device
-    "offload": "none",  # or host, disk: where models are that a stage doesn't use
-    "watch_seconds": 1800.0,  # of an iteration, until it says what it waits for
     "recorded": 1,  # groups of each update whose trajectories are written
     "test_tasks": 256,
     "tasks": None,
@@ -110,6 +108,7 @@ OFFLINE: dict[str, Any] = PAPER | {
     "slots": 64,
     "validation_tasks": 128,
     "dtype": "float32",
+    "remat": False,
     "decay_updates": 100,
     "chunk": 32,
     "steps": 8,
@@ -180,8 +179,8 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
             do=either(tools.do, _speakers(settings, frozen(model, settings), stack)),
             reward=domains.route(domains.Means(sandbox=sandbox), default="answer"),
             tasks=tasks,
-            algorithm=_algorithm(settings),
-            optimizer=_optimizer(settings),
+            algorithm=make_algorithm(settings),
+            optimizer=optimizer_of(settings),
             sizes=loop.Settings(**{name: settings[name] for name in SIZES}, compute_dtype=planner.compute_dtype),
             warm_start=partial(
                 offline_warmstart.warm_start, model._replace(params=planner.params), env, tools.do, settings
@@ -313,7 +312,8 @@ def _tasks(settings: Mapping[str, Any]) -> tuple[Draw, tuple[str, ...]]:
 # Learning -----------------------------------------------------------------------------------------------
 
 
-def _algorithm(settings: Mapping[str, Any]) -> Algorithm:
+def make_algorithm(settings: Mapping[str, Any]) -> Algorithm:
+    """The member of the family, with its clipping and its KL term."""
     if settings["algorithm"] not in ALGORITHMS:
         raise BadInput(f"algorithm {settings['algorithm']!r} is unknown; choose from {', '.join(ALGORITHMS)}")
     if settings["control"] not in CONTROLS:
@@ -321,7 +321,8 @@ def _algorithm(settings: Mapping[str, Any]) -> Algorithm:
     return ALGORITHMS[settings["algorithm"]](beta=settings["beta"], clip_high=settings["clip_high"])
 
 
-def _optimizer(settings: Mapping[str, Any]):
+def optimizer_of(settings: Mapping[str, Any]) -> optax.GradientTransformation:
+    """The optimizer, with the fall of its rate."""
     decays = settings["decay"] < 1
     fall = {"decay_steps": settings["decay_updates"], "final_share": settings["decay"]} if decays else {}
     return make_optimizer(learning_rate=settings["learning_rate"], base=base_of(settings["optimizer"]), **fall)

@@ -3,6 +3,7 @@
     python -m experiments.agentflow
     python -m experiments.agentflow --seed=1 --workdir=runs/mine --control=shuffled_rewards
     python -m experiments.agentflow --dry_run
+    python -m experiments.agentflow --dry_run=compile --model=PATH --mesh=fsdp=8 --cpu_devices=8 --device_memory=80GiB
     python -m experiments.agentflow --model=PATH --tasks=train.jsonl --corpus=wiki.jsonl
 
 Without --model everything is made here and runs offline on a CPU: a small model with its own tokenizer imitates flawed
@@ -22,16 +23,21 @@ which can be replayed without tools. The same command goes on where a run was st
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 from absl import flags
 
-from experiments import agent_setups, common
-from experiments.hosted_work import OFFLOAD, HostedSetup, hosted_work, play
-from experiments.members import ALGORITHMS, OPTIMIZERS
+from experiments import agent_setups, common, planner_flags
+from experiments.benchmarks.measured import show_lines
+from experiments.dry_runs import hosted_rows, parse_memory
+from experiments.hosted_work import HostedSetup, hosted_work, play
+from experiments.members import ALGORITHMS
+from experiments.published import shape_of_model
 from experiments.session import one_run
+from flowgrpo.learner.floor import count_parameters
 
 _MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id; without one, a small model is made.")
 _TASKS = flags.DEFINE_string("tasks", None, "Task file (.jsonl, .parquet) or reasoning_gym:NAME; needed with --model.")
@@ -64,15 +70,21 @@ _CONTEXT = flags.DEFINE_integer("context_tokens", None, "Tokens of a context wit
 _SLOTS = flags.DEFINE_integer("slots", None, "Requests that decode together.", lower_bound=2)
 _WARM = flags.DEFINE_integer("warm_steps", None, "Steps of imitation at most, in the offline run.", lower_bound=0)
 _SHOWN = flags.DEFINE_integer("demonstrations", None, "How many are imitated, in the offline run.", lower_bound=20)
-_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "What the weights are held in.")
-_OPTIMIZER = flags.DEFINE_enum("optimizer", None, list(OPTIMIZERS), "What remembers gradients; adamw by default.")
-_RANK = flags.DEFINE_integer("lora_rank", None, "Rank of an adapter; 0 trains all parameters.", lower_bound=0)
-_MESH = flags.DEFINE_string("mesh", None, "How devices are arranged for learning, such as data=2,fsdp=4.")
-_OFFLOAD = flags.DEFINE_enum("offload", None, list(OFFLOAD), "Where models are that a stage doesn't use.")
-_WATCH = flags.DEFINE_float("watch_seconds", None, "Of an iteration, until it says what it waits for.", lower_bound=1.0)
 _EVERY = flags.DEFINE_integer("checkpoint_every", 10, "Updates between validations and checkpoints.", lower_bound=1)
 _TEST = flags.DEFINE_integer("test_tasks", None, "Test tasks of the final table.", lower_bound=1)
-_DRY = flags.DEFINE_bool("dry_run", False, "Print the first prompts and one rollout, and stop.")
+_DRY = flags.DEFINE_flag(
+    flags.Flag(
+        name="dry_run",
+        default="false",
+        parser=flags.EnumParser(["false", "true", "compile"]),
+        serializer=flags.ArgumentSerializer(),
+        help_string="Print the first prompts and one rollout, and stop; or, as --dry_run=compile, what the programs of "
+        "the run take of a device, without weights.",
+        boolean=True,  # which may stand without a value
+    )
+)
+_MEMORY = flags.DEFINE_string("device_memory", None, "Of a device, for --dry_run=compile: 80GiB, 24GB.")
+flags.adopt_module_key_flags(planner_flags)
 
 
 def read_flags() -> dict[str, Any]:
@@ -101,13 +113,8 @@ def read_flags() -> dict[str, Any]:
         "slots": _SLOTS.value,
         "warm_steps": _WARM.value,
         "demonstrations": _SHOWN.value,
-        "dtype": _DTYPE.value,
-        "optimizer": _OPTIMIZER.value,
-        "lora_rank": _RANK.value,
-        "mesh": _MESH.value,
-        "offload": _OFFLOAD.value,
-        "watch_seconds": _WATCH.value,
         "test_tasks": _TEST.value,
+        **planner_flags.planner_choices(),
     }
     return agent_setups.settings_of(_MODEL.value, **chosen) | {"devices": jax.device_count()}
 
@@ -124,14 +131,32 @@ def dry_run(setup: HostedSetup) -> None:
         print(f"{setup.story(one)}\nreward    {one.trajectory.outcome} {why}\n")
 
 
+def dry_compile(settings: Mapping[str, Any], folder: Path) -> None:
+    """What the programs of the run take of a device, and a JSON line."""
+    if settings["model"] is None:
+        with agent_setups.open_setup(settings, folder) as setup:
+            config = setup.model.config
+    else:
+        config = shape_of_model(settings["model"])
+    memory = None if _MEMORY.value is None else parse_memory(_MEMORY.value, "--device_memory")
+    parts = (agent_setups.make_algorithm(settings), agent_setups.optimizer_of(settings))
+    rows = hosted_rows(settings, config, *parts, memory)
+    print(f"{count_parameters(config):,} parameters on {settings['mesh'] or 'one device'}: GiB of one device")
+    show_lines(rows)
+    print(json.dumps({"parameters": count_parameters(config), "mesh": settings["mesh"], "programs": rows}))
+
+
 def main() -> None:
     """Train, or look."""
     settings = read_flags()
     folder = Path(_WORKDIR.value or f"runs/agentflow-{_SEED.value}")
-    if not _RESUME.value and folder.exists() and not _DRY.value:
+    if _DRY.value == "compile":
+        dry_compile(settings, folder)
+        return
+    if not _RESUME.value and folder.exists() and _DRY.value == "false":
         shutil.rmtree(folder)  # here, since the model to start with and the corpus lie there too
     with agent_setups.open_setup(settings, folder) as setup:
-        if _DRY.value:
+        if _DRY.value == "true":
             dry_run(setup)
             return
         result = one_run(hosted_work(setup), folder, every=_EVERY.value)

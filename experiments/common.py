@@ -51,6 +51,8 @@ def run(main: Callable[[], None], *, cpu_devices: int = 1) -> None:
             print(f"\n{_name()}: {STOPPED[number]}", file=sys.stderr)
             sys.exit(BY_SIGNAL + number)
 
+    for flag in flags.FLAGS.get_key_flags_for_module(sys.modules[__name__]):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)  # so that --help lists them
     app.run(guarded, flags_parser=_parse)
 
 

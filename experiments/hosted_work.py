@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 import flowgrpo as fg
-from experiments.planner_setup import Planner
+from experiments.planner_setup import OFFLOAD, Planner
 from experiments.session import Tested, Work
 from experiments.session_files import report, train_line
 from flowgrpo import loop
@@ -31,7 +31,7 @@ from flowgrpo.evaluate import Evaluation, evaluate
 from flowgrpo.generate.engine import Engine
 from flowgrpo.launch import make_folder
 from flowgrpo.learner.checkpoint import Checkpoints
-from flowgrpo.learner.residency import DEVICE, DISK, HOST, Residency, places
+from flowgrpo.learner.residency import DISK, Residency, places
 from flowgrpo.models.hf import Model
 from flowgrpo.packing import pack
 from flowgrpo.rollout.compiled import Rollout
@@ -45,7 +45,6 @@ from flowgrpo.stuck import Watch
 from flowgrpo.tasks import Tasks, batch_at, split_tasks
 from flowgrpo.types import BadInput, Task
 
-OFFLOAD = {"none": DEVICE, "host": HOST, "disk": DISK}
 Draw = Callable[[str, int, int], list[Task]]  # (split, first, count) -> tasks
 
 

@@ -11,7 +11,6 @@ fit is listed with what takes most of the memory. Seconds by formula only rank; 
 """
 
 import json
-import re
 from dataclasses import asdict
 from typing import Any
 
@@ -20,11 +19,12 @@ from absl import flags
 from experiments import common
 from experiments.benchmarks.measured import show_lines
 from experiments.candidates import GIB, Candidate, Machine, Run, candidates, meshes
+from experiments.dry_runs import parse_memory, program_rows
 from experiments.members import ALGORITHMS
 from experiments.published import shape_of_model
 from flowgrpo import launch
 from flowgrpo.contracts import Algorithm
-from flowgrpo.learner.dry_run import Program, dry_run, make_case
+from flowgrpo.learner.dry_run import dry_run, make_case
 from flowgrpo.learner.floor import Job, count_parameters
 from flowgrpo.learner.optimizers import make_optimizer
 from flowgrpo.learner.sharding import make_mesh, parse_mesh
@@ -63,18 +63,8 @@ _TFLOPS = flags.DEFINE_float(
 _BANDWIDTH = flags.DEFINE_float("bandwidth", 2000.0, "GB a second of its memory; ranks only.", lower_bound=1e-3)
 _LINK = flags.DEFINE_float("link", 100.0, "GB a second between devices; ranks only.", lower_bound=1e-3)
 
-UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
-
 
 # Flags ------------------------------------------------------------------------------------------------
-
-
-def parse_memory(text: str) -> float:
-    """`80GiB` in bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)", text)
-    if found is None or float(found[1]) == 0:
-        raise BadInput(f"--memory={text} must be a number above 0 with its unit: 80GiB, 24GB, 512MiB")
-    return float(found[1]) * UNITS[found[2]]
 
 
 def job_of() -> Job:
@@ -134,33 +124,6 @@ def reason(candidate: Candidate, memory: float) -> str:
     most = sorted(parts.items(), key=lambda x: -x[1])[:3]
     told = ", ".join(f"{part} {size / GIB:.1f}" for part, size in most)
     return f"{name} lacks {(sum(parts.values()) - memory) / GIB:.1f} GiB: {told}"
-
-
-def program_rows(programs: list[Program], memory: float, *, offload: bool) -> list[dict[str, Any]]:
-    """One line a program, in GiB and in 10^12 operations of one device."""
-    rows = []
-    for program in programs:
-        whole = program.peak + (0 if offload else program.beside)
-        rows.append(
-            {
-                "program": program.name,
-                "arguments": round(program.arguments / GIB, 2),
-                "outputs": round(program.outputs / GIB, 2),
-                "reused": round(program.reused / GIB, 2),
-                "temporary": round(program.temporary / GIB, 2),
-                "peak": round(program.peak / GIB, 2),
-                "beside": round(program.beside / GIB, 2),
-                "floor": round(sum(program.floor.values()) / GIB, 2),
-                "fits": whole <= memory,
-                "tflop": round(program.flops / 1e12, 3),
-                "tflop_useful": round(program.useful / 1e12, 3),
-                "tflop_loops_once": round(program.flops_once / 1e12, 3),
-                "gb_products": round(program.bytes / 1e9, 1),
-                "gb_loops_once": round(program.bytes_once / 1e9, 1),
-                "compile_s": round(program.seconds, 1),
-            }
-        )
-    return rows
 
 
 # The command ------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from experiments.devices import mesh_of, placing
-from experiments.lora_setup import lora_of
+from experiments.lora_setup import LORA, lora_of
 from flowgrpo.contracts import Policy
+from flowgrpo.learner.residency import DEVICE, DISK, HOST
 from flowgrpo.learner.sharding import decoder_axes, settled
 from flowgrpo.learner.trained import ADAPTER, WHOLE, Trained
 from flowgrpo.learner.update import cast
@@ -25,6 +26,16 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.models.lora import Adapted, LoraConfig, adapter_axes, init_adapter, lora_policy
 from flowgrpo.types import BadInput
+
+OFFLOAD = {"none": DEVICE, "host": HOST, "disk": DISK}
+PLANNER: dict[str, Any] = LORA | {
+    "dtype": "float32",
+    "remat": False,
+    "optimizer": "adamw",
+    "mesh": None,  # one device
+    "offload": "none",  # or host, disk: where models are that a stage doesn't use
+    "watch_seconds": 1800.0,  # of an iteration, until it says what it waits for
+}
 
 
 class Planner(NamedTuple):
@@ -58,7 +69,7 @@ def make_planner(start: Model, settings: Mapping[str, Any]) -> Planner:
     lora, mesh = lora_of(settings), _mesh(settings)
     axes = decoder_axes(start.config)
     letters: Any = axes
-    policy, params, trained = make_policy(start.config, dtype=settings["dtype"]), start.params, WHOLE
+    policy, params, trained = make_policy(start.config, **computes_in(settings)), start.params, WHOLE
     if lora is not None:
         policy, params = _adapted(start, lora, settings)
         letters, axes = Adapted._make((axes, adapter_axes(lora))), axes | adapter_axes(lora)
@@ -74,6 +85,11 @@ def make_planner(start: Model, settings: Mapping[str, Any]) -> Planner:
         mesh=mesh,
         place=placing(mesh, letters),
     )
+
+
+def computes_in(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """How a policy computes: in which type, and whether layers are computed again for the gradient."""
+    return {"dtype": settings["dtype"], "remat": settings["remat"]}
 
 
 def _is_cast(settings: Mapping[str, Any]) -> bool:
@@ -94,7 +110,7 @@ def _adapted(start: Model, lora: LoraConfig, settings: Mapping[str, Any]) -> tup
     """The model as a base, and a new adapter, which follows from the run's seed."""
     if settings["model"] is None:
         raise BadInput("--lora_rank needs --model: the small model that is made here has to be trained whole")
-    policy = lora_policy(start.config, lora, dtype=settings["dtype"])
+    policy = lora_policy(start.config, lora, **computes_in(settings))
     return policy, Adapted(start.params, init_adapter(jax.random.key(settings["seed"]), start.config, lora))
 
 

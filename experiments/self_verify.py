@@ -35,7 +35,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments import common
+from experiments import common, planner_flags
 from experiments.hosted_work import HostedSetup, examine, hosted_work, record
 from experiments.self_verify_report import Verified, comparison, draw, figures, sentence, warning
 from experiments.self_verify_setup import open_setup, settings_of
@@ -57,6 +57,7 @@ _TEMPERATURE = flags.DEFINE_float("temperature", None, "Of the answers.", lower_
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "Tokens of an answer.", lower_bound=1)
 _EVERY = flags.DEFINE_integer("checkpoint_every", 10, "Updates between validations and checkpoints.", lower_bound=1)
 _TEST = flags.DEFINE_integer("test_tasks", None, "Test questions of the final table.", lower_bound=1)
+flags.adopt_module_key_flags(planner_flags)
 
 
 def read_flags() -> dict[str, Any]:
@@ -71,6 +72,7 @@ def read_flags() -> dict[str, Any]:
         "temperature": _TEMPERATURE.value,
         "max_tokens": _MAX_TOKENS.value,
         "test_tasks": _TEST.value,
+        **planner_flags.planner_choices(),
     }
     return settings_of(_MODEL.value, _TASKS.value, **chosen) | {"devices": jax.device_count()}
 

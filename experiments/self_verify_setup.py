@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import flowgrpo as fg
 from experiments import domains, self_verify_tasks
 from experiments.hosted_work import Draw, HostedSetup, draw_from, make_engine, make_residency
-from experiments.lora_setup import LORA
-from experiments.planner_setup import frozen, load_start, make_planner
+from experiments.members import base_of
+from experiments.planner_setup import PLANNER, frozen, load_start, make_planner
 from flowgrpo import launch, loop
 from flowgrpo.agent.question import question
 from flowgrpo.contracts import Reward, Scored
@@ -36,16 +36,13 @@ from flowgrpo.types import BadInput
 START = "start"  # the folder of the model that an offline run begins with
 BRIEF = 'Answer the question. Put the final answer last, after "Answer:".'  # what a given model is told
 SHORT = 32  # tokens that hold a prompt of the small model's judge
-COMMON: dict[str, Any] = LORA | {
+COMMON: dict[str, Any] = PLANNER | {
     "seed": 0,
     "samples": 8,
     "temperature": 1.0,
     "clip_high": 0.28,
     "control": "none",
     "rendering": "fresh",
-    "mesh": None,  # one device
-    "offload": "none",  # or host, disk: where models are that a stage doesn't use
-    "watch_seconds": 1800.0,  # of an iteration, until it says what it waits for
     "recorded": 2,  # groups of an update whose trajectories are written down
     "turn_seconds": 60.0,
     "group_seconds": 600.0,
@@ -63,7 +60,6 @@ OFFLINE = COMMON | {
     "steps": 4,
     "micro_rows": 32,
     "validation_tasks": 256,
-    "dtype": "float32",
     "right": 0.45,  # of the answers that the small model imitates
     "overlooked": 0.15,  # of the wrong answers that its judge is shown: called right
     "doubted": 0.05,  # of the right ones: called wrong
@@ -85,6 +81,7 @@ GIVEN = COMMON | {
     "micro_rows": 1,
     "validation_tasks": 128,
     "dtype": "bfloat16",
+    "remat": True,
 }
 
 
@@ -135,7 +132,7 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
             reward=judged(model, check, lambda: residency["judge"]),
             tasks=draw,
             algorithm=fg.flow_grpo(beta=settings["beta"], clip_high=settings["clip_high"]),
-            optimizer=make_optimizer(learning_rate=settings["learning_rate"]),
+            optimizer=make_optimizer(learning_rate=settings["learning_rate"], base=base_of(settings["optimizer"])),
             sizes=loop.Settings(
                 **{name: settings[name] for name in ("queries", "samples", "temperature", "micro_rows")},
                 compute_dtype=planner.compute_dtype,

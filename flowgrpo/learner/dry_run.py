@@ -76,6 +76,7 @@ class Case(NamedTuple):
     policy: Policy
     axes: Any  # a tree like the parameters, of their axis letters
     trained: Trained
+    gathers: bool = False  # whole parameters decode on one device of the mesh
 
 
 def make_case(
@@ -86,17 +87,18 @@ def make_case(
     *,
     mesh: Mesh | None = None,
     lora: LoraConfig | None = None,
+    gathers: bool = False,
 ) -> Case:
-    """The parts of a run for a mesh; with `lora` an adapter is trained."""
+    """The parts of a run for a mesh; with `lora` an adapter is trained; with `gathers` one device decodes."""
     axes: Any = decoder_axes(config)
     dtype = jnp.dtype(job.dtype)
     if lora is None:
         policy = make_policy(config, dtype=dtype, remat=job.remat)
-        return Case(config, job, algorithm, optimizer, mesh, settled(policy, mesh, axes), axes, WHOLE)
+        return Case(config, job, algorithm, optimizer, mesh, settled(policy, mesh, axes), axes, WHOLE, gathers)
     policy: Policy = lora_policy(config, lora, dtype=dtype, remat=job.remat)
     own: Any = adapter_axes(lora)
     policy = settled(policy, mesh, axes | own)
-    return Case(config, job, algorithm, optimizer, mesh, policy, Adapted(axes, own), ADAPTER)
+    return Case(config, job, algorithm, optimizer, mesh, policy, Adapted(axes, own), ADAPTER, gathers)
 
 
 def dry_run(case: Case, programs: Sequence[str] | None = None) -> list[Program]:
@@ -188,11 +190,12 @@ def dry_decode(case: Case) -> Program:
 
 
 def _measure_decoding(name: str, work, arguments: tuple, case: Case, trips: tuple[int, ...], useful: float) -> Program:
-    state = abstract_state(case)
-    floor = {"parameters": local_bytes(arguments[0])} | decode_floor(case.config, case.job, sizes_of(case.mesh))
-    beside = local_bytes(state.optimizer) + (local_bytes(state.params) if case.job.compute_dtype else 0)
+    state, copied = abstract_state(case), bool(case.job.compute_dtype) or (case.gathers and case.mesh is not None)
+    sizes = {} if case.gathers else sizes_of(case.mesh)
+    floor = {"parameters": local_bytes(arguments[0])} | decode_floor(case.config, case.job, sizes)
+    beside = local_bytes(state.optimizer) + (local_bytes(state.params) if copied else 0)
     beside += local_bytes(case.trained.take(state.params)) if "logp_ref" in case.algorithm.needs else 0
-    mesh = case.mesh if divides(case.mesh) else None
+    mesh = case.mesh if divides(case.mesh) and not case.gathers else None
     return measure(name, work, arguments, mesh, trips=trips, useful=useful, floor=floor, beside=beside)
 
 
@@ -228,8 +231,8 @@ def _decoding(case: Case) -> tuple:
 
     Over a mesh of data alone each device decodes its own slots by a program of its own.
     """
-    mesh = case.mesh if divides(case.mesh) else None
-    count = -(-case.job.slots // (1 if mesh else ways(sizes_of(case.mesh), *ROWS)))
+    mesh = case.mesh if divides(case.mesh) and not case.gathers else None
+    count = -(-case.job.slots // (1 if mesh or case.gathers else ways(sizes_of(case.mesh), *ROWS)))
     if mesh is not None and count % ways(sizes_of(mesh), *ROWS):
         raise BadInput(
             f"{count} slots can't be dealt evenly over mesh {dict(mesh.shape)}: take a multiple of data x fsdp"

@@ -49,7 +49,9 @@ def observe(watch: Watch, algorithm: Algorithm, scores: Scores, batch: Batch, me
     """The algorithm's metrics and what is seen beside them, as sums that `report` reads."""
     scores = jax.tree.map(stop_gradient, scores)
     if algorithm.sums is not None and batch.sequence_sum is None:
-        batch = algorithm.sums(batch, scores.logp)  # over whole sequences, before a turn is looked at alone
+        batch = algorithm.sums(
+            batch, jnp.asarray(scores.logp)
+        )  # over whole sequences, before a turn is looked at alone
     turn_rs = jnp.minimum(jnp.asarray(batch.turn), watch.turns - 1)
     of_turn = partial(_of_turn, algorithm=algorithm, scores=scores, batch=batch, turn_rs=turn_rs)
     return {
