@@ -6,6 +6,7 @@ from typing import Any
 
 import optax
 
+from experiments.benchmarks.measured import significant
 from experiments.candidates import GIB
 from experiments.devices import mesh_of
 from experiments.lora_setup import lora_of
@@ -65,19 +66,19 @@ def program_rows(programs: Sequence[Program], memory: float | None, *, offload: 
         rows.append(
             {
                 "program": program.name,
-                "arguments": round(program.arguments / GIB, 2),
-                "outputs": round(program.outputs / GIB, 2),
-                "reused": round(program.reused / GIB, 2),
-                "temporary": round(program.temporary / GIB, 2),
-                "peak": round(program.peak / GIB, 2),
-                "beside": round(program.beside / GIB, 2),
-                "floor": round(sum(program.floor.values()) / GIB, 2),
+                "arguments": significant(program.arguments / GIB),
+                "outputs": significant(program.outputs / GIB),
+                "reused": significant(program.reused / GIB),
+                "temporary": significant(program.temporary / GIB),
+                "peak": significant(program.peak / GIB),
+                "beside": significant(program.beside / GIB),
+                "floor": significant(sum(program.floor.values()) / GIB),
                 "fits": None if memory is None else whole <= memory,
-                "tflop": round(program.flops / 1e12, 3),
-                "tflop_useful": round(program.useful / 1e12, 3),
-                "tflop_loops_once": round(program.flops_once / 1e12, 3),
-                "gb_products": round(program.bytes / 1e9, 1),
-                "gb_loops_once": round(program.bytes_once / 1e9, 1),
+                "tflop": significant(program.flops / 1e12),
+                "tflop_useful": significant(program.useful / 1e12),
+                "tflop_loops_once": significant(program.flops_once / 1e12),
+                "gb_products": significant(program.bytes / 1e9),
+                "gb_loops_once": significant(program.bytes_once / 1e9),
                 "compile_s": round(program.seconds, 1),
             }
         )
