@@ -85,6 +85,16 @@ def test_what_is_recorded_is_what_the_environment_saw(work, rollout):
     assert {True, False} == set(np.asarray(trajectories.correct).tolist())  # both kinds were met
 
 
+def test_a_turn_that_nobody_reached_called_nothing(work):
+    env = tiny_env(rounds=0)  # over as soon as something wrong is said
+    rollout = jax.jit(make_rollout(env, POLICY))(*work)
+    reached_nt = np.asarray(rollout.trajectories.turns)
+    assert reached_nt[:, 0].all()
+    assert not reached_nt[:, -1].any()
+    assert (np.asarray(rollout.tool)[~reached_nt] == -1).all()
+    assert not np.asarray(rollout.error)[~reached_nt].any()
+
+
 def test_the_outcome_is_shown_at_every_turn(rollout):
     trajectories = rollout.trajectories
     expected = np.where(trajectories.turns, np.asarray(trajectories.outcome)[:, None], 0)
