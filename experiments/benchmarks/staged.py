@@ -29,7 +29,7 @@ import flowgrpo as fg
 from experiments import common
 from experiments.benchmarks.ceilings import SHAPES, open_model
 from experiments.benchmarks.measured import show_columns, show_lines
-from experiments.hosted_work import OFFLOAD
+from experiments.planner_setup import OFFLOAD
 from flowgrpo import loop
 from flowgrpo.contracts import HostEnv, HostStep, Reward, Said, Scored
 from flowgrpo.generate.engine import Engine
