@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import flowgrpo as fg
+from experiments import finetune_run
 from experiments.finetune_lessons import margins_of, split
 from experiments.finetune_run import batches, finetune
 from experiments.offline_model import write_model
@@ -114,7 +115,7 @@ def test_S1_a_run_that_goes_on_ends_as_one_that_was_not_stopped(begun, tmp_path,
             yield chosen
 
     with monkeypatch.context() as patch:
-        patch.setattr(finetune, "batches", interrupted)
+        patch.setattr(finetune_run, "batches", interrupted)
         with pytest.raises(KeyboardInterrupt):
             finetune(settings, tmp_path / "parts")
     again = finetune(settings, tmp_path / "parts")

@@ -11,6 +11,7 @@ from tiny_env import tiny_env
 
 import flowgrpo as fg
 from experiments.hosted_work import HostedSetup, make_residency, make_step
+from experiments.planner_setup import Planner
 from flowgrpo import loop
 from flowgrpo.contracts import Scored
 from flowgrpo.effects import no_effects
@@ -18,6 +19,7 @@ from flowgrpo.envs.env import PAD
 from flowgrpo.generate.engine import Engine
 from flowgrpo.learner.residency import place_of
 from flowgrpo.learner.state import make_optimizer
+from flowgrpo.learner.trained import WHOLE
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.rewards.judge import make_next_logp
@@ -55,13 +57,23 @@ def tasks(_split: str, first: int, count: int) -> list[fg.Task]:
     return [fg.Task(f"{first + i}", f"{(first + i) % 4}", ("1",), "toy") for i in range(count)]
 
 
-def make_setup(folder, engine: Engine, offload: str) -> HostedSetup:
+def make_setup(folder, engine: Engine, params, offload: str) -> HostedSetup:
     env = HOSTED._replace(reset=reset, step=step)
     return HostedSetup(
         name="toy",
         settings=SETTINGS | {"offload": offload},
         folder=folder,
         model=cast(Any, SimpleNamespace(policy=POLICY, banned=(PAD,))),
+        planner=Planner(
+            policy=POLICY,
+            served=POLICY,
+            params=params,
+            trained=WHOLE,
+            compute_dtype=None,
+            serve=lambda params: params,
+            mesh=None,
+            place=lambda tree: tree,
+        ),
         env=env,
         exam_env=env,
         engine=engine,
@@ -84,7 +96,7 @@ def test_offloading_changes_no_number_and_says_what_it_moved(tmp_path):
     runs = {}
     with Engine(POLICY, params, **sizes) as engine:
         for offload in ("none", "disk"):
-            setup = make_setup(tmp_path / offload, engine, offload)
+            setup = make_setup(tmp_path / offload, engine, params, offload)
             run = loop.start_run(jax.tree.map(jnp.copy, params), setup.optimizer, jax.random.key(9))
             runs[offload] = list(loop.train(make_step(setup), run, 2))
     for (_, figures), (_, others) in zip(*runs.values(), strict=True):
