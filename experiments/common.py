@@ -8,10 +8,12 @@ stderr and status 1, Ctrl-C one line and status 130, SIGTERM one line and status
 traceback.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Never
 
 from absl import app, flags, logging
 
@@ -49,11 +51,18 @@ def run(main: Callable[[], None], *, cpu_devices: int = 1) -> None:
         except KeyboardInterrupt as stop:
             number = number_of(stop)
             print(f"\n{_name()}: {STOPPED[number]}", file=sys.stderr)
-            sys.exit(BY_SIGNAL + number)
+            _leave(BY_SIGNAL + number)
 
     for flag in flags.FLAGS.get_key_flags_for_module(sys.modules[__name__]):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)  # so that --help lists them
     app.run(guarded, flags_parser=_parse)
+
+
+def _leave(status: int) -> Never:
+    """End at once: while an interpreter ends in order, XLA's threads may crash over what was interrupted."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
