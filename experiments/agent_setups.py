@@ -18,7 +18,7 @@ import optax
 
 from experiments import domains, offline_tasks, offline_warmstart
 from experiments.hosted_work import Draw, HostedSetup, draw_from, make_engine, make_residency
-from experiments.members import ALGORITHMS, base_of
+from experiments.members import base_of, make_algorithm
 from experiments.planner_setup import PLANNER, frozen, load_start, make_planner
 from flowgrpo import launch, loop
 from flowgrpo.agent import roles
@@ -30,6 +30,7 @@ from flowgrpo.agent.system import agent_system
 from flowgrpo.contracts import Algorithm, Do, HostEnv, Tool
 from flowgrpo.generate.remote import remote
 from flowgrpo.generate.wire import TextRequest
+from flowgrpo.learner.folder import START
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.hf import Model
 from flowgrpo.rollout.records import Played
@@ -126,7 +127,6 @@ OFFLINE: dict[str, Any] = PAPER | {
 }
 CONTROLS = ("none", "shuffled_rewards")
 RENDERINGS = {"fresh": fresh, "append": appending}
-START = "start"  # the folder of the model that the offline run begins with
 BRIEF = ""  # the small model learns what to do from demonstrations
 SIZES = ("queries", "samples", "temperature", "micro_rows")
 SPOKEN = {
@@ -179,7 +179,7 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
             do=either(tools.do, _speakers(settings, frozen(model, settings), stack)),
             reward=domains.route(domains.Means(sandbox=sandbox), default="answer"),
             tasks=tasks,
-            algorithm=make_algorithm(settings),
+            algorithm=algorithm_of(settings),
             optimizer=optimizer_of(settings),
             sizes=loop.Settings(**{name: settings[name] for name in SIZES}, compute_dtype=planner.compute_dtype),
             warm_start=partial(
@@ -312,13 +312,16 @@ def _tasks(settings: Mapping[str, Any]) -> tuple[Draw, tuple[str, ...]]:
 # Learning -----------------------------------------------------------------------------------------------
 
 
-def make_algorithm(settings: Mapping[str, Any]) -> Algorithm:
+def algorithm_of(settings: Mapping[str, Any]) -> Algorithm:
     """The member of the family, with its clipping and its KL term."""
-    if settings["algorithm"] not in ALGORITHMS:
-        raise BadInput(f"algorithm {settings['algorithm']!r} is unknown; choose from {', '.join(ALGORITHMS)}")
     if settings["control"] not in CONTROLS:
         raise BadInput(f"control {settings['control']!r} is unknown; choose from {', '.join(CONTROLS)}")
-    return ALGORITHMS[settings["algorithm"]](beta=settings["beta"], clip_high=settings["clip_high"])
+    most = settings["turns"] * settings["max_tokens"]
+    own = {name: settings[name] for name in ("beta", "clip_high")}
+    algorithm = make_algorithm(settings["algorithm"], **own, max_tokens=most)
+    if algorithm.targets is not None:
+        raise BadInput(f"--algorithm={settings['algorithm']} needs a critic, which this run has none of: take another")
+    return algorithm
 
 
 def optimizer_of(settings: Mapping[str, Any]) -> optax.GradientTransformation:

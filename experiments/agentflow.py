@@ -22,7 +22,6 @@ which can be replayed without tools. The same command goes on where a run was st
 """
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from experiments.members import ALGORITHMS
 from experiments.published import shape_of_model
 from experiments.session import one_run
 from flowgrpo.learner.floor import count_parameters
+from flowgrpo.learner.folder import begin_anew
 
 _MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id; without one, a small model is made.")
 _TASKS = flags.DEFINE_string("tasks", None, "Task file (.jsonl, .parquet) or reasoning_gym:NAME; needed with --model.")
@@ -139,7 +139,7 @@ def dry_compile(settings: Mapping[str, Any], folder: Path) -> None:
     else:
         config = shape_of_model(settings["model"])
     memory = None if _MEMORY.value is None else parse_memory(_MEMORY.value, "--device_memory")
-    parts = (agent_setups.make_algorithm(settings), agent_setups.optimizer_of(settings))
+    parts = (agent_setups.algorithm_of(settings), agent_setups.optimizer_of(settings))
     rows = hosted_rows(settings, config, *parts, memory)
     print(f"{count_parameters(config):,} parameters on {settings['mesh'] or 'one device'}: GiB of one device")
     show_lines(rows)
@@ -148,13 +148,15 @@ def dry_compile(settings: Mapping[str, Any], folder: Path) -> None:
 
 def main() -> None:
     """Train, or look."""
+    if _DRY.value == "compile":
+        jax.config.update("jax_platforms", "cpu")  # whatever there is: devices are virtual
     settings = read_flags()
     folder = Path(_WORKDIR.value or f"runs/agentflow-{_SEED.value}")
     if _DRY.value == "compile":
         dry_compile(settings, folder)
         return
-    if not _RESUME.value and folder.exists() and _DRY.value == "false":
-        shutil.rmtree(folder)  # here, since the model to start with and the corpus lie there too
+    if not _RESUME.value and _DRY.value == "false":
+        begin_anew(folder)  # here, since the model to start with and the corpus lie there too
     with agent_setups.open_setup(settings, folder) as setup:
         if _DRY.value == "true":
             dry_run(setup)

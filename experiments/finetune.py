@@ -20,7 +20,6 @@ from 0.69 to 0.24 in 45 steps, with every held-out pair on the right side.
 """
 
 import json
-import shutil
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ import flowgrpo as fg
 from experiments import common
 from experiments.finetune_lessons import METHODS
 from experiments.finetune_run import finetune
+from flowgrpo.learner.folder import begin_anew
 
 _METHOD = flags.DEFINE_enum(
     "method", None, list(METHODS), "Imitate demonstrations, or learn preferences.", required=True
@@ -82,8 +82,8 @@ def main() -> None:
     """Train, and print one JSON line."""
     settings = read_flags()
     folder = Path(_WORKDIR.value or f"runs/{settings['method']}-{settings['seed']}")
-    if not _RESUME.value and folder.exists():
-        shutil.rmtree(folder)
+    if not _RESUME.value:
+        begin_anew(folder)
     settings = settings | {"devices": jax.device_count()}
     print(json.dumps(finetune(settings, folder)))
 

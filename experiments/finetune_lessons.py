@@ -65,6 +65,11 @@ def lesson_of(settings: Mapping[str, Any], model: Model, held: Sequence[Any], op
     return Lesson(lay, *method.teach(settings, model, optimizer, batches))
 
 
+def _computes(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What the update computes in, where it isn't the float32 of the parameters."""
+    return {"compute_dtype": None if settings["dtype"] == "float32" else jnp.dtype(settings["dtype"])}
+
+
 def _longest(example: Any) -> int:
     """Tokens of its longest conversation."""
     both = (example,) if isinstance(example, fg.Trajectory) else example
@@ -75,9 +80,9 @@ def _longest(example: Any) -> int:
 
 
 def _teach_demonstrations(settings: Mapping[str, Any], model: Model, optimizer, held: list[fg.Batch]) -> tuple:
-    sizes = {"micro_rows": settings["micro_rows"]}
-    update = jax.jit(make_update(model.policy, IMITATION, optimizer, **sizes, watch=None))
-    score = jax.jit(partial(score_batch, make_score(model.policy), **sizes))
+    sizes, computes = {"micro_rows": settings["micro_rows"]}, _computes(settings)
+    update = jax.jit(make_update(model.policy, IMITATION, optimizer, **sizes, **computes, watch=None))
+    score = jax.jit(partial(score_batch, make_score(model.policy, **computes), **sizes))
     return partial(_imitate, update=update), partial(_mean_loss, score=score, held=held)
 
 
@@ -100,9 +105,9 @@ def _mean_loss(params, *, score, held: list[fg.Batch]) -> dict[str, float]:
 
 
 def _teach_preferences(settings: Mapping[str, Any], model: Model, optimizer, held: list[fg.Batch]) -> tuple:
-    sizes, beta = {"micro_rows": settings["micro_rows"]}, settings["beta"]
-    update = jax.jit(make_update(model.policy, fg.dpo(beta=beta), optimizer, **sizes, watch=None))
-    score = jax.jit(partial(score_batch, make_score(model.policy), **sizes))
+    sizes, beta, computes = {"micro_rows": settings["micro_rows"]}, settings["beta"], _computes(settings)
+    update = jax.jit(make_update(model.policy, fg.dpo(beta=beta), optimizer, **sizes, **computes, watch=None))
+    score = jax.jit(partial(score_batch, make_score(model.policy, **computes), **sizes))
     known = [batch.replace(logp_ref=np.asarray(score(model.params, batch))) for batch in held]
     step = partial(_prefer, update=update, reference=jax.tree.map(jnp.copy, model.params))
     return step, partial(_preferences, score=score, held=known, beta=beta)

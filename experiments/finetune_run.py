@@ -16,6 +16,9 @@ from experiments.stopping import STOPPING, held, listening
 from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
 from flowgrpo.learner.folder import run_folder
 from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
+from flowgrpo.learner.update import cast
+from flowgrpo.models.decoder import make_policy
+from flowgrpo.models.hf import Model
 from flowgrpo.report.metrics import Metrics
 from flowgrpo.report.progress import Progress
 
@@ -31,7 +34,7 @@ class Place(NamedTuple):
 
 def finetune(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Train in a folder, or go on there, to the end."""
-    began, model = time.monotonic(), fg.load_model(settings["model"], dtype=settings["dtype"])
+    began, model = time.monotonic(), load_masters(settings)
     examples = split(settings, METHODS[settings["method"]].read(settings["data"], model.text))
     steps = max(math.ceil(settings["epochs"] * len(examples.learned) / settings["batch"]), 1)
     optimizer = make_optimizer(
@@ -51,7 +54,7 @@ def finetune(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         best = checkpoints.best()
         assert best is not None  # the end was validated
         params = checkpoints.part(best, "state/params", model.params)
-        fg.save_model(folder / "model", model._replace(params=params))
+        fg.save_model(folder / "model", model._replace(params=cast(params, settings["dtype"])))
         result = {
             "method": settings["method"],
             **{f"{name}_before": value for name, value in before.items()},
@@ -69,11 +72,19 @@ def finetune(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return result
 
 
+def load_masters(settings: Mapping[str, Any]) -> Model:
+    """The model with its parameters in float32, since small steps would be lost in less, and a policy that computes."""
+    model = fg.load_model(settings["model"], dtype="float32")
+    return model._replace(policy=make_policy(model.config, dtype=settings["dtype"]))
+
+
 def _train(
     place: Place, lesson: Lesson, examples: Sequence[Any], settings, steps: int, metrics, checkpoints, progress
 ) -> Place:
     """To the last step, with a validation and a checkpoint every so many; an interruption is saved first."""
     try:
+        if place.step and _is_due(place.step, steps, settings) and "validation" not in checkpoints.note(place.step):
+            place = _validated(place, lesson.examine(place.state.params), metrics, checkpoints)  # it was stopped in it
         for chosen in batches(len(examples), settings["batch"], settings["seed"], place.step, steps):
             began, batch = time.monotonic(), lesson.lay([examples[i] for i in chosen])
             state, figures = lesson.step(place.state, batch)
@@ -85,7 +96,7 @@ def _train(
                 metrics.write({"phase": "train", "update": step} | figures, speed)
                 place = place._replace(state=state, step=step, position=metrics.position)
             progress.show(settings["method"], step, figures | speed)
-            if step % settings["checkpoint_every"] == 0 or step == steps:
+            if _is_due(step, steps, settings):
                 place = _validated(place, lesson.examine(place.state.params), metrics, checkpoints)
     except KeyboardInterrupt:
         if checkpoints.latest() != place.step:  # another of the same would replace the note by which the best is found
@@ -93,6 +104,11 @@ def _train(
         progress.say(f"saved at step {place.step}; the same command goes on from there")
         raise
     return place
+
+
+def _is_due(step: int, steps: int, settings: Mapping[str, Any]) -> bool:
+    """Whether a step is validated."""
+    return step % settings["checkpoint_every"] == 0 or step == steps
 
 
 def _validated(place: Place, seen: Mapping[str, float], metrics: Metrics, checkpoints: Checkpoints) -> Place:

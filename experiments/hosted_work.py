@@ -175,7 +175,7 @@ def _roll_out(run: loop.Run, told: Told, *, setup: HostedSetup) -> Rolled:
     first = [one for one in played.played if one.group < setup.settings["recorded"]]
     record(setup.folder / "trajectories" / f"{update + 1:06d}.jsonl", first)
     fates = {f"tokens_{fate.name.lower()}": size for fate, size in played.ledger.fates.items()}
-    solved = {f"success_{name}": _solved(own) for name, own in domains_of(played.played).items()}
+    solved = {f"success_{name}": _solved(own) for name, own in domains_of(_valid(played.played)).items()}
     more = {
         f"engine_{fate.name.lower()}": size - lost.fates.get(fate, 0) for fate, size in setup.engine.lost.fates.items()
     }
@@ -238,6 +238,11 @@ def domains_of(played: Sequence[Played]) -> dict[str, list[Played]]:
     return {name: [one for one in played if one.task.domain == name] for name in names}
 
 
+def _valid(played: Sequence[Played]) -> list[Played]:
+    """Those that have an outcome."""
+    return [one for one in played if one.trajectory.outcome is not None]
+
+
 def _solved(played: list[Played]) -> float:
     return float(np.mean([one.trajectory.correct for one in played]))
 
@@ -272,7 +277,7 @@ def judge(played: Sequence[Played], tools: Sequence[str], *, samples: int = 1, k
 def _examine(setup: HostedSetup, key: jax.Array, params) -> Evaluation:
     with _kept(setup, "validation"):
         played = examine(setup, params, key, "validation", tasks=setup.settings["validation_tasks"]).played
-    return judge(played, setup.env.tools)
+        return judge(played, setup.env.tools)
 
 
 def _test(setup: HostedSetup, key: jax.Array, params: Sequence[Any]) -> Tested:
@@ -281,6 +286,7 @@ def _test(setup: HostedSetup, key: jax.Array, params: Sequence[Any]) -> Tested:
     for when, one in zip(("before", "after"), params, strict=True):
         with _kept(setup, f"test-{when}"):
             played.append(examine(setup, one, key, "test", tasks=tasks).played)
+            judge(played[-1], setup.env.tools)  # which raises where nothing could be judged
         record(setup.folder / "trajectories" / f"test-{when}.jsonl", played[-1])
     return compare_before_after(setup, played)
 
@@ -292,13 +298,15 @@ def compare_before_after(
     tools = setup.env.tools
     before, after = figures = [judge(own, tools, samples=samples, ks=ks) for own in played]
     parts = [domains_of(own) for own in played]
-    by = {name: [judge(part[name], tools, samples=samples) for part in parts] for name in parts[0]}
+    judged = [name for name in parts[0] if all(_valid(part[name]) for part in parts)]
+    by = {name: [judge(part[name], tools, samples=samples) for part in parts] for name in judged}
     more = {
         f"{field}_{when}": {name: getattr(both[i], source) for name, both in by.items()}
         for i, when in enumerate(("before", "after"))
         for field, source in (("success_by_domain", "success"), ("tool_error_by_domain", "tool_errors"))
     }
-    words = [report(before, after), "", domain_table(by), "", *_stories(setup, played)]
+    missing = [f"{name}: nothing could be judged" for name in parts[0] if name not in judged]
+    words = [report(before, after), "", domain_table(by), *missing, "", *_stories(setup, played)]
     return Tested(figures, "\n".join(words), more)
 
 

@@ -28,6 +28,23 @@ ENVIRONMENTS = {
     "maze": fg.maze,
 }
 
+OWN_CLIP = ("gspo", "cispo", "flow_grpo_released")  # whose bounds are of another kind than a preset's
+UNCLIPPED = ("rloo", "kimi", "dpo")
+
+
+def make_algorithm(
+    name: str, *, beta: float, clip_high: float, max_tokens: int, entropy_bonus: float = 0.0, **more: float
+) -> fg.Algorithm:
+    """The member of that name with what a preset says, as far as it has such a setting; `more` is for ppo."""
+    if name not in ALGORITHMS:
+        raise fg.BadInput(f"algorithm {name!r} is unknown; choose from {', '.join(ALGORITHMS)}")
+    options: dict[str, float] = {} if name == "kimi" else {"beta": beta}
+    options |= {"clip_high": clip_high} if clip_high and name not in (*OWN_CLIP, *UNCLIPPED) else {}
+    options |= {"entropy_bonus": entropy_bonus} if entropy_bonus else {}
+    options |= {"max_tokens": max_tokens} if name == "dr_grpo" else {}
+    return ALGORITHMS[name](**options, **(more if name == "ppo" else {}))
+
+
 OPTIMIZERS = {  # what stands in the place of AdamW's moments
     "adamw": optax.scale_by_adam,
     "adamw8bit": scale_by_adam_8bit,

@@ -14,6 +14,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+import jax
 from absl import flags
 
 from experiments import common
@@ -133,7 +134,9 @@ def compile_one(config: DecoderConfig, candidate: Candidate, memory: float) -> d
     """The programs of a candidate, compiled, with their table."""
     mesh = make_mesh(candidate.mesh) if _COUNT.value > 1 else None
     case = make_case(config, candidate.job, algorithm_of(), make_optimizer(learning_rate=1e-6), mesh=mesh)
-    rows = program_rows(dry_run(case, _PROGRAMS.value), memory, offload=_OFFLOAD.value)
+    learning = ["update", *(["reference"] if "logp_ref" in case.algorithm.needs else [])]
+    programs = _PROGRAMS.value or (None if _ROLLOUT.value else learning)
+    rows = program_rows(dry_run(case, programs), memory, offload=_OFFLOAD.value)
     line = row_of(candidate)
     print(f"compiled for {line['mesh']}, micro_rows {line['micro_rows']}, remat {line['remat']}: GiB of one device")
     show_lines(rows)
@@ -142,6 +145,7 @@ def compile_one(config: DecoderConfig, candidate: Candidate, memory: float) -> d
 
 def main() -> None:
     """Rank, compile the best few, print the tables and one JSON line."""
+    jax.config.update("jax_platforms", "cpu")  # whatever there is: devices are virtual
     launch.configure(cpu_devices=_COUNT.value)  # before JAX starts, which nothing before this line does
     memory, config, job = parse_memory(_MEMORY.value), shape_of_model(_MODEL.value), job_of()
     machine = Machine(memory, _TFLOPS.value * 1e12, _BANDWIDTH.value * 1e9, _LINK.value * 1e9)

@@ -71,6 +71,8 @@ def make_planner(start: Model, settings: Mapping[str, Any]) -> Planner:
     letters: Any = axes
     policy, params, trained = make_policy(start.config, **computes_in(settings)), start.params, WHOLE
     if lora is not None:
+        if settings["offload"] != "none":
+            raise BadInput("--offload takes away what the base of an adapter is shared with: leave one of them out")
         policy, params = _adapted(start, lora, settings)
         letters, axes = Adapted._make((axes, adapter_axes(lora))), axes | adapter_axes(lora)
         trained = ADAPTER

@@ -74,7 +74,12 @@ def _in_trajectories(one: Path, two: Path) -> str:
     """The first trajectory that differs in anything but its seconds, with all that its tools said."""
     names = sorted({path.name for folder in (one, two) if folder.exists() for path in folder.iterdir()})
     for name in names:
-        told = [[json.loads(line) for line in (folder / name).read_text().splitlines()] for folder in (one, two)]
+        paths = [folder / name for folder in (one, two)]
+        if not all(path.exists() for path in paths):
+            return f"{name}: missing in one"
+        told = [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+        if len(told[0]) != len(told[1]):
+            return f"{name}: {len(told[0])} and {len(told[1])} lines"
         for number, pair in enumerate(zip(*told, strict=True), 1):
             if pair[0] | {"seconds": 0} != pair[1] | {"seconds": 0}:
                 return f"{name}:{number}"

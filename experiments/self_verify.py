@@ -25,7 +25,6 @@ was stopped.
 """
 
 import json
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -41,6 +40,7 @@ from experiments.self_verify_report import Verified, comparison, draw, figures, 
 from experiments.self_verify_setup import open_setup, settings_of
 from experiments.session import Session, Tested, Work, one_run
 from experiments.session_files import train_line
+from flowgrpo.learner.folder import begin_anew
 from flowgrpo.report.metrics import METRICS, read_metrics
 
 _MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id; without one, a small model is made.")
@@ -110,10 +110,11 @@ def _test(setup: HostedSetup, key: jax.Array, params: Sequence[Any]) -> Tested:
     """The table of the start, the last update, and that which validated best, where it is another."""
     start, best = params
     session = Session(hosted_work(setup), setup.folder)
-    session.restore()
-    stages = {"start": start, "last update": session.run.learner.params}
-    if session.checkpoints.best() != int(session.run.update):
-        stages |= {f"update {session.checkpoints.best()}, best": best}
+    at, chosen = session.checkpoints.latest(), session.checkpoints.best()
+    assert at is not None  # the end was saved
+    stages = {"start": start, "last update": session.params_at(at)}
+    if chosen != at:
+        stages |= {f"update {chosen}, best": best}
     count = setup.settings["test_tasks"]
     played = {name: examine(setup, one, key, "test", tasks=count).played for name, one in stages.items()}
     for when, own in zip(("before", "after"), played.values(), strict=False):
@@ -148,8 +149,8 @@ def main() -> None:
     """Train, and draw both curves."""
     settings = read_flags()
     folder = Path(_WORKDIR.value or f"runs/self_verify-{_SEED.value}")
-    if not _RESUME.value and folder.exists():
-        shutil.rmtree(folder)  # here, since the model to start with lies there too
+    if not _RESUME.value:
+        begin_anew(folder)  # here, since the model to start with lies there too
     with open_setup(settings, folder) as setup:
         result = one_run(self_verify_work(setup), folder, every=_EVERY.value)
     draw(folder, title="P(Yes) of the frozen start as the reward")

@@ -21,6 +21,7 @@ from flowgrpo import launch, loop
 from flowgrpo.agent.question import question
 from flowgrpo.contracts import Reward, Scored
 from flowgrpo.effects import no_effects
+from flowgrpo.learner.folder import START
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.hf import Model
 from flowgrpo.report.progress import Progress
@@ -33,7 +34,6 @@ from flowgrpo.sandbox import Sandbox
 from flowgrpo.task_files import read_tasks
 from flowgrpo.types import BadInput
 
-START = "start"  # the folder of the model that an offline run begins with
 BRIEF = 'Answer the question. Put the final answer last, after "Answer:".'  # what a given model is told
 SHORT = 32  # tokens that hold a prompt of the small model's judge
 COMMON: dict[str, Any] = PLANNER | {

@@ -7,7 +7,6 @@ A `Work` says what is done at each of these stages: `pure_work` for pure environ
 system. What `quickstart` and `agentflow` run, and what `evaluate` opens again.
 """
 
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,7 +25,7 @@ from flowgrpo import loop
 from flowgrpo.evaluate import Evaluation
 from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
 from flowgrpo.learner.disk import is_full
-from flowgrpo.learner.folder import check_same, identity, machine, run_folder
+from flowgrpo.learner.folder import begin_anew, check_same, identity, machine, run_folder
 from flowgrpo.learner.trained import WHOLE, Trained
 from flowgrpo.report.metrics import Metrics
 from flowgrpo.report.plots import curves
@@ -34,7 +33,7 @@ from flowgrpo.report.progress import Progress
 
 RESULT = "result.json"
 PARAMS = "run/learner/params"  # where a checkpoint holds them
-MAY_DIFFER = ("updates",)  # a run may be made longer
+MAY_DIFFER = ("updates", "offload", "watch_seconds")  # a run may be made longer; the others change no bit
 
 
 class Tested(NamedTuple):
@@ -143,7 +142,11 @@ class Session:
         best = self.checkpoints.best()
         if best is None or best == int(self.run.update):
             return best, self.run.learner.params
-        return best, self._whole(self.checkpoints.part(best, PARAMS, self._template()["run"].learner.params))
+        return best, self.params_at(best)
+
+    def params_at(self, update: int) -> Any:
+        """The parameters of a checkpoint."""
+        return self._whole(self.checkpoints.part(update, PARAMS, self._template()["run"].learner.params))
 
     def save(self) -> None:
         """Write a checkpoint of where the run stands, while it goes on."""
@@ -258,8 +261,8 @@ class Session:
 def one_run(work: Work, folder: Path, *, every: int, resume: bool = True) -> dict[str, Any]:
     """Train in a folder, or go on there, to the end; what Ctrl-C or SIGTERM ends is saved first."""
     began = time.monotonic()
-    if not resume and folder.exists():
-        shutil.rmtree(folder)
+    if not resume:
+        begin_anew(folder)
     with listening(*STOPPING), run_folder(folder, dict(work.settings), may_differ=MAY_DIFFER):
         session = Session(work, folder)
         try:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 import flowgrpo as fg
 from experiments.devices import mesh_of, placing
-from experiments.members import ALGORITHMS, ENVIRONMENTS
+from experiments.members import ENVIRONMENTS, make_algorithm
 from flowgrpo import loop
 from flowgrpo.envs.env import PAD
 from flowgrpo.learner.critic import ActorCritic, Valuation, by_part, copied_trunk, own_network, shared_trunk
@@ -166,21 +166,13 @@ def _critic(settings: Mapping[str, Any], env: fg.Env, policy: fg.Policy) -> Valu
 
 
 def _algorithm(settings: dict[str, Any], env: fg.Env) -> fg.Algorithm:
-    name = settings["algorithm"]
-    if name not in ALGORITHMS:
-        raise fg.BadInput(f"algorithm {name!r} is unknown; choose from {', '.join(ALGORITHMS)}")
     if settings["control"] not in CONTROLS:
         raise fg.BadInput(f"control {settings['control']!r} is unknown; choose from {', '.join(CONTROLS)}")
-    options = {"beta": settings["beta"], "clip_high": settings["clip_high"], "entropy_bonus": settings["entropy_bonus"]}
-    if name == "dr_grpo":
-        options["max_tokens"] = env.sizes.turns * env.sizes.action
-    if name in ("rloo", "kimi", "dpo"):  # nothing is clipped there
-        del options["clip_high"]
-    if name == "kimi":
-        del options["beta"]
-    if name == "ppo":
-        options |= {"gamma": settings["gamma"], "lam": settings["lam"]}
-    algorithm = ALGORITHMS[name](**{key: value for key, value in options.items() if value != 0 or key == "beta"})
+    algorithm = make_algorithm(
+        settings["algorithm"],
+        **{name: settings[name] for name in ("beta", "clip_high", "entropy_bonus", "gamma", "lam")},
+        max_tokens=env.sizes.turns * env.sizes.action,
+    )
     return fg.last_turn_only(algorithm) if settings["control"] == "last_turn" else algorithm
 
 

@@ -231,9 +231,14 @@ def _infer(run: loop.Run, trajectories: Trajectories, parts: Parts) -> tuple[dic
             return {}, freed
         run = _found(parts.residency, run)
         reference = parts.trained.put(run.learner.params, run.reference)
-        appends = trajectories.appends
-        apart = appends is not None and not np.any(appends)
+        apart = is_fresh(trajectories)
         return jax.device_get(parts.appraise(run.learner.params, reference, trajectories, apart=apart)), freed
+
+
+def is_fresh(trajectories: Trajectories) -> bool:
+    """Whether contexts are rendered afresh; who was aborted before a word was said has no part in this."""
+    appends = trajectories.appends
+    return appends is not None and not np.any(np.asarray(appends) & np.asarray(trajectories.valid))
 
 
 def _pack(rollout: Rollout, scored: dict, parts: Parts) -> tuple[Trajectories, Batch, loop.Credit]:

@@ -30,7 +30,7 @@ from flowgrpo.rollout.exam import draw_tasks
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.rollout.pure import as_host, unstack
 from flowgrpo.rollout.records import Hosted, rollout_of
-from flowgrpo.staged import Parts, Told, _appraise, _step, compiled_rollout, hosted_rollout, make_staged
+from flowgrpo.staged import Parts, Told, _appraise, _step, compiled_rollout, hosted_rollout, is_fresh, make_staged
 from flowgrpo.stuck import Watch
 from flowgrpo.types import Status
 
@@ -320,6 +320,16 @@ def test_turns_that_are_rendered_afresh_are_scored_alone_to_the_same_numbers(see
     for name, x in whole.items():
         assert np.abs(x).max() > 0
         np.testing.assert_allclose(apart[name], x, atol=1e-5, err_msg=name)
+
+
+def test_an_aborted_trajectory_has_no_say_in_how_contexts_are_rendered():
+    played = make_case(0).trajectories
+    count = len(played.group)
+    fresh, one = np.zeros(count, bool), np.arange(count) == 3
+    assert is_fresh(played.replace(appends=fresh, valid=np.ones(count, bool)))
+    assert is_fresh(played.replace(appends=one, valid=~one))
+    assert not is_fresh(played.replace(appends=one, valid=np.ones(count, bool)))
+    assert not is_fresh(played.replace(appends=None))
 
 
 # The watch --------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ _TURNS = flags.DEFINE_integer("turns", 2, "Turns of a trajectory at most.", lowe
 _PROMPT = flags.DEFINE_integer("prompt", 160, "Tokens of each observation.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens", 48, "Tokens of an action at most.", lower_bound=1)
 _SLOTS = flags.DEFINE_integer("slots", 64, "Slots of the engine.", lower_bound=2)
-_SECONDS = flags.DEFINE_float("seconds", 2.0, "What a reward takes in the second table.", lower_bound=0.0)
+_SECONDS = flags.DEFINE_float("seconds", 2.0, "What a reward takes in the second table.", lower_bound=0.01)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Iterations of which the median counts.", lower_bound=1)
 STOP = 1  # a token among all others, so that actions differ in length
 STAGES = ("rollout", "inference", "rewards", "credit", "pack", "train", "iteration")

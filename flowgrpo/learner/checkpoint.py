@@ -178,8 +178,9 @@ class Checkpoints:
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir()
             self._fill(beside, step, leaves, note)
-            self._remove(step)
+            replaced = self._set_aside(step)
             beside.rename(self._path(step))
+            shutil.rmtree(replaced, ignore_errors=True)
         except (OSError, ValueError) as error:
             shutil.rmtree(beside, ignore_errors=True)  # it may be what filled the disk
             last = max(self._steps(), default=None)
@@ -208,11 +209,15 @@ class Checkpoints:
 
     def _remove(self, step: int) -> None:
         """Remove a checkpoint at once: a name that isn't read first, then the files."""
+        shutil.rmtree(self._set_aside(step), ignore_errors=True)
+
+    def _set_aside(self, step: int) -> Path:
+        """Give a checkpoint, if there is one, a name that isn't read."""
+        gone = self.folder / f"{UNFINISHED}{step:08d}-removed"
+        shutil.rmtree(gone, ignore_errors=True)
         if self._path(step).exists():
-            gone = self.folder / f"{UNFINISHED}{step:08d}-removed"
-            shutil.rmtree(gone, ignore_errors=True)
             self._path(step).rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+        return gone
 
 
 def params_sha256(params: Any) -> str:

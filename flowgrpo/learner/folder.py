@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -24,6 +25,7 @@ from flowgrpo.launch import make_folder
 from flowgrpo.types import BadInput
 
 RUN, LOCK = "run.json", ".lock"
+START = "start"  # the model that a run made to begin with
 SHOWN = 8  # differences at most in a message
 
 
@@ -36,6 +38,14 @@ def run_folder(
     `may_differ` names settings that may change when a run goes on, such as its number of updates.
     """
     path = make_folder(folder)
+    with _alone(path):
+        check_run(path, settings, may_differ=may_differ)
+        yield path
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Nobody else works in the folder while the block runs."""
     try:
         lock = (path / LOCK).open("w")
     except OSError as error:
@@ -45,8 +55,22 @@ def run_folder(
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BadInput(f"another process works in {path}: wait for its end, or choose another folder") from None
-        check_run(path, settings, may_differ=may_differ)
-        yield path
+        yield
+
+
+def begin_anew(folder: str | os.PathLike) -> None:
+    """Remove an earlier run; a folder that holds none, or in which somebody works, stays as it is."""
+    path = Path(folder)
+    if not path.exists() or not any(path.iterdir()):
+        return
+    if not any((path / mark).exists() for mark in (RUN, LOCK, START)):
+        raise BadInput(f"{path} holds no run that could be begun anew: choose another folder, or empty it yourself")
+    with _alone(path):
+        for part in path.iterdir():
+            if part.is_dir() and not part.is_symlink():
+                shutil.rmtree(part)
+            elif part.name != LOCK:
+                part.unlink()
 
 
 def check_run(folder: Path, settings: Mapping[str, Any], *, may_differ: Sequence[str] = ()) -> None:

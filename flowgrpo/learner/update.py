@@ -91,17 +91,23 @@ def make_update(
         raise BadInput(f"make_update: {algorithm.name} needs a critic's values: pass a `score` that gives them")
     if score is None:
         score = make_score(policy, temperature=temperature, banned=banned, chunk=chunk)
-    if compute_dtype is not None:
-        score = partial(_score_in, score=score, dtype=compute_dtype)
+    score = in_dtype(score, compute_dtype)
     rescores = "logp_old" in algorithm.needs if rescore is None else rescore
     skips = skip_no_signal and algorithm.skips
     plan = Plan(micro_rows, epochs, mini_batches, rescores, skips, mesh, trained, watch)
     return partial(_update, score=score, algorithm=algorithm, optimizer=optimizer, plan=plan)
 
 
-def make_score(policy: Policy, *, temperature=1.0, banned: tuple[int, ...] = (), chunk: int = 1024) -> Score:
+def make_score(
+    policy: Policy, *, temperature=1.0, banned: tuple[int, ...] = (), chunk: int = 1024, compute_dtype: Any = None
+) -> Score:
     """`logprobs` of a batch under the distribution that was sampled from."""
-    return partial(_score, policy=policy, temperature=temperature, banned=banned, chunk=chunk)
+    return in_dtype(partial(_score, policy=policy, temperature=temperature, banned=banned, chunk=chunk), compute_dtype)
+
+
+def in_dtype(score: Score, dtype: Any) -> Score:
+    """The same of parameters that are cast first; None leaves them as they are."""
+    return score if dtype is None else partial(_score_in, score=score, dtype=dtype)
 
 
 def _score(params, batch: Batch, *, policy: Policy, **settings) -> Scores:
@@ -146,11 +152,11 @@ def check_mini_batches(batch: Batch, mini_batches: int, *, by: str = "trajectory
 def _update(state: LearnerState, batch: Batch, ref_params=None, *, score, algorithm, optimizer, plan):
     batch = _scored(state.params, batch, ref_params, score, algorithm, plan)
     block_r = _block(len(batch.tokens), plan.mini_batches)
-    live_m = jax.ops.segment_max(batch.live.any(axis=1).astype(jnp.float32), block_r, plan.mini_batches)
+    live_m = jax.ops.segment_sum(batch.live.any(axis=1).astype(jnp.float32), block_r, plan.mini_batches) > 0
     step = partial(_step, state.params, score=score, algorithm=algorithm, optimizer=optimizer, plan=plan)
 
     def take(moved, m):
-        return step(moved, _only(batch, block_r == m), live_m.sum())
+        return step(moved, _only(batch, block_r == m), masked.count(live_m))
 
     # Only what moves is carried, so that what is frozen stays where it lies.
     moved = Moved(plan.trained.take(state.params), state.optimizer)

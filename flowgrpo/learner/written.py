@@ -13,6 +13,7 @@ other fields are not read. A bad record is a `BadInput` with file, line and fiel
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +70,8 @@ def preference_rows(pairs: Sequence[Pair], *, row_length: int, rows: int | None 
     """The pairs as a batch for `dpo`: advantage 1 for what was chosen and -1 for what was rejected."""
     if not pairs:
         raise BadInput("there is no preference to learn from")
-    records, algorithm = [record for pair in pairs for record in pair], dpo()
+    # Numbered anew, so that a pair which is there twice counts twice.
+    records, algorithm = [replace(record, group=i) for i, pair in enumerate(pairs) for record in pair], dpo()
     trajectories = collate(records)
     sides, weights = (np.asarray(credit(trajectories)) for credit in (algorithm.advantages, algorithm.weights))
     return pack(records, sides, weights, row_length=row_length, rows=rows)

@@ -39,11 +39,17 @@ class Journal:
 
     @contextmanager
     def at(self, name: str, update: int | None = None) -> Iterator[None]:
-        """A rollout after an update, or after the one before: answers are kept, and those that are there are given."""
+        """A rollout after an update, or after the one before: answers are kept, and those that are there are given.
+
+        Where the block ends in a `BadInput`, such as that nothing could be judged, they are to be asked for again.
+        """
         self._update = self._update if update is None else update
         self._page = page = _Page(self._folder / f"{self._update:06d}-{name}.jsonl")
         try:
             yield
+        except BadInput:
+            page.remove()
+            raise
         finally:
             self._page = None
             page.close()
@@ -97,7 +103,7 @@ class _Page:
     """The file of one rollout, and what it held when it was opened."""
 
     def __init__(self, path: Path):
-        self._lock = threading.Lock()
+        self._lock, self._path = threading.Lock(), path
         self._known: dict[str, deque] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,6 +136,10 @@ class _Page:
         with self._lock:
             while data and self._file is not None:  # unbuffered, so that a killed process loses no line
                 data = data[self._file.write(data) :]
+
+    def remove(self) -> None:
+        """Forget what was answered."""
+        self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """The rollout is over."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flowgrpo.learner import folder as run_folders
-from flowgrpo.learner.folder import differing, machine, run_folder
+from flowgrpo.learner.folder import begin_anew, differing, machine, run_folder
 from flowgrpo.types import BadInput
 
 ROOT = Path(__file__).parent.parent.parent
@@ -93,3 +93,20 @@ def test_a_spoiled_run_json_is_said(tmp_path, text):
     sentence = r"run.json can't be read .*: restore it, or choose another folder"
     with pytest.raises(BadInput, match=sentence), run_folder(tmp_path, {}):
         pass
+
+
+def test_a_run_is_begun_anew_where_one_is_and_nobody_works_in_it(tmp_path):
+    begin_anew(tmp_path / "nothing")  # there is nothing to remove
+    with run_folder(tmp_path / "run", {"seed": 0}) as folder:
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints" / "one").write_text("1")
+        with pytest.raises(BadInput, match="another process works in"):
+            begin_anew(folder)
+        assert (folder / "checkpoints" / "one").exists()
+    begin_anew(folder)
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "one.txt").write_text("mine")
+    with pytest.raises(BadInput, match="holds no run that could be begun anew"):
+        begin_anew(tmp_path / "letters")
+    assert (tmp_path / "letters" / "one.txt").exists()

@@ -121,6 +121,15 @@ def test_F3_mini_batches_average_to_the_gradient_of_the_batch():
     assert_close(scaled, whole, params, 1e-2)
 
 
+def test_a_mini_batch_without_a_row_takes_no_step():
+    params, trajectories = sampled_case(3)
+    batch = rows_of(PLAIN, trajectories, "by_trajectory")
+    few = jax.tree.map(lambda x: x[:2], batch)
+    state, metrics = compiled("plain", "adam", mini_batches=4)(fresh(params, "adam"), few)
+    assert (float(metrics["skipped"]), float(metrics["steps"])) == (0.0, 2.0)
+    assert int(state.skipped) == 0
+
+
 def test_mini_batches_that_split_a_trajectory_are_named():
     _, trajectories = sampled_case(15)
     check_mini_batches(batch_of(PLAIN, trajectories, "by_trajectory"), 4)

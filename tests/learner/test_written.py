@@ -108,6 +108,13 @@ def test_a_batch_of_preferences_has_the_sides_as_advantages_and_a_pair_for_a_gro
     np.testing.assert_array_equal(own_rs, batch.chosen)
 
 
+def test_a_pair_that_is_there_twice_counts_twice(tmp_path):
+    (pair,) = read_preferences(write(tmp_path, PAIR), judge_text("qwen2.5"))
+    once, twice = (preference_rows([pair] * count, row_length=64, rows=8) for count in (1, 2))
+    assert len(np.unique(twice.group[np.asarray(twice.live)])) == 2
+    assert np.asarray(twice.live).sum() == 2 * np.asarray(once.live).sum()
+
+
 def test_a_batch_of_demonstrations_weighs_each_learned_token_the_same(tmp_path):
     lines = [{"prompt": "Is it so?", "completion": words} for words in ("Yes", "No, it is not.")]
     batch = demonstration_rows(read_demonstrations(write(tmp_path, *lines), judge_text()), row_length=64, rows=2)

@@ -1,0 +1,38 @@
+"""Members of the family by name: each gets what a preset says as far as it has such a setting."""
+
+import numpy as np
+import pytest
+from cases import batch_of, make_case, scores_of
+
+import flowgrpo as fg
+from experiments import agent_setups, setups
+from experiments.members import ALGORITHMS, make_algorithm
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_can_be_named_in_both_kinds_of_run(name):
+    pure = setups.build(setups.settings_of("lookup", algorithm=name))
+    assert pure.algorithm.name == make_algorithm(name, beta=0.0, clip_high=0.0, max_tokens=9).name
+    settings = agent_setups.settings_of(None, algorithm=name)
+    if name == "ppo":
+        with pytest.raises(fg.BadInput, match="--algorithm=ppo needs a critic"):
+            agent_setups.algorithm_of(settings)
+    else:
+        assert agent_setups.algorithm_of(settings).name == pure.algorithm.name
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [("gspo", {}), ("cispo", {}), ("flow_grpo_released", {}), ("flow_grpo", {"clip_high": 0.25})],
+)
+def test_a_preset_does_not_change_bounds_of_another_kind(name, same):
+    case = make_case(40)
+    one, two = make_algorithm(name, beta=0.01, clip_high=0.25, max_tokens=9), ALGORITHMS[name](beta=0.01, **same)
+    batch = batch_of(two, case.trajectories)
+    scores = scores_of(case, batch)
+    np.testing.assert_array_equal(one.loss(scores, batch)[0], two.loss(scores, batch)[0])
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_known():
+    with pytest.raises(fg.BadInput, match="algorithm 'grop' is unknown; choose from flow_grpo"):
+        make_algorithm("grop", beta=0.0, clip_high=0.2, max_tokens=9)
