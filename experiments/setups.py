@@ -168,9 +168,10 @@ def _critic(settings: Mapping[str, Any], env: fg.Env, policy: fg.Policy) -> Valu
 def _algorithm(settings: dict[str, Any], env: fg.Env) -> fg.Algorithm:
     if settings["control"] not in CONTROLS:
         raise fg.BadInput(f"control {settings['control']!r} is unknown; choose from {', '.join(CONTROLS)}")
+    own = ("beta", "clip_high", "entropy_bonus", "gamma", "lam")
     algorithm = make_algorithm(
         settings["algorithm"],
-        **{name: settings[name] for name in ("beta", "clip_high", "entropy_bonus", "gamma", "lam")},
+        **{name: settings[name] for name in own if name in settings},
         max_tokens=env.sizes.turns * env.sizes.action,
     )
     return fg.last_turn_only(algorithm) if settings["control"] == "last_turn" else algorithm

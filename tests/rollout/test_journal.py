@@ -55,9 +55,14 @@ def test_S1_a_rollout_that_begins_again_hears_what_it_heard_and_asks_for_the_res
 def test_what_ended_because_nothing_could_be_judged_is_asked_for_again(tmp_path):
     world, journal = World(), Journal(tmp_path)
     do = journal.effects(world.do)
-    with pytest.raises(BadInput, match="the server is down"), journal.at("validation", 2):
-        do(call(1))
-        raise BadInput("the server is down")
+
+    def examine() -> None:
+        with journal.at("validation", 2):
+            do(call(1))
+            raise BadInput("the server is down")
+
+    with pytest.raises(BadInput, match="the server is down"):
+        examine()
     with journal.at("validation", 2):
         assert do(call(1)).text == "1 ünï"
 
