@@ -55,6 +55,8 @@ def run(main: Callable[[], None], *, cpu_devices: int = 1) -> None:
 
     for flag in flags.FLAGS.get_key_flags_for_module(sys.modules[__name__]):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)  # so that --help lists them
+    # Of transformers only tokenizers and configurations are used, which need no PyTorch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     app.run(guarded, flags_parser=_parse)
 
 
