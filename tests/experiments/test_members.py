@@ -12,8 +12,8 @@ from experiments.members import ALGORITHMS, make_algorithm
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_can_be_named_in_both_kinds_of_run(name):
     pure = setups.build(setups.settings_of("lookup", algorithm=name))
-    assert pure.algorithm.name == make_algorithm(name, beta=0.0, clip_high=0.0, max_tokens=9).name
-    settings = agent_setups.settings_of(None, algorithm=name)
+    assert pure.algorithm.name == make_algorithm(name, beta=0.1, clip_high=0.2, max_tokens=9).name
+    settings = agent_setups.settings_of(None, algorithm=name, beta=0.01)
     if name == "ppo":
         with pytest.raises(fg.BadInput, match="--algorithm=ppo needs a critic"):
             agent_setups.algorithm_of(settings)
