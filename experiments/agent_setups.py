@@ -333,4 +333,6 @@ def optimizer_of(settings: Mapping[str, Any]) -> optax.GradientTransformation:
 
 def _story(text: Text, env: HostEnv, played: Played) -> str:
     """A trajectory as text to read: gone through again from its record."""
+    if not played.lens:
+        return f"{played.task.query}\nended before its first turn: {played.reason}"
     return show(text, last_state(env, played), played.trajectory.turns)

@@ -278,7 +278,8 @@ def test_what_a_reward_cannot_say_takes_no_part():
 
     played = []
     told = Told(played.append, lambda _: None)
-    rolled = compiled_rollout(iteration("plain").rollout, verdict, judges=1)(start("plain"), told)
+    solved = {"solved": lambda scored: scored.value > 0.5}  # which is asked of those that have a value
+    rolled = compiled_rollout(iteration("plain").rollout, verdict, judges=1, **solved)(start("plain"), told)
     trajectories = rolled.rollout.trajectories
     assert len(played) == 1
     invalid = [*range(8), 8, 12]

@@ -16,7 +16,7 @@ from typing import Any
 from flowgrpo.agent.state import ANSWER, AgentState, Malformed, Plan, Verdict, clean
 
 HEADER = re.compile(r"[ \t]*(sub[-_ ]?goal|tool|context)[ \t]*:[ \t]*(.*)", re.IGNORECASE)
-VERDICT = re.compile(r"^\W*(?:(?:conclusion|verdict)\W+)?(stop|continue)\b\W*", re.IGNORECASE | re.MULTILINE)
+VERDICT = re.compile(r"^[^\w\n]*(?:(?:conclusion|verdict)\W+)?(stop|continue)\b\W*", re.IGNORECASE | re.MULTILINE)
 FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 

@@ -122,7 +122,7 @@ def judged(trajectories: Trajectories, scored: Sequence[Scored], solved: Callabl
     return trajectories.replace(
         outcome=value_n,
         reward=paid_nt,
-        correct=np.array([bool(solved(one)) for one in scored]),
+        correct=np.array([one.value is not None and bool(solved(one)) for one in scored]),
         status=np.where(lacks_n, np.int32(Status.VERIFIER_FAILURE), trajectories.status),
         by_turn=np.zeros(len(value_n), bool),
     )

@@ -273,10 +273,11 @@ class Run:
             self._settle(member)
 
     def _cut(self, member: Member, phase: str, limit: str) -> None:
-        """What the policy started did not return; before its first action nothing that happens is its doing."""
+        """What was started did not return: a tool that the policy called is its doing, all else is not (F5)."""
         call = member.call
         awaited = f"{call.kind} {call.name!r}" if call else f"the environment's {phase}"
-        status = Status.TIMEOUT if phase == "step" else Status.TOOL_FAILURE
+        own = phase == "step" and (call is None or call.kind == "tool")
+        status = Status.TIMEOUT if own else Status.TOOL_FAILURE
         reason = f"{awaited} did not return within {limit}: left in the thread flowgrpo-rollout-{member.index}"
         member.course.cut(status, reason, tool_of(call))
 

@@ -53,7 +53,7 @@ def calculate(expression: str) -> str:
         raise ToolError("The expression is empty.")
     if foreign := FOREIGN.search(source):
         raise ToolError(f"{foreign.group()!r} is no arithmetic; write numbers, operators and functions only.")
-    if EXPONENT.search(source):
+    if EXPONENT.search(source.replace("_", "")):
         raise ToolError(f"A number in the expression has more than {DIGITS} digits.")
     try:
         tree = ast.parse(source, mode="eval")
@@ -183,10 +183,14 @@ def _log(value: Number, base: Number | None = None) -> Number:
         return _natural(value)
     quotient = _natural(value) / _natural(base)
     near = round(quotient)
-    exact = (
-        isinstance(base, Fraction) and isinstance(value, Fraction) and abs(near) <= BITS and _power(base, near) == value
-    )
+    exact = isinstance(base, Fraction) and isinstance(value, Fraction) and _is_power(value, base, near)
     return Fraction(near) if exact else quotient
+
+
+def _is_power(value: Fraction, base: Fraction, exponent: int) -> bool:
+    """Whether value = base ** exponent; what would be too large to compute isn't said to be."""
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length()) - 1
+    return bits * abs(exponent) <= BITS and base**exponent == value
 
 
 def _natural(value: Number) -> float:

@@ -6,7 +6,6 @@ Each call is a process of its own that remembers nothing of others. A program th
 an error observation, with what it had printed; only the sandbox's own failure is a failure.
 """
 
-import re
 import secrets
 import sysconfig
 from functools import cache, partial
@@ -20,7 +19,7 @@ from flowgrpo.tools.toolset import ToolError, ToolFailure
 from flowgrpo.types import BadInput
 
 LONGEST = 100_000  # characters of a program
-FENCED = re.compile(r"\s*```[^\n`]*\n(.*?)\n?\s*(```\s*)?", re.DOTALL)
+FENCE = "```"
 LAST_LINES = 12  # of a traceback
 QUEUE = 600.0  # seconds that a call may wait for a worker of the sandbox, which has deadlines of its own
 
@@ -62,8 +61,10 @@ def run_code(code: str, *, sandbox: Sandbox, limits: Limits) -> str:
 
 def take_off_fences(code: str) -> str:
     """The code between ``` and ```, where the whole is fenced; the last fence may be missing."""
-    fenced = FENCED.fullmatch(code)
-    return fenced.group(1) if fenced else code
+    opening, newline, rest = code.lstrip().partition("\n")
+    if not newline or not opening.startswith(FENCE) or "`" in opening.removeprefix(FENCE):
+        return code
+    return rest.rstrip().removesuffix(FENCE).rstrip()
 
 
 @cache

@@ -159,7 +159,11 @@ def test_a_verdict_is_read(words, found):
     assert parse_verdict(STATE, words) == found
 
 
-@pytest.mark.parametrize("words", ["", "yes", "I would stop", "STOPPED", "STOP\nCONTINUE", "<think>STOP"])
+@pytest.mark.parametrize(
+    "words",
+    ["", "yes", "I would stop", "STOPPED", "STOP\nCONTINUE", "<think>STOP", "x" + "\n" * 100_000 + "y"],
+    ids=lambda words: repr(words[:16]),
+)
 def test_a_verdict_that_is_none_is_malformed(words):
     assert isinstance(parse_verdict(STATE, words), Malformed)
 

@@ -257,6 +257,19 @@ def test_S3_a_group_goes_on_without_the_member_whose_tool_hangs(engine):
             assert one["outcome"] == float(one["output"] is not None)
 
 
+def test_F5_a_frozen_role_that_hangs_is_no_doing_of_the_policy(engine):
+    env, work = make_env(), tasks_of(1, 6, seed=1)
+    lost = calling(work, engine)[0]
+
+    def by_role(state, tokens, do):
+        return env.step(state, tokens, lambda call: do(call._replace(kind="role")))
+
+    got = run(engine, work, Do({work[0][lost].query: hang}), env=env._replace(step=by_role), turn_deadline=0.4, width=2)
+    late = got.played[lost]
+    assert late.reason.startswith("role 'echo' did not return within the turn's 0.4 s")
+    assert (late.trajectory.status, late.trajectory.outcome) == (Status.TOOL_FAILURE, None)
+
+
 def test_a_turn_that_takes_too_long_ends_its_trajectory_while_the_others_go_on(engine):
     work = tasks_of(1, 6, seed=1)
     lost = calling(work, engine)[:2]

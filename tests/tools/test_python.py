@@ -138,10 +138,12 @@ def test_a_sandbox_that_can_not_be_used_is_a_failure():
         ("```\nx\n```", "x"),
         ("```python\nx\ny\n```  \n", "x\ny"),
         ("```python\nx", "x"),
+        ("```\n" + " " * 200_000 + "x", " " * 200_000 + "x"),  # at once: nothing can stop what holds the interpreter
         ("```python\nx = '''\n```\n'''\n```", "x = '''\n```\n'''"),
         ("x = '```'", "x = '```'"),
         ("words\n```\nx\n```", "words\n```\nx\n```"),
     ],
+    ids=lambda code: repr(code[:16]),
 )
 def test_fences_around_the_code_are_taken_off(code, inside):
     assert take_off_fences(code) == inside
