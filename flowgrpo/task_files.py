@@ -69,6 +69,12 @@ def read_tasks(
             if not skip_bad:
                 raise
             left_out.append(str(error))
+    if (
+        fields
+        and "images" in fields
+        and not any({"image", "images"} & set(task.metadata) for task, _ in tasks.values())
+    ):
+        raise BadInput(f"{path}: images are mapped to {fields['images']!r}, but no record has such a field")
     if not tasks:
         why = f"; the first bad record: {left_out[0]}" if left_out else ""
         raise BadInput(f"{path} holds no task{why}")
@@ -142,7 +148,7 @@ def _task(record: Record, fields: Mapping[str, str], domain: str | None, folder:
     untold = "answers" not in fields and names["answers"] not in content and ("tests" in content or "tests" in fields)
     gold = [] if untold else _take(place, content, names, "answers")
     answers = _answers(place, names["answers"], gold)
-    kind = content.get(names["domain"]) if "domain" not in fields else _take(place, content, names, "domain")
+    kind = _find(content, names["domain"])
     if kind is None and domain is None:
         raise BadInput(
             f"{place}: field {names['domain']!r} is missing; add it, map it with domain=FIELD, or give a domain for all"
@@ -164,13 +170,20 @@ def _layout(content: Mapping[str, Any]) -> dict[str, str]:
     return {**OWN, **one, **image}
 
 
-def _take(place: str, content: Mapping[str, Any], names: Mapping[str, str], name: str) -> Any:
-    """The value of a field; dots lead into nested records."""
-    field, value = names[name], content
+def _find(content: Mapping[str, Any], field: str) -> Any:
+    """The value of a field, or None; dots lead into nested records."""
+    value: Any = content
     if field in content:
         return content[field]
     for step in field.split("."):
         value = value.get(step) if isinstance(value, Mapping) else None
+    return value
+
+
+def _take(place: str, content: Mapping[str, Any], names: Mapping[str, str], name: str) -> Any:
+    """The value of a field that has to be there."""
+    field = names[name]
+    value = _find(content, field)
     if value is None:
         there = ", ".join(map(repr, content)) or "none"
         raise BadInput(f"{place}: field {field!r} is missing (there are: {there}); add it, or map {name}=FIELD")
@@ -219,7 +232,7 @@ def _metadata(place: str, content: Mapping[str, Any], names: Mapping[str, str], 
         if name in more or name in mapped:
             raise BadInput(f"{place}: {name!r} is given twice, as a field and in the metadata; keep one")
     found = {**more, **mapped, **rest}
-    images = content.get(names["images"])
+    images = _find(content, names["images"])
     return found if images is None else {**found, **_images(place, names["images"], images, folder)}
 
 

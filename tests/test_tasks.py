@@ -146,6 +146,18 @@ def test_ids_made_of_the_content_tell_contents_apart(write):
     assert one.id != two.id == again.id
 
 
+def test_mapped_images_and_domains_may_lie_deep_or_be_missing_here_and_there(write, tmp_path):
+    (tmp_path / "cat.png").write_bytes(b"")
+    deep = {name: value for name, value in GOOD.items() if name != "domain"}
+    path = write({**deep, "media": {"path": "cat.png"}, "source": "algebra"}, {**deep, "id": "b", "source": None})
+    one, two = read_tasks(path, fields={"images": "media.path", "domain": "source"}, domain="math")
+    assert one.metadata["image"] == str(tmp_path / "cat.png")
+    assert "image" not in two.metadata
+    assert (one.domain, two.domain) == ("algebra", "math")
+    with pytest.raises(BadInput, match="images are mapped to 'picture', but no record has such a field"):
+        read_tasks(path, fields={"images": "picture"}, domain="math")
+
+
 def test_images_are_found_beside_the_task_file(write, tmp_path):
     (tmp_path / "cat.png").write_bytes(b"x")
     (task,) = read_tasks(write({**GOOD, "image": "cat.png"}))
