@@ -327,9 +327,10 @@ def test_an_aborted_trajectory_has_no_say_in_how_contexts_are_rendered():
     played = make_case(0).trajectories
     count = len(played.group)
     fresh, one = np.zeros(count, bool), np.arange(count) == 3
-    assert is_fresh(played.replace(appends=fresh, valid=np.ones(count, bool)))
-    assert is_fresh(played.replace(appends=one, valid=~one))
-    assert not is_fresh(played.replace(appends=one, valid=np.ones(count, bool)))
+    whole, aborted = (np.where(one, status, Status.FINISHED) for status in (Status.FINISHED, Status.TOOL_FAILURE))
+    assert is_fresh(played.replace(appends=fresh, status=whole))
+    assert is_fresh(played.replace(appends=one, status=aborted))
+    assert not is_fresh(played.replace(appends=one, status=whole))
     assert not is_fresh(played.replace(appends=None))
 
 

@@ -14,8 +14,10 @@ def command(tmp_path_factory):
     return partial(run_command, cache=tmp_path_factory.mktemp("compiled"))
 
 
-def run_command(module: str, *arguments: str, cache: Path, check: bool = True) -> subprocess.CompletedProcess:
+def run_command(
+    module: str, *arguments: str, cache: Path, check: bool = True, timeout: float = 500
+) -> subprocess.CompletedProcess:
     program = [sys.executable, "-m", f"experiments.{module}", f"--compilation_cache={cache}", *arguments]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=500)
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=timeout)
     assert not check or done.returncode == 0, done.stderr
     return done

@@ -162,7 +162,7 @@ SIZES = {
 def test_S1_a_run_killed_at_random_moments_ends_as_if_nothing_had_been(experiment, command, tmp_path):
     """30 kills of each: `python -m experiments.soak --experiment=...`."""
     rest = (f"--workdir={tmp_path}", f"--arguments={SIZES[experiment]}")
-    said = command("soak", f"--experiment={experiment}", "--kills=5", *rest, check=False)
+    said = command("soak", f"--experiment={experiment}", "--kills=5", *rest, check=False, timeout=1800)
     assert said.returncode == 0, said.stdout + said.stderr
     found = json.loads(said.stdout.splitlines()[-1])
     assert found["kills"] == 5
