@@ -45,9 +45,8 @@ def test_what_fits_comes_first_and_the_fastest_of_it_before_all():
     config, job = shape_of_model("qwen2.5-7b"), Job(rows=64, slots=64, dtype="float32", compute_dtype="bfloat16")
     found = candidates(config, job, Run(moved=True), MACHINE, list(meshes(config, 8)))
     fits = [x.needed <= MACHINE.memory for x in found]
+    assert 0 < sum(fits) < len(fits)  # of both kinds, or else any order would pass
     assert fits == sorted(fits, reverse=True)
-    assert True in fits
-    assert False in fits
     seconds = [x.seconds for x, fit in zip(found, fits, strict=True) if fit]
     assert seconds == sorted(seconds)
     # 7.6e9 parameters with two moments in float32 are 85 GiB: no single device of 80 holds them.

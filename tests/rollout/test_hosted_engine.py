@@ -1,5 +1,6 @@
 """Hosted rollouts over the real engine: those of the compiled rollout (E2), the same bits in any company (E3)."""
 
+import time
 from functools import partial
 
 import jax
@@ -167,11 +168,14 @@ def test_a_deadline_and_a_resumption_over_the_real_engine_leave_the_same_bits(en
     """A6 with what the engine itself calls lost: requests are cancelled while they decode."""
     work, env = tasks_of(6, 4), make_env()
     whole = values(run(Listening(engine), work, env=env))
+    began = time.monotonic()
+    run(Listening(engine), work, Do(seconds=0.005), env=env)
+    first = (time.monotonic() - began) / 8  # deadlines go by how busy the machine is
     given, got, rounds = (), {}, 0
     while len(got) < 24:
         more = {"unfinished": given}
         now = work if rounds == 0 else ((), (), ())
-        rest = run(Listening(engine), now, Do(seconds=0.005), env=env, deadline=0.03 * 2**rounds, more=more)
+        rest = run(Listening(engine), now, Do(seconds=0.005), env=env, deadline=first * 2**rounds, more=more)
         got |= {(one["group"], one["sample"]): one for one in values(rest)}
         given, rounds = rest.unfinished, rounds + 1
     # A call under way at the deadline ends its trajectory: after an action as TIMEOUT, in the reset as a failure.
@@ -180,7 +184,7 @@ def test_a_deadline_and_a_resumption_over_the_real_engine_leave_the_same_bits(en
     assert [got[g, s] for g in range(6) for s in range(4) if (g, s) not in late] == [
         one for one in whole if (one["group"], one["sample"]) not in late
     ]
-    assert len(late) < 20  # more of them the busier the machine is
+    assert len(late) < 12
     engine.generate([fg.Request([1], jax.random.key(0), 1)])
     engine.lost.check()
 
