@@ -10,6 +10,7 @@ from experiments.benchmarks.measured import significant
 from experiments.candidates import GIB
 from experiments.devices import mesh_of
 from experiments.lora_setup import lora_of
+from experiments.planner_setup import has_masters
 from flowgrpo.contracts import Algorithm
 from flowgrpo.learner.dry_run import Program, dry_run, make_case
 from flowgrpo.learner.floor import Job
@@ -30,7 +31,7 @@ def parse_memory(text: str, flag: str = "--memory") -> float:
 def hosted_job(settings: Mapping[str, Any]) -> Job:
     """The update and the decoding of a hosted run, at the largest that they can be."""
     turns = 1 if settings["rendering"] == "append" else settings["turns"]
-    masters = settings["dtype"] != "float32" and lora_of(settings) is None
+    masters = has_masters(settings)
     return Job(
         rows=settings["queries"] * settings["samples"] * turns,
         length=settings["context_tokens"],

@@ -67,7 +67,7 @@ def lesson_of(settings: Mapping[str, Any], model: Model, held: Sequence[Any], op
 
 def _computes(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What the update computes in, where it isn't the float32 of the parameters."""
-    return {"compute_dtype": None if settings["dtype"] == "float32" else jnp.dtype(settings["dtype"])}
+    return {"compute_dtype": None if settings["dtype"] == "float32" else settings["dtype"]}
 
 
 def _longest(example: Any) -> int:

@@ -53,12 +53,12 @@ class Planner(NamedTuple):
 
 def load_start(path: str | Path, settings: Mapping[str, Any]) -> Model:
     """The model that a planner starts as, in the type in which its parameters are kept."""
-    return load_model(path, dtype="float32" if _is_cast(settings) else settings["dtype"])
+    return load_model(path, dtype="float32" if has_masters(settings) else settings["dtype"])
 
 
 def frozen(start: Model, settings: Mapping[str, Any]) -> Model:
     """The model as it was at the start, in the type that computes: what other roles speak with."""
-    if not _is_cast(settings):
+    if not has_masters(settings):
         return start
     policy = make_policy(start.config, dtype=settings["dtype"])
     return start._replace(policy=policy, params=cast(start.params, settings["dtype"]))
@@ -76,7 +76,7 @@ def make_planner(start: Model, settings: Mapping[str, Any]) -> Planner:
         policy, params = _adapted(start, lora, settings)
         letters, axes = Adapted._make((axes, adapter_axes(lora))), axes | adapter_axes(lora)
         trained = ADAPTER
-    compute_dtype = jnp.dtype(settings["dtype"]) if _is_cast(settings) else None
+    compute_dtype = jnp.dtype(settings["dtype"]) if has_masters(settings) else None
     return Planner(
         policy=settled(policy, mesh, axes),
         served=policy,
@@ -94,7 +94,7 @@ def computes_in(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"dtype": settings["dtype"], "remat": settings["remat"]}
 
 
-def _is_cast(settings: Mapping[str, Any]) -> bool:
+def has_masters(settings: Mapping[str, Any]) -> bool:
     """Whether float32 masters are trained that compute in another type; a base is frozen, and needs none."""
     return settings["dtype"] != "float32" and lora_of(settings) is None
 

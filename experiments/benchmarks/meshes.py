@@ -25,7 +25,7 @@ from absl import flags
 
 import flowgrpo as fg
 from experiments import common
-from experiments.benchmarks.measured import show_lines, timed
+from experiments.benchmarks.measured import show_lines, significant, timed
 from flowgrpo import launch
 from flowgrpo.learner import sharding
 from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
@@ -171,7 +171,7 @@ def main() -> None:
 
 
 def _line(name: str, far: float, seconds: float, held: int) -> dict[str, Any]:
-    return {"mesh": name, "apart": float(f"{far:.2e}"), "seconds": round(seconds, 4), "state_kb": round(held / 1e3)}
+    return {"mesh": name, "apart": significant(far), "seconds": round(seconds, 4), "state_kb": round(held / 1e3)}
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def dry_update(case: Case) -> Program:
         chunk=job.chunk,
         mesh=mesh,
         trained=case.trained,
-        compute_dtype=None if job.compute_dtype is None else jnp.dtype(job.compute_dtype),
+        compute_dtype=job.compute_dtype,
     )
     state = abstract_state(case)
     where = jax.tree.map(lambda x: x.sharding, state)
@@ -150,8 +150,7 @@ def dry_update(case: Case) -> Program:
 def dry_reference(case: Case) -> Program:
     """Scoring a batch by the reference, whose parameters lie as the policy's do."""
     job, state = case.job, abstract_state(case)
-    compute_dtype = None if job.compute_dtype is None else jnp.dtype(job.compute_dtype)
-    score = make_score(case.policy, chunk=job.chunk, compute_dtype=compute_dtype)
+    score = make_score(case.policy, chunk=job.chunk, compute_dtype=job.compute_dtype)
     return measure(
         "reference",
         jax.jit(partial(score_reference, score, micro_rows=job.micro_rows, mesh=case.mesh)),

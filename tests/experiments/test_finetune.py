@@ -118,6 +118,17 @@ def test_S1_a_run_that_goes_on_ends_as_one_that_was_not_stopped(begun, tmp_path,
         patch.setattr(finetune_run, "batches", interrupted)
         with pytest.raises(KeyboardInterrupt):
             finetune(settings, tmp_path / "parts")
+    validated = finetune_run._validated
+
+    def at_the_end(place, *given):
+        if place.step == whole["steps"]:
+            raise KeyboardInterrupt
+        return validated(place, *given)
+
+    with monkeypatch.context() as patch:  # and once more, in the last validation
+        patch.setattr(finetune_run, "_validated", at_the_end)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(settings, tmp_path / "parts")
     again = finetune(settings, tmp_path / "parts")
     assert again["resumed_at"] == [6]
     assert again["params_sha256"] == whole["params_sha256"]

@@ -308,6 +308,22 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_it_is_written(tmp_path,
     assert checkpoints.steps() == [1, 3]
 
 
+def test_s1_a_checkpoint_that_replaces_another_is_there_before_that_is_removed(tmp_path, monkeypatch):
+    checkpoints, remove, seen = Checkpoints(tmp_path), checkpoint.shutil.rmtree, []
+    checkpoints.save(4, make_state(1.0))
+
+    def slowly(path, **how):
+        if path.exists() and path.name.endswith("removed"):
+            seen.append(Checkpoints(tmp_path).restore(4, make_state()).params["embed"])
+        remove(path, **how)
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", slowly)
+    checkpoints.save(4, make_state(2.0))
+    (found,) = seen
+    np.testing.assert_array_equal(found, make_state(2.0).params["embed"])
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["00000004"]
+
+
 def test_a_part_is_read_without_the_rest(tmp_path, monkeypatch):
     tree = {"params": {"w": np.ones(3), "deep": {"b": np.zeros((0, 2))}}, "params_of_another": np.ones(500), "n": [4]}
     checkpoints = Checkpoints(tmp_path, keep=9)
