@@ -6,6 +6,7 @@ are those of the paper (AgentFlow, arXiv:2510.05592), and the other roles are sp
 """
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -293,7 +294,9 @@ def _corpus(settings: Mapping[str, Any], folder: Path) -> Path:
         raise BadInput("the tool search needs --corpus: a .jsonl, .txt or .md file, or a folder of them")
     path = folder / "corpus.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(passage) + "\n" for passage in offline_tasks.passages()))
+    beside = path.with_name(f".{path.name}-{os.getpid()}")  # several processes may do this at the same time
+    beside.write_text("".join(json.dumps(passage) + "\n" for passage in offline_tasks.passages()))
+    beside.replace(path)
     return path
 
 

@@ -40,7 +40,7 @@ from flowgrpo.rollout.hosted import Hosted, hosted
 from flowgrpo.rollout.journal import Journal
 from flowgrpo.rollout.judging import is_solved
 from flowgrpo.rollout.records import Played, aborted, rollout_of, to_json
-from flowgrpo.staged import Rolled, Step, Told, make_staged
+from flowgrpo.staged import Rolled, RollOut, Step, Told, make_staged
 from flowgrpo.stuck import Watch
 from flowgrpo.tasks import Tasks, batch_at, split_tasks
 from flowgrpo.types import BadInput, Task
@@ -120,8 +120,8 @@ def draw_from(read: Tasks, seed: int) -> Draw:
 # Training -----------------------------------------------------------------------------------------------
 
 
-def make_step(setup: HostedSetup) -> Step:
-    """`step(run) -> (run, metrics)`: one iteration."""
+def make_step(setup: HostedSetup, roll_out: RollOut | None = None) -> Step:
+    """`step(run) -> (run, metrics)`: one iteration; trajectories come from `roll_out`, where one is given."""
     sizes, settings, planner = setup.sizes, setup.settings, setup.planner
     appends, moves = settings["rendering"] == "append", settings["offload"] != "none"
     trajectories = sizes.queries * sizes.oversample * sizes.samples
@@ -130,7 +130,7 @@ def make_step(setup: HostedSetup) -> Step:
         setup.algorithm,
         setup.optimizer,
         sizes,
-        partial(_roll_out, setup=setup),
+        roll_out or partial(_roll_out, setup=setup),
         banned=setup.model.banned,
         tools=len(setup.env.tools),
         row_length=settings["context_tokens"],
@@ -156,30 +156,46 @@ def _roll_out(run: loop.Run, told: Told, *, setup: HostedSetup) -> Rolled:
     """The trajectories of all groups at once, recorded; the engine's losses are a matter of clocks."""
     sizes, update, lost = setup.sizes, int(run.update), setup.engine.lost
     count = sizes.queries * sizes.oversample
-    sample_key, judge_key = jax.random.split(jax.random.fold_in(run.key, run.update))
     setup.engine.swap(setup.planner.serve(run.learner.params), int(run.learner.version))
     tasks = setup.tasks("train", update * count, count)
 
     def on_played(so_far: Hosted) -> None:
-        told.played(_dense(setup, so_far).trajectories)
+        told.played(dense(setup, so_far).trajectories)
 
     callbacks = {"on_played": on_played, "on_start": told.ask}
     if setup.journal is not None:
         setup.journal.forget(_covered(setup.folder))
     with _kept(setup, "train", update + 1):
-        played = play(setup, setup.env, tasks, sample_key, samples=sizes.samples, **callbacks)
-    rollout = _dense(setup, played)
+        played = play(setup, setup.env, tasks, _keys(run.key, update)[0], samples=sizes.samples, **callbacks)
+    more = {
+        f"engine_{fate.name.lower()}": size - lost.fates.get(fate, 0) for fate, size in setup.engine.lost.fates.items()
+    }
+    return learned_from(setup, run, played, {"judging_seconds": played.seconds["judging"], **more})
+
+
+def learned_from(setup: HostedSetup, run: loop.Run, played: Hosted, timings: Mapping[str, Any] = {}) -> Rolled:
+    """What an update is made from: trajectories as arrays, with figures by domain; the first are recorded."""
+    rollout, update = dense(setup, played), int(run.update)
     if setup.settings["control"] == "shuffled_rewards":
-        shuffled = shuffled_rewards(rollout.trajectories, judge_key, samples=sizes.samples)
+        judge_key = _keys(run.key, update)[1]
+        shuffled = shuffled_rewards(rollout.trajectories, judge_key, samples=setup.sizes.samples)
         rollout = rollout.replace(trajectories=jax.device_get(shuffled))
     first = [one for one in played.played if one.group < setup.settings["recorded"]]
     record(setup.folder / "trajectories" / f"{update + 1:06d}.jsonl", first)
     fates = {f"tokens_{fate.name.lower()}": size for fate, size in played.ledger.fates.items()}
     solved = {f"success_{name}": _solved(own) for name, own in domains_of(_valid(played.played)).items()}
-    more = {
-        f"engine_{fate.name.lower()}": size - lost.fates.get(fate, 0) for fate, size in setup.engine.lost.fates.items()
-    }
-    return Rolled(rollout, {**solved, **fates}, {"judging_seconds": played.seconds["judging"], **more})
+    return Rolled(rollout, {**solved, **fates}, timings)
+
+
+def _keys(key: jax.Array, update: int) -> jax.Array:
+    """Of an update: the key that its trajectories sample from, and that of a control."""
+    return jax.random.split(jax.random.fold_in(key, update))
+
+
+def keys_of_group(key: jax.Array, update: int, index: int, *, groups: int, samples: int) -> jax.Array:
+    """The keys of one group of an update, as a rollout of all of them gives it."""
+    every = jax.random.split(_keys(key, update)[0], groups * samples)
+    return every[index * samples : (index + 1) * samples]
 
 
 def _covered(folder: Path) -> int:
@@ -192,7 +208,8 @@ def _kept(setup: HostedSetup, name: str, update: int | None = None) -> AbstractC
     return nullcontext() if setup.journal is None else setup.journal.at(name, update)
 
 
-def _dense(setup: HostedSetup, played: Hosted) -> Rollout:
+def dense(setup: HostedSetup, played: Hosted) -> Rollout:
+    """The trajectories as arrays, in order."""
     return rollout_of(in_order(played).played, setup.env.tools, turns=setup.env.turns)
 
 
@@ -200,12 +217,20 @@ def play(
     setup: HostedSetup, env: HostEnv, tasks: Sequence[Task], key: jax.Array, *, samples: int, **callbacks
 ) -> Hosted:
     """So many trajectories of each task, all at once, in the order of tasks and samples; callbacks as in `hosted`."""
+    rollout = make_rollout(setup, env, do=setup.do, reward=setup.reward)
+    every = [task for task in tasks for _ in range(samples)]
+    groups = np.repeat(np.arange(len(tasks)), samples)
+    return in_order(rollout(every, jax.random.split(key, len(every)), groups, **callbacks))
+
+
+def make_rollout(setup: HostedSetup, env: HostEnv, *, do: Do, reward: Reward | None) -> Callable[..., Hosted]:
+    """`hosted` over the setup's engine."""
     settings = setup.settings
-    rollout = hosted(
+    return hosted(
         env,
         setup.engine.submit,
-        do=setup.do,
-        reward=setup.reward,
+        do=do,
+        reward=reward,
         solved=setup.solved,
         temperature=settings["temperature"],
         # Fewer than there are slots, so that a conversation that waits for a tool keeps its cache.
@@ -213,9 +238,6 @@ def play(
         deadline=settings["group_seconds"],
         turn_deadline=settings["turn_seconds"],
     )
-    every = [task for task in tasks for _ in range(samples)]
-    groups = np.repeat(np.arange(len(tasks)), samples)
-    return in_order(rollout(every, jax.random.split(key, len(every)), groups, **callbacks))
 
 
 def in_order(played: Hosted) -> Hosted:

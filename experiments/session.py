@@ -61,6 +61,7 @@ class Work(NamedTuple):
     test: Callable[[Sequence[Any]], Tested]  # of the warm start and the best, once
     trained: Trained = WHOLE  # the part that changes: what a checkpoint holds
     frozen: Callable[[], Any] = lambda: None  # the parameters that the part belongs into, where it isn't all
+    remembers: bool = False  # whether its checkpoints hold the memory of a master
 
 
 class Standing(NamedTuple):
@@ -81,6 +82,7 @@ class Session:
         self.identity = identity(work.settings)
         self.at: Standing | None = None
         self.resumed_at: list[int] = []
+        self.memory: Any = None  # what else the checkpoint held from which the run goes on
         self._start: Any = None  # on the host, since it is wanted again at the end only
 
     @property
@@ -122,6 +124,7 @@ class Session:
         check_same(self.checkpoints.folder, note.get("run", {}), self.identity, may_differ=may_differ)
         tree = self.checkpoints.restore(step, self._template())
         self._start, self.resumed_at = tree["start"], list(tree["resumed_at"])
+        self.memory = tree.get("memory")
         learner = tree["run"].learner
         run = tree["run"].replace(learner=learner.replace(params=self._whole(learner.params)))
         self.at = Standing(self.work.place(run), tree["position"], note.get("validation"))
@@ -135,7 +138,8 @@ class Session:
         blank = jax.eval_shape(self.work.blank)
         run = jax.eval_shape(lambda params, key: self._part(start(params, key=key)), blank, self.work.key)
         host = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), run.learner.params)
-        return {"run": run, "start": host, "resumed_at": ..., "position": ...}
+        memory = {"memory": ...} if self.work.remembers else {}
+        return {"run": run, "start": host, "resumed_at": ..., "position": ..., **memory}
 
     def best_params(self) -> tuple[int | None, Any]:
         """The update with the best validation, and its parameters."""
@@ -148,11 +152,12 @@ class Session:
         """The parameters of a checkpoint."""
         return self._whole(self.checkpoints.part(update, PARAMS, self._template()["run"].learner.params))
 
-    def save(self) -> None:
+    def save(self, memory: Any = None) -> None:
         """Write a checkpoint of where the run stands, while it goes on."""
         assert self.at is not None
         run, position, validation = self.at
         tree = {"run": self._part(run), "start": self._start, "resumed_at": self.resumed_at, "position": dict(position)}
+        tree |= {} if memory is None else {"memory": memory}
         note = {"run": self.identity} | ({} if validation is None else {"validation": validation})
         self.checkpoints.save(int(run.update), tree, note)
 
@@ -171,21 +176,20 @@ class Session:
 
     def train(self, metrics: Metrics, *, every: int) -> None:
         """To the last update, with a validation and a checkpoint every so many."""
-        updates = self.work.settings["updates"]
         self._validate(metrics, every)
         step = self.work.make_step()
-        while int(self.run.update) < updates:
+        while int(self.run.update) < self.work.settings["updates"]:
             # A step may donate the state that it is given: from then on there is none to save until it has ended.
             with held(unless=self._is_whole):
-                self._advance(step, metrics)
+                self.advance(step, metrics)
             self._validate(metrics, every)
 
     def _is_whole(self) -> bool:
         """Whether the state can be saved as it is."""
         return not any(x.is_deleted() for x in jax.tree.leaves(self.run) if isinstance(x, jax.Array))
 
-    def _advance(self, step, metrics: Metrics) -> None:
-        """One update."""
+    def advance(self, step, metrics: Metrics) -> dict[str, Any]:
+        """One update, and its figures."""
         began = time.monotonic()
         run, figures = next(loop.train(step, self.run, self.work.settings["updates"]))
         took = time.monotonic() - began
@@ -194,21 +198,30 @@ class Session:
         metrics.write(self.work.line(figures), speed)
         self.progress.show("train", figures["update"], figures | speed)
         self.at = Standing(run, metrics.position)
+        return figures | speed
 
-    def _validate(self, metrics: Metrics, every: int) -> None:
-        """Examine and save where that is due, and where an interruption left it undone."""
+    def is_due(self, every: int) -> bool:
+        """Whether an examination is due, or was left undone by an interruption."""
         assert self.at is not None
         update, updates = int(self.run.update), self.work.settings["updates"]
-        if self.at.validation is not None or (update % every and update != updates):
-            return
-        seen = self.work.examine(self.run.learner.params)
+        return self.at.validation is None and (update % every == 0 or update == updates)
+
+    def _validate(self, metrics: Metrics, every: int) -> None:
+        """Examine and save where that is due."""
+        if self.is_due(every):
+            self.examined(self.work.examine(self.run.learner.params), metrics)
+
+    def examined(self, seen: Evaluation, metrics: Metrics, memory: Any = None) -> None:
+        """Write down what was seen, and save; `memory` is what else a checkpoint is to hold."""
+        assert self.at is not None
+        update = int(self.run.update)
         if update == 0:
             words = f"validation success {seen.success:.3f}, tool errors {seen.tool_errors:.3f}"
             self.progress.say(f"warm start: {words}")
         with held():
             metrics.write({"phase": "validation", "update": update} | shown(seen))
             self.at = self.at._replace(position=metrics.position, validation=seen.success)
-            self.save()
+            self.save(memory)
 
     def stop(self) -> None:
         """Save where the run stands, unless that is saved, and say so."""

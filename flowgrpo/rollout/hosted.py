@@ -37,6 +37,7 @@ def hosted(
     turn_deadline: float | None = None,
     judges: int = 2,
     judge_deadline: float = 600.0,
+    repeats: int | None = None,
 ) -> Callable[..., Hosted]:
     """`rollout(tasks, keys, groups, *, unfinished=(), on_done=None, ...) -> Hosted`; `submit` is that of an engine.
 
@@ -45,7 +46,8 @@ def hosted(
     unfinished. `turn_deadline` is that of what follows one action, and of the reset. Without a `reward` the outcome
     is the sum of what the environment paid; with `by_turn` that is paid turn by turn. Groups are judged in at most
     `judges` threads, each group within `judge_deadline` seconds. Where contexts append, the engine should have `width`
-    slots: a conversation whose cache was evicted is computed again token by token.
+    slots: a conversation whose cache was evicted is computed again token by token. A trajectory whose last `repeats`
+    actions are the same ends as REPETITION.
     """
     return partial(
         _rollout,
@@ -62,6 +64,7 @@ def hosted(
             turn_deadline=turn_deadline,
             judges=judges,
             judge_deadline=judge_deadline,
+            repeats=repeats,
         ),
     )
 
@@ -73,17 +76,23 @@ def _rollout(
     groups: Sequence[int],
     *,
     unfinished: Sequence[Unfinished] = (),
+    budget: int | None = None,
     on_done: Callable[[Played], None] | None = None,
     on_played: Callable[[Hosted], None] | None = None,
     on_start: Callable[[Callable[[], list[str]]], None] | None = None,
 ) -> Hosted:
     """Play all; whoever wants to be told is told in the caller's thread, and should be quick.
 
+    With a `budget` each trajectory is given back unfinished at the end of the turn in which its policy has chosen so
+    many tokens, those before this rollout not counted: a later rollout can resume it.
+
     `on_done` is told of each trajectory when its outcome is known. `on_played` is told once when all turns are there
     and verdicts may still be awaited: the outcomes of those that are not judged yet mean nothing. `on_start` is given a
     function that says what is under way, for a watchdog.
     """
-    run = Run(settings, _members(settings.env, tasks, keys, groups, unfinished), Told(on_done, on_played))
+    if budget is not None and budget < 1:
+        raise BadInput(f"budget={budget}, but a stretch has at least one token")
+    run = Run(settings, _members(settings.env, tasks, keys, groups, unfinished), Told(on_done, on_played), budget)
     if on_start is not None:
         on_start(run.pending)
     try:

@@ -1,6 +1,6 @@
 """One trajectory and the thread that plays it: environment and engine are called here, one after the other.
 
-    queued -> reset -> ready <-> step -> ended
+    queued -> reset -> ready <-> step -> ended, or held where a stretch has a budget and it is used up
 
 The thread owns the course while it calls the environment or waits for the engine; every change is made under the lock,
 unless the member was stopped meanwhile. From then on the course belongs to whoever stopped it, and the thread, which
@@ -10,7 +10,7 @@ may hang in a call that nothing can end, changes nothing any more.
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,10 +24,10 @@ from flowgrpo.rollout.course import Course, call_reset, call_step
 from flowgrpo.rollout.keys import key_of
 from flowgrpo.rollout.records import Unfinished
 from flowgrpo.rollout.replay import retrace
-from flowgrpo.types import BadInput, Status
+from flowgrpo.types import BadInput, Status, Turn
 
 Submit = Callable[[Request], "Future[Completion]"]
-Phase = Literal["queued", "resumed", "reset", "ready", "step", "ended"]
+Phase = Literal["queued", "resumed", "reset", "ready", "step", "held", "ended"]
 
 
 class Stopped(BaseException):
@@ -50,6 +50,7 @@ class Member:
     future: "Future[Completion] | None" = None
     started: float | None = None
     seconds: float = 0.0
+    said: int = 0  # tokens that the policy chose in this rollout
 
     def advance(self, phase: Phase, change: Callable | None = None, *arguments) -> None:
         """Go on to a phase with a change of the course, which may end it."""
@@ -63,10 +64,10 @@ class Member:
     def stop(self, since: float | None = None) -> Phase | None:
         """Take the course from the thread; returns the phase in which it was stopped.
 
-        None where it has ended, or is no longer in the phase that began at `since`.
+        None where it has ended or is held, or is no longer in the phase that began at `since`.
         """
         with self.lock:
-            if self.phase == "ended" or self.stopped or (since is not None and self.since != since):
+            if self.phase in ("ended", "held") or self.stopped or (since is not None and self.since != since):
                 return None
             self.stopped = True
             if self.started is not None:
@@ -76,19 +77,28 @@ class Member:
     def _enter(self, phase: Phase) -> None:
         self.since, self.future = time.monotonic(), None
         self.phase = phase if self.course.status is None else "ended"
-        if self.phase == "ended":
+        if self.phase in ("ended", "held"):
             self.seconds += self.since - (self.started or self.since)
 
 
-def play(member: Member, submit: Submit, do: Do, temperature: float, post: Callable) -> None:
-    """The thread of a member: posts that it ended, or what failed beyond it; nothing where it was stopped."""
+def play(
+    member: Member, submit: Submit, do: Do, temperature: float, budget: int | None, repeats: int | None, post: Callable
+) -> None:
+    """The thread of a member: posts that it ended or is held, or what failed beyond it; nothing where it was stopped."""
     try:
         do, member.course.log = recorded(partial(_watched, member, do))
         _begin(member, do)
-        while member.phase != "ended":
+        while member.phase not in ("ended", "held"):
+            if budget is not None and member.said >= budget:
+                member.advance("held")
+                break
             completion = _ask(member, submit, temperature)
             if completion is not None:
                 action = _take_in(member, completion)
+                if repeats is not None and _is_repeated(member.course.turns, repeats):
+                    why = f"the last {repeats} actions are the same"
+                    member.advance("ended", member.course.cut, Status.REPETITION, why)
+                    break
                 _call(member, "step", call_step, member.course.env, member.course.state, action, do)
     except Stopped:
         return
@@ -183,5 +193,12 @@ def _take_in(member: Member, completion: Completion) -> list[int]:
     action = [int(token) for token in completion.tokens]
     if not action:
         raise BadInput("the engine answered without a token: an action has at least one")
+    member.said += len(action)
     member.advance("step", member.course.acted, action, completion.logp, completion.version)
     return action
+
+
+def _is_repeated(turns: Sequence[Turn], times: int) -> bool:
+    """Whether the last so many turns have the same action."""
+    actions = [turn.tokens[turn.chosen].tolist() for turn in turns[-times:]]
+    return len(actions) == times and all(action == actions[0] for action in actions)

@@ -5,7 +5,7 @@ engine and without tools (A2). Tokens are ids as they were sampled; nothing is r
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -109,6 +109,28 @@ def aborted(unfinished: Unfinished, reason: str) -> Played:
     record = {item.name: getattr(unfinished, item.name) for item in fields(unfinished) if item.name != "turns"}
     trajectory = Trajectory(unfinished.turns, None, unfinished.group, status=Status.ABORTED)
     return Played(**record, trajectory=trajectory, output=None, scored=None, reason=reason)
+
+
+def unfinished_of(played: Played) -> Unfinished:
+    """What `aborted` was made of."""
+    record = {item.name: getattr(played, item.name) for item in fields(Unfinished) if item.name != "turns"}
+    return Unfinished(**record, turns=tuple(played.trajectory.turns))
+
+
+def awaits_verdict(played: Played) -> bool:
+    """Whether a reward is to judge it: it has a turn, and ended in a way that counts."""
+    return bool(played.trajectory.turns) and COUNTS[played.trajectory.status]
+
+
+def with_verdict(played: Played, scored: Scored, solved: Callable[[Scored], bool]) -> Played:
+    """The trajectory with what a reward said of it afterwards, as if it had been judged where it was rolled out."""
+    if scored.value is None:
+        ending: dict[str, Any] = {"outcome": None, "correct": False, "status": Status.VERIFIER_FAILURE}
+        reason = scored.reason
+    else:
+        ending, reason = {"outcome": float(scored.value), "correct": bool(solved(scored))}, played.reason
+    trajectory = replace(played.trajectory, **ending)
+    return replace(played, trajectory=trajectory, scored=scored, reason=reason)
 
 
 # As JSON ----------------------------------------------------------------------------------------------

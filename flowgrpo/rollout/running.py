@@ -37,12 +37,15 @@ class Settings:
     turn_deadline: float | None
     judges: int
     judge_deadline: float
+    repeats: int | None = None
 
     def __post_init__(self):
         for name in ("temperature", "width", "deadline", "turn_deadline", "judges", "judge_deadline"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise BadInput(f"{name}={value}, but must be greater than 0")
+        if self.repeats is not None and self.repeats < 2:
+            raise BadInput(f"repeats={self.repeats}, but an action is repeated when it comes at least 2 times")
 
 
 class Told(NamedTuple):
@@ -71,8 +74,8 @@ class Group:
 class Run:
     """One rollout; `finish` runs it, `abandon` leaves everything behind that is still under way."""
 
-    def __init__(self, settings: Settings, members: list[Member], told: Told):
-        self.settings, self.members, self.told = settings, members, told
+    def __init__(self, settings: Settings, members: list[Member], told: Told, budget: int | None = None):
+        self.settings, self.members, self.told, self.budget = settings, members, told, budget
         self.waiting = list(reversed(members))
         self.playing: set[Member] = set()
         self.groups: dict[int, Group] = {}
@@ -162,7 +165,8 @@ class Run:
                 group.ends_at = now + settings.deadline
             member.started = now
             self.playing.add(member)
-            self._thread(f"{member.index}", play, member, settings.submit, settings.do, settings.temperature)
+            rest = (settings.submit, settings.do, settings.temperature, self.budget, settings.repeats)
+            self._thread(f"{member.index}", play, member, *rest)
         while self.ready and len(self.judging) < settings.judges:
             group = self.ready.pop(0)
             group.judged_since = now
@@ -185,6 +189,8 @@ class Run:
             raise what
         if kind == "ended":
             self.playing.discard(what)
+            if what.phase == "held":
+                self.unfinished[what.index] = what.course.unfinished(what.seconds)
             self._settle(what)
         else:
             group, verdicts = what

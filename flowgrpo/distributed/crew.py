@@ -1,0 +1,117 @@
+"""Workers in processes of their own, by Ray: started, called, killed. The only module that imports it.
+
+    with RayCrew() as crew:                      # a Ray of this machine; or that of a cluster, by its address
+        crew.start("rollout-0", make, threads=4)
+        calls = crew.call("rollout-0", "play", order, returns=2)
+        done = crew.wait([calls[0]], 1.0);   crew.get(calls[0])
+
+What a call returns stays where it was made until somebody asks for it: it is passed on to other calls by reference.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from flowgrpo.types import BadInput
+
+
+class Lost(Exception):
+    """The worker that was called is gone, or what it had made is."""
+
+
+class Crew(Protocol):
+    """What a master needs of whatever runs its workers."""
+
+    def start(self, name: str, make: Callable[[], Any], *, threads: int) -> None:
+        """A worker in a process of its own: what `make()` gives there. One of that name is forgotten."""
+        ...
+
+    def call(self, name: str, method: str, *given: Any, returns: int = 1) -> tuple[Any, ...]:
+        """Begin a call; a reference for each of the things that it will return."""
+        ...
+
+    def wait(self, refs: Sequence[Any], seconds: float) -> list[Any]:
+        """Those of the references that are there, after so many seconds at most, or as soon as one is."""
+        ...
+
+    def get(self, ref: Any) -> Any:
+        """What a reference stands for; `Lost`, or what the call raised."""
+        ...
+
+    def kill(self, name: str) -> None:
+        """End the worker's process at once."""
+        ...
+
+
+class RayCrew:
+    """A crew of Ray's actors."""
+
+    def __init__(self, address: str | None = None, *, gpus: dict[str, float] | None = None):
+        """`gpus` has how many a worker takes, by the beginning of its name: {"rollout": 1, "train": 8}."""
+        self._ray, self._gpus = load_ray(), gpus or {}
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        quiet = {"logging_level": "ERROR", "log_to_driver": True, "include_dashboard": None}
+        try:
+            if address is None:
+                self._ray.init(**quiet | {"include_dashboard": False})
+            else:
+                self._ray.init(address=address, logging_level="ERROR")
+        except (ConnectionError, ValueError) as error:
+            raise BadInput(f"--address={address}: no Ray cluster answers there ({str(error)[:200]})") from None
+        self._actor = self._ray.remote(_Host)
+        self._actors: dict[str, Any] = {}
+
+    def __enter__(self) -> "RayCrew":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ray.shutdown()
+
+    def start(self, name: str, make: Callable[[], Any], *, threads: int) -> None:
+        """See `Crew`."""
+        gpus = next((count for start, count in self._gpus.items() if name.startswith(start)), 0)
+        options = {"num_cpus": 0, "num_gpus": gpus, "max_concurrency": threads, "max_restarts": 0}
+        self._actors[name] = self._actor.options(**options).remote(make)
+
+    def call(self, name: str, method: str, *given: Any, returns: int = 1) -> tuple[Any, ...]:
+        """See `Crew`."""
+        found = self._actors[name].call.options(num_returns=returns).remote(method, *given)
+        return (found,) if returns == 1 else tuple(found)
+
+    def wait(self, refs: Sequence[Any], seconds: float) -> list[Any]:
+        """See `Crew`."""
+        return self._ray.wait(list(refs), num_returns=1, timeout=seconds, fetch_local=False)[0]
+
+    def get(self, ref: Any) -> Any:
+        """See `Crew`."""
+        try:
+            return self._ray.get(ref)
+        except self._ray.exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, BadInput) else error) from None
+        except self._ray.exceptions.RayError as error:
+            raise Lost(str(error)) from None
+
+    def kill(self, name: str) -> None:
+        """See `Crew`."""
+        self._ray.kill(self._actors[name], no_restart=True)
+
+
+class _Host:
+    """The actor: whatever worker was made in it."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self._worker = make()
+
+    def call(self, method: str, *given: Any) -> Any:
+        return getattr(self._worker, method)(*given)
+
+
+def load_ray() -> Any:
+    """Ray, or the sentence that names the extra."""
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError:
+        raise BadInput("the cluster needs Ray: install the extra, python -m pip install '.[ray]'") from None
+    return ray

@@ -1,0 +1,74 @@
+"""What flows between master and workers: an order flows in, a stretch of trajectories flows out.
+
+The master sees a `Slip` of each stretch, and passes the stretch itself on by reference.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from flowgrpo.rollout.records import Played, Unfinished, aborted, from_json, to_json, unfinished_of
+
+
+class Order(NamedTuple):
+    """Groups of one kind that a worker is to roll out."""
+
+    kind: str  # "train", or the name of an examination, such as "validation"
+    numbers: tuple[int, ...]  # of the groups
+    loaded: int  # at least so many times weights must have come
+    budget: int | None = None  # tokens of a trajectory
+
+
+class Stretch(NamedTuple):
+    """The trajectories of an order, so far."""
+
+    played: tuple[Played, ...] = ()
+    unfinished: tuple[Unfinished, ...] = ()  # that go on
+
+
+class Slip(NamedTuple):
+    """What the master needs to know of a stretch."""
+
+    pid: int
+    whole: bool
+    pool: str  # of those who judge it; "" where nobody need
+    trajectories: int
+    tokens: int  # that the policy chose in this stretch
+    reused: int  # of earlier stretches
+    oldest: int  # version of the weights that spoke; -1 where none did
+    newest: int
+    seconds: float
+
+
+def versions(stretch: Stretch) -> tuple[int, int]:
+    """The oldest and the newest weights that spoke in it; -1 where none did."""
+    turns = [turn for one in stretch.played for turn in one.trajectory.turns]
+    turns += [turn for one in stretch.unfinished for turn in one.turns]
+    ends = [(int(min(_of(turn))), int(max(_of(turn)))) for turn in turns]
+    return min((low for low, _ in ends), default=-1), max((high for _, high in ends), default=-1)
+
+
+def _of(turn) -> Sequence[int]:
+    """The versions that chose the tokens of a turn."""
+    version = turn.version
+    return [version] if isinstance(version, int) else version[turn.chosen].tolist() or [-1]
+
+
+def chosen(stretch: Stretch) -> int:
+    """The tokens that the policy chose."""
+    turns = [turn for one in stretch.played for turn in one.trajectory.turns]
+    turns += [turn for one in stretch.unfinished for turn in one.turns]
+    return sum(int(turn.chosen.sum()) for turn in turns)
+
+
+def pack_stretch(stretch: Stretch) -> str:
+    """The stretch as text, for a checkpoint or a log."""
+    held = [to_json(aborted(one, "")) for one in stretch.unfinished]
+    return json.dumps({"played": [to_json(one) for one in stretch.played], "unfinished": held})
+
+
+def unpack_stretch(text: str) -> Stretch:
+    """The stretch that `pack_stretch` wrote."""
+    value: dict[str, Any] = json.loads(text)
+    played = tuple(from_json(line) for line in value["played"])
+    return Stretch(played, tuple(unfinished_of(from_json(line)) for line in value["unfinished"]))

@@ -1,0 +1,366 @@
+"""Who does what when: one event after another flows in, commands to workers flow out. Pure; a master only obeys.
+
+    state, commands = advance(plan, state, Event("joined", worker="rollout-0", pool=ROLLOUT, room=2))
+
+A *group* is all trajectories of one query, and is numbered in the order in which groups begin. It is rolled out, judged,
+and learned from in one update; the update of version v makes version v + 1 of the weights.
+
+    synchronous         groups begin when the version that they are learned from is there
+    one_step_off        one version earlier, so that rollouts go on while the trainer works
+    asynchronous        any groups that are ready are learned from, at most `staleness` versions after they began
+    partial_rollouts    a stretch ends after `budget` tokens of a trajectory; its rest goes on in a later version
+
+**Staleness never passes its bound.** A group that begins at version v is due at update v + staleness. Groups begin only
+while all that are under way fit into the updates before the last of them is due, `queries` to each; and an update takes
+groups only if all that it leaves still fit. So (Hall's condition for deadlines) every group is learned from in time, and
+nothing has to be thrown away for being late: the schedule waits for what is due instead.
+
+A worker that is lost gives its groups back; what it answers later has an old ticket and is counted as a duplicate.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+from flowgrpo.types import BadInput
+
+ROLLOUT, REWARD, TRAIN = "rollout", "reward", "train"  # pools of workers; there may be a pool of rewards for each domain
+Phase = Literal["waiting", "rolling", "held", "rolled", "judging", "ready", "training"]
+Kind = Literal["joined", "lost", "rolled", "cut", "judged", "trained"]
+
+
+class Plan(NamedTuple):
+    """What a schedule may do; its constructors are below."""
+
+    name: str
+    queries: int  # groups that an update learns from
+    updates: int
+    staleness: int = 0  # versions, at most, from a group's beginning to its update
+    in_order: bool = True  # an update takes the groups that began for it
+    spare: int = 0  # groups beyond those: dropped when enough are ready; or, where there is a budget, going on later
+    budget: int | None = None  # tokens of a trajectory in one stretch
+
+
+class Event(NamedTuple):
+    """Something that happened."""
+
+    kind: Kind
+    worker: str = ""
+    group: int = -1
+    ticket: int = -1  # of the command that this answers
+    pool: str = ""  # of the worker that joined; or of those who judge the group that was rolled out, if any do
+    room: int = 1  # groups that the worker takes at a time
+
+
+class Command(NamedTuple):
+    """Something for a worker to do; `train` has its groups, the others one."""
+
+    kind: Literal["roll", "judge", "train", "drop"]
+    groups: tuple[int, ...]
+    worker: str = ""
+    ticket: int = -1
+    version: int = -1  # of the weights
+    budget: int | None = None
+
+
+class Group(NamedTuple):
+    """A group that is under way."""
+
+    began: int  # the version that it began with
+    phase: Phase = "waiting"
+    worker: str = ""
+    ticket: int = -1
+    pool: str = ""  # of those who judge it
+    stretches: int = 0
+
+
+class Worker(NamedTuple):
+    """A worker that is there."""
+
+    pool: str
+    room: int
+    busy: int = 0
+
+
+class State(NamedTuple):
+    """All that a schedule knows; a value, never changed in place."""
+
+    version: int = 0
+    begun: int = 0  # groups so far
+    tickets: int = 0
+    duplicates: int = 0  # answers to old tickets
+    groups: Mapping[int, Group] = {}
+    workers: Mapping[str, Worker] = {}
+
+
+# Schedules --------------------------------------------------------------------------------------------------
+
+
+def synchronous(queries: int, updates: int, *, spare: int = 0) -> Plan:
+    """All groups of an update are rolled out with the weights that it changes."""
+    return _checked(Plan("sync", queries, updates, spare=spare))
+
+
+def one_step_off(queries: int, updates: int, *, spare: int = 0) -> Plan:
+    """The groups of an update are rolled out while the one before it is made."""
+    return _checked(Plan("one_step_off", queries, updates, staleness=1, spare=spare))
+
+
+def asynchronous(queries: int, updates: int, *, staleness: int = 2) -> Plan:
+    """Rollouts never wait, unless a group would be learned from more than `staleness` versions after it began."""
+    return _checked(Plan("async", queries, updates, staleness=staleness, in_order=False))
+
+
+def partial_rollouts(queries: int, updates: int, *, budget: int, staleness: int = 4, spare: int = 0) -> Plan:
+    """Nothing is rolled out during an update; what has not ended after `budget` tokens goes on afterwards.
+
+    So that enough groups end in a stretch, `spare` more than an update takes are under way.
+    """
+    return _checked(Plan("partial", queries, updates, staleness, in_order=False, spare=spare, budget=budget))
+
+
+def _checked(plan: Plan) -> Plan:
+    for name, least in (("queries", 1), ("updates", 0), ("staleness", 0), ("spare", 0), ("budget", 1)):
+        value = getattr(plan, name)
+        if value is not None and value < least:
+            raise BadInput(f"{name} is {value}, but must be at least {least}")
+    return plan
+
+
+# What happens -----------------------------------------------------------------------------------------------
+
+
+def advance(plan: Plan, state: State, event: Event) -> tuple[State, list[Command]]:
+    """The state after an event, and what is to be done now."""
+    state = _heard(state, event)
+    commands: list[Command] = []
+    for step in (_train, _judge, _roll):
+        state, more = step(plan, state)
+        commands += more
+    return state, commands
+
+
+def is_over(plan: Plan, state: State) -> bool:
+    """Whether all updates are made."""
+    return state.version >= plan.updates
+
+
+def resumed(state: State, kept: Iterable[int] = (), *, tickets: int = 0) -> State:
+    """The state for new workers: what was under way is done again, except for groups that are `kept`, whose
+    trajectories are at hand. Tickets go on after those that were given since."""
+    kept = set(kept)
+    again: dict[Phase, Phase] = {"ready": "ready", "training": "ready", "held": "held"}
+    groups = {
+        number: group._replace(phase=again.get(group.phase, "waiting") if number in kept else "waiting", worker="", ticket=-1)
+        for number, group in state.groups.items()
+    }
+    return state._replace(groups=groups, workers={}, tickets=max(tickets, state.tickets))
+
+
+def is_training(state: State) -> bool:
+    """Whether an update is being made."""
+    return any(group.phase == "training" for group in state.groups.values())
+
+
+def trained(state: State) -> State:
+    """The state after the update that is being made."""
+    left = {number: group for number, group in state.groups.items() if group.phase != "training"}
+    return _released(state._replace(version=state.version + 1, groups=left))
+
+
+def due(plan: Plan, group: Group) -> int:
+    """The last version that may be changed by what this group shows."""
+    return group.began + plan.staleness
+
+
+def _heard(state: State, event: Event) -> State:
+    """What an event changes by itself."""
+    if event.kind == "joined":
+        return state._replace(workers={**state.workers, event.worker: Worker(event.pool, event.room)})
+    if event.kind == "lost":
+        return _without(state, event.worker)
+    if event.kind == "trained":
+        return trained(state)
+    group = state.groups.get(event.group)
+    if group is None or group.ticket != event.ticket:
+        return state._replace(duplicates=state.duplicates + 1)
+    state = _freed(state, group.worker)
+    if event.kind == "cut":
+        after = group._replace(phase="held", stretches=group.stretches + 1)
+    elif event.kind == "rolled":
+        after = group._replace(phase="rolled" if event.pool else "ready", pool=event.pool)
+    else:
+        after = group._replace(phase="ready")
+    return _with(state, event.group, after._replace(worker="", ticket=-1))
+
+
+def _released(state: State) -> State:
+    """What is held may go on."""
+    held = {n: group._replace(phase="waiting") for n, group in state.groups.items() if group.phase == "held"}
+    return state._replace(groups={**state.groups, **held})
+
+
+def _without(state: State, worker: str) -> State:
+    """The worker is gone, and what it was doing is to be done by another."""
+    again: dict[Phase, Phase] = {"rolling": "waiting", "judging": "rolled"}
+    given = {
+        number: group._replace(phase=again[group.phase], worker="", ticket=-1)
+        for number, group in state.groups.items()
+        if group.worker == worker
+    }
+    workers = {name: one for name, one in state.workers.items() if name != worker}
+    return state._replace(workers=workers, groups={**state.groups, **given})
+
+
+# What is to be done -----------------------------------------------------------------------------------------
+
+
+def _train(plan: Plan, state: State) -> tuple[State, list[Command]]:
+    """Begin an update, if one is not being made and its groups are there."""
+    if is_training(state) or is_over(plan, state):
+        return state, []
+    batch = (_batch_in_order if plan.in_order else _batch_by_deadline)(plan, state)
+    if not batch:
+        return state, []
+    taken = {number: state.groups[number]._replace(phase="training") for number in batch}
+    commands = [Command("train", batch, version=state.version)]
+    state = state._replace(groups={**state.groups, **taken})
+    if plan.spare and plan.in_order:
+        state, dropped = _drop(plan, state)
+        commands += dropped
+    return state, commands
+
+
+def _batch_in_order(plan: Plan, state: State) -> tuple[int, ...]:
+    """The first groups that are ready of those that began for this update."""
+    own = _births(plan, state.version)
+    ready = [n for n in own if n in state.groups and state.groups[n].phase == "ready"]
+    return tuple(ready[: plan.queries]) if len(ready) >= plan.queries else ()
+
+
+def _births(plan: Plan, version: int) -> range:
+    """The groups that begin for an update."""
+    each = plan.queries + plan.spare
+    return range(version * each, (version + 1) * each)
+
+
+def _batch_by_deadline(plan: Plan, state: State) -> tuple[int, ...]:
+    """The ready groups that are due first, if all that are left can still be learned from in time."""
+    phases = [group.phase for group in state.groups.values()]
+    if phases.count("ready") < plan.queries or (plan.budget is not None and "rolling" in phases):
+        return ()
+    by_deadline = sorted(state.groups, key=lambda number: (due(plan, state.groups[number]), number))
+    batch = [number for number in by_deadline if state.groups[number].phase == "ready"][: plan.queries]
+    taken = set(batch)
+    left = [due(plan, state.groups[number]) for number in by_deadline if number not in taken]
+    in_time = all(last >= state.version + 1 + i // plan.queries for i, last in enumerate(left))
+    return tuple(batch) if in_time else ()
+
+
+def _drop(plan: Plan, state: State) -> tuple[State, list[Command]]:
+    """The groups that began for this update, and are not needed."""
+    own = [number for number in _births(plan, state.version) if number in state.groups]
+    spare = [number for number in own if state.groups[number].phase != "training"]
+    commands = []
+    for number in spare:
+        group = state.groups[number]
+        commands.append(Command("drop", (number,), group.worker, group.ticket))
+        state = _freed(state, group.worker)
+    return state._replace(groups={n: group for n, group in state.groups.items() if n not in set(spare)}), commands
+
+
+def _judge(plan: Plan, state: State) -> tuple[State, list[Command]]:
+    """Give what was rolled out to those who judge it."""
+    del plan
+    commands = []
+    for number in [number for number, group in state.groups.items() if group.phase == "rolled"]:
+        group = state.groups[number]
+        worker = _idlest(state, group.pool)
+        if worker:
+            state, ticket = _taken(state, worker)
+            state = _with(state, number, group._replace(phase="judging", worker=worker, ticket=ticket))
+            commands.append(Command("judge", (number,), worker, ticket))
+    return state, commands
+
+
+def _roll(plan: Plan, state: State) -> tuple[State, list[Command]]:
+    """Give groups to workers that have room: first those that wait, then new ones."""
+    commands = []
+    if plan.budget is not None and is_training(state):
+        return state, []
+    if _is_stuck(plan, state):
+        state = _released(state)
+    waiting = sorted(n for n, group in state.groups.items() if group.phase == "waiting")
+    while worker := _idlest(state, ROLLOUT):
+        if waiting:
+            number = waiting.pop(0)
+            group = state.groups[number]
+        elif _may_begin(plan, state):
+            number, group = state.begun, Group(state.version)
+            state = state._replace(begun=number + 1)
+        else:
+            break
+        state, ticket = _taken(state, worker)
+        budget = None if plan.budget is None or due(plan, group) <= state.version else plan.budget
+        state = _with(state, number, group._replace(phase="rolling", worker=worker, ticket=ticket))
+        commands.append(Command("roll", (number,), worker, ticket, state.version, budget))
+    return state, commands
+
+
+def _is_stuck(plan: Plan, state: State) -> bool:
+    """Whether nothing happens any more unless what is held goes on."""
+    phases = {group.phase for group in state.groups.values()}
+    return "held" in phases and phases <= {"held", "ready"} and not _may_begin(plan, state)
+
+
+def _may_begin(plan: Plan, state: State) -> bool:
+    """Whether one more group fits into the updates until it would be due."""
+    training = sum(group.phase == "training" for group in state.groups.values())
+    each = plan.queries + plan.spare if plan.in_order else plan.queries
+    coming = state.version + bool(training)  # the update that can take it first
+    room = (state.version + plan.staleness + 1 - coming) * each
+    if plan.budget is not None:
+        room = min(room, plan.queries + plan.spare)
+    return len(state.groups) - training < room and state.begun < plan.updates * each
+
+
+# Small parts ------------------------------------------------------------------------------------------------
+
+
+def _idlest(state: State, pool: str) -> str:
+    """The worker of a pool with the smallest share of its room taken; "" where none has room."""
+    free = ((one.busy / one.room, name) for name, one in state.workers.items() if one.pool == pool and one.busy < one.room)
+    return min(free, default=(0.0, ""))[1]
+
+
+def _taken(state: State, worker: str) -> tuple[State, int]:
+    """The worker has one group more; and the ticket of what it is to do."""
+    one = state.workers[worker]
+    workers = {**state.workers, worker: one._replace(busy=one.busy + 1)}
+    return state._replace(workers=workers, tickets=state.tickets + 1), state.tickets
+
+
+def _freed(state: State, worker: str) -> State:
+    """The worker has one group less, if it is still there."""
+    if worker not in state.workers:
+        return state
+    one = state.workers[worker]
+    return state._replace(workers={**state.workers, worker: one._replace(busy=one.busy - 1)})
+
+
+def _with(state: State, number: int, group: Group) -> State:
+    return state._replace(groups={**state.groups, number: group})
+
+
+# As JSON ----------------------------------------------------------------------------------------------------
+
+
+def to_json(state: State) -> dict:
+    """The state as JSON holds it."""
+    groups = {str(number): group._asdict() for number, group in state.groups.items()}
+    return state._asdict() | {"groups": groups, "workers": {}}
+
+
+def from_json(value: Mapping) -> State:
+    """The state that `to_json` wrote; its workers are gone."""
+    groups = {int(number): Group(**group) for number, group in value["groups"].items()}
+    return State(**{**value, "groups": groups, "workers": {}})
