@@ -28,7 +28,8 @@ from flowgrpo.agent.roles import Role, Rule, Schema
 from flowgrpo.agent.show import show
 from flowgrpo.agent.speak import either, remote_speaker, speaker
 from flowgrpo.agent.system import agent_system
-from flowgrpo.contracts import Algorithm, Do, HostEnv, Tool
+from flowgrpo.algorithms.options import Correction
+from flowgrpo.contracts import Algorithm, Do, HostEnv, Reward, Tool
 from flowgrpo.generate.remote import remote
 from flowgrpo.generate.wire import TextRequest
 from flowgrpo.learner.folder import START
@@ -178,7 +179,7 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
             engine=engine,
             residency=stack.enter_context(make_residency(settings, folder)),
             do=either(tools.do, _speakers(settings, frozen(model, settings), stack)),
-            reward=domains.route(domains.Means(sandbox=sandbox), default="answer"),
+            reward=_reward(sandbox),
             tasks=tasks,
             algorithm=algorithm_of(settings),
             optimizer=optimizer_of(settings),
@@ -188,6 +189,18 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
             ),
             story=partial(_story, model.text, exam_env),
         )
+
+
+@contextmanager
+def open_reward(settings: Mapping[str, Any]) -> Iterator[Reward]:
+    """The rewards alone, as `open_setup` routes them; their sandbox lives as long as the block."""
+    _, names = _tasks(settings)
+    with Sandbox(workers=launch.cores(), preload=domains.preload(names)) as sandbox:
+        yield _reward(sandbox)
+
+
+def _reward(sandbox: Sandbox) -> Reward:
+    return domains.route(domains.Means(sandbox=sandbox), default="answer")
 
 
 def make_env(text: Text, *, schemas: Sequence[Schema], settings: Mapping[str, Any], turns: int) -> HostEnv:
@@ -320,7 +333,9 @@ def algorithm_of(settings: Mapping[str, Any]) -> Algorithm:
     if settings["control"] not in CONTROLS:
         raise BadInput(f"control {settings['control']!r} is unknown; choose from {', '.join(CONTROLS)}")
     most = settings["turns"] * settings["max_tokens"]
-    own = {name: settings[name] for name in ("beta", "clip_high")}
+    own: dict[str, Any] = {name: settings[name] for name in ("beta", "clip_high")}
+    if settings.get("correction"):  # of a cluster whose rollouts are older than its weights
+        own["correction"] = Correction(settings["correction"])
     algorithm = make_algorithm(settings["algorithm"], **own, max_tokens=most)
     if algorithm.targets is not None:
         raise BadInput(f"--algorithm={settings['algorithm']} needs a critic, which this run has none of: take another")

@@ -88,7 +88,12 @@ flags.adopt_module_key_flags(planner_flags)
 
 
 def read_flags() -> dict[str, Any]:
-    """The run's settings: the preset, with what the flags say."""
+    """The run's settings: the preset, with what the flags say, on the devices that are here."""
+    return chosen_settings() | {"devices": jax.device_count()}
+
+
+def chosen_settings() -> dict[str, Any]:
+    """The preset, with what the flags say."""
     chosen = {
         "seed": _SEED.value,
         "tasks": _TASKS.value,
@@ -116,7 +121,7 @@ def read_flags() -> dict[str, Any]:
         "test_tasks": _TEST.value,
         **planner_flags.planner_choices(),
     }
-    return agent_setups.settings_of(_MODEL.value, **chosen) | {"devices": jax.device_count()}
+    return agent_setups.settings_of(_MODEL.value, **chosen)
 
 
 def dry_run(setup: HostedSetup) -> None:

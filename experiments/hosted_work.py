@@ -80,23 +80,37 @@ def hosted_work(setup: HostedSetup) -> Work:
     """
     settings, journal = setup.settings, Journal(setup.folder / "journal", _covered(setup.folder))
     setup = setup._replace(do=journal.effects(setup.do), reward=journal.verdicts(setup.reward), journal=journal)
-    keys = dict(zip(("run", "validation", "test"), jax.random.split(jax.random.key(settings["seed"]), 3), strict=True))
     return Work(
         name=setup.name,
         algorithm=setup.algorithm.name,
         settings=settings,
         optimizer=setup.optimizer,
-        key=keys["run"],
+        key=run_key(setup),
         place=setup.planner.place,
         blank=lambda: jax.tree.map(jnp.zeros_like, setup.planner.params),
         warm_start=setup.warm_start,
         make_step=partial(make_step, setup),
         line=partial(train_line, tools=setup.env.tools),
-        examine=partial(_examine, setup, keys["validation"]),
-        test=partial(_test, setup, keys["test"]),
+        examine=partial(_examine, setup, exam_key(setup, "validation")),
+        test=partial(_test, setup, exam_key(setup, "test")),
         trained=setup.planner.trained,
         frozen=lambda: setup.planner.params,
     )
+
+
+def run_key(setup: HostedSetup) -> jax.Array:
+    """The key that updates are made from."""
+    return _split_seed(setup)["run"]
+
+
+def exam_key(setup: HostedSetup, split: str) -> jax.Array:
+    """The key of the examinations on a split."""
+    return _split_seed(setup)[split]
+
+
+def _split_seed(setup: HostedSetup) -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(setup.settings["seed"]), 3)
+    return dict(zip(("run", "validation", "test"), keys, strict=True))
 
 
 # Parts that such runs share -----------------------------------------------------------------------------

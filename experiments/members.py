@@ -1,8 +1,11 @@
 """The dicts that map a flag's value to a constructor: one for each family."""
 
+from typing import Any
+
 import optax
 
 import flowgrpo as fg
+from flowgrpo.algorithms.options import Correction
 from flowgrpo.learner.optimizers import scale_by_adafactor
 from flowgrpo.learner.quantised import scale_by_adam_8bit
 
@@ -33,12 +36,20 @@ UNCLIPPED = ("rloo", "kimi", "dpo")
 
 
 def make_algorithm(
-    name: str, *, beta: float, clip_high: float, max_tokens: int, entropy_bonus: float = 0.0, **more: float
+    name: str,
+    *,
+    beta: float,
+    clip_high: float,
+    max_tokens: int,
+    entropy_bonus: float = 0.0,
+    correction: Correction | None = None,
+    **more: float,
 ) -> fg.Algorithm:
     """The member of that name with what a preset says, as far as it has such a setting; `more` is for ppo."""
     if name not in ALGORITHMS:
         raise fg.BadInput(f"algorithm {name!r} is unknown; choose from {', '.join(ALGORITHMS)}")
-    options: dict[str, float] = {} if name == "kimi" else {"beta": beta}
+    options: dict[str, Any] = {} if name == "kimi" else {"beta": beta}
+    options |= {} if correction is None else {"correction": correction}
     options |= {"clip_high": clip_high} if clip_high and name not in (*OWN_CLIP, *UNCLIPPED) else {}
     options |= {"entropy_bonus": entropy_bonus} if entropy_bonus else {}
     options |= {"max_tokens": max_tokens} if name == "dr_grpo" else {}

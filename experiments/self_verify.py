@@ -35,7 +35,7 @@ import jax
 from absl import flags
 
 from experiments import common, planner_flags
-from experiments.hosted_work import HostedSetup, examine, hosted_work, record
+from experiments.hosted_work import HostedSetup, exam_key, examine, hosted_work, record
 from experiments.self_verify_report import Verified, comparison, draw, figures, sentence, warning
 from experiments.self_verify_setup import open_setup, settings_of
 from experiments.session import Session, Tested, Work, one_run
@@ -82,12 +82,10 @@ def read_flags() -> dict[str, Any]:
 
 def self_verify_work(setup: HostedSetup) -> Work:
     """The stages of a run on a host environment; what is examined is the judge, too."""
-    names = ("run", "validation", "test")  # as hosted_work splits them
-    keys = dict(zip(names, jax.random.split(jax.random.key(setup.settings["seed"]), 3), strict=True))
     return hosted_work(setup)._replace(
         line=_line,
-        examine=partial(_examine, setup, keys["validation"]),
-        test=partial(_test, setup, keys["test"]),
+        examine=partial(_examine, setup, exam_key(setup, "validation")),
+        test=partial(_test, setup, exam_key(setup, "test")),
     )
 
 

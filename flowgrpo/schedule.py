@@ -2,8 +2,8 @@
 
     state, commands = advance(plan, state, Event("joined", worker="rollout-0", pool=ROLLOUT, room=2))
 
-A *group* is all trajectories of one query, and is numbered in the order in which groups begin. It is rolled out, judged,
-and learned from in one update; the update of version v makes version v + 1 of the weights.
+A *group* is all trajectories of one query, and is numbered in the order in which groups begin. It is rolled out,
+judged, and learned from in one update; the update of version v makes version v + 1 of the weights.
 
     synchronous         groups begin when the version that they are learned from is there
     one_step_off        one version earlier, so that rollouts go on while the trainer works
@@ -12,8 +12,8 @@ and learned from in one update; the update of version v makes version v + 1 of t
 
 **Staleness never passes its bound.** A group that begins at version v is due at update v + staleness. Groups begin only
 while all that are under way fit into the updates before the last of them is due, `queries` to each; and an update takes
-groups only if all that it leaves still fit. So (Hall's condition for deadlines) every group is learned from in time, and
-nothing has to be thrown away for being late: the schedule waits for what is due instead.
+groups only if all that it leaves still fit. So (Hall's condition for deadlines) every group is learned from in time,
+and nothing has to be thrown away for being late: the schedule waits for what is due instead.
 
 A worker that is lost gives its groups back; what it answers later has an old ticket and is counted as a duplicate.
 """
@@ -23,7 +23,11 @@ from typing import Literal, NamedTuple
 
 from flowgrpo.types import BadInput
 
-ROLLOUT, REWARD, TRAIN = "rollout", "reward", "train"  # pools of workers; there may be a pool of rewards for each domain
+ROLLOUT, REWARD, TRAIN = (
+    "rollout",
+    "reward",
+    "train",
+)  # pools of workers; there may be a pool of rewards for each domain
 Phase = Literal["waiting", "rolling", "held", "rolled", "judging", "ready", "training"]
 Kind = Literal["joined", "lost", "rolled", "cut", "judged", "trained"]
 
@@ -150,7 +154,9 @@ def resumed(state: State, kept: Iterable[int] = (), *, tickets: int = 0) -> Stat
     kept = set(kept)
     again: dict[Phase, Phase] = {"ready": "ready", "training": "ready", "held": "held"}
     groups = {
-        number: group._replace(phase=again.get(group.phase, "waiting") if number in kept else "waiting", worker="", ticket=-1)
+        number: group._replace(
+            phase=again.get(group.phase, "waiting") if number in kept else "waiting", worker="", ticket=-1
+        )
         for number, group in state.groups.items()
     }
     return state._replace(groups=groups, workers={}, tickets=max(tickets, state.tickets))
@@ -328,7 +334,9 @@ def _may_begin(plan: Plan, state: State) -> bool:
 
 def _idlest(state: State, pool: str) -> str:
     """The worker of a pool with the smallest share of its room taken; "" where none has room."""
-    free = ((one.busy / one.room, name) for name, one in state.workers.items() if one.pool == pool and one.busy < one.room)
+    free = (
+        (one.busy / one.room, name) for name, one in state.workers.items() if one.pool == pool and one.busy < one.room
+    )
     return min(free, default=(0.0, ""))[1]
 
 

@@ -15,7 +15,7 @@ MODULES = sorted(path.relative_to(ROOT).with_suffix("").as_posix().replace("/", 
 FLOORS = [
     ["types"],
     ["masked", "text", "sandbox", "spread", "launch", "stuck"],
-    ["contracts", "ragged", "layouts", "tasks", "schedule", "replay", "report"],
+    ["contracts", "ragged", "layouts", "tasks", "schedule", "buffer", "report"],
     ["packing", "task_files", "effects"],
     ["algorithms", "models", "envs", "agent", "generate", "tools", "rewards", "evaluate"],
     ["learner", "rollout"],
@@ -23,7 +23,19 @@ FLOORS = [
     ["staged"],
     ["distributed"],
 ]
-PURE = ["types", "contracts", "masked", "algorithms", "layouts", "ragged", "packing", "envs", "evaluate"]
+PURE = [
+    "types",
+    "contracts",
+    "masked",
+    "schedule",
+    "buffer",
+    "algorithms",
+    "layouts",
+    "ragged",
+    "packing",
+    "envs",
+    "evaluate",
+]
 PURE_FILES = [f"models.{name}" for name in ("attention", "cache", "config", "critic", "decoder", "image_text")]
 PURE_FILES += [f"generate.{name}" for name in ("jobs", "pieces", "programs", "sampler", "slots", "stops")]
 PURE_FILES += [f"learner.{name}" for name in ("appraise", "critic", "micro", "state", "trained", "update", "warmstart")]

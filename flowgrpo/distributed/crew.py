@@ -9,6 +9,7 @@ What a call returns stays where it was made until somebody asks for it: it is pa
 """
 
 import os
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -50,15 +51,18 @@ class RayCrew:
         """`gpus` has how many a worker takes, by the beginning of its name: {"rollout": 1, "train": 8}."""
         self._ray, self._gpus = load_ray(), gpus or {}
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # or else what is alone on a machine is slow for nothing
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        quiet = {"logging_level": "ERROR", "log_to_driver": True, "include_dashboard": None}
+        terminates = signal.getsignal(signal.SIGTERM)
         try:
             if address is None:
-                self._ray.init(**quiet | {"include_dashboard": False})
+                self._ray.init(logging_level="ERROR", include_dashboard=False)
             else:
                 self._ray.init(address=address, logging_level="ERROR")
         except (ConnectionError, ValueError) as error:
             raise BadInput(f"--address={address}: no Ray cluster answers there ({str(error)[:200]})") from None
+        finally:
+            signal.signal(signal.SIGTERM, terminates)  # which Ray takes for itself
         self._actor = self._ray.remote(_Host)
         self._actors: dict[str, Any] = {}
 
@@ -98,12 +102,18 @@ class RayCrew:
 
 
 class _Host:
-    """The actor: whatever worker was made in it."""
+    """The actor: whatever worker was made in it, or why none could be, which the first call says."""
 
     def __init__(self, make: Callable[[], Any]):
-        self._worker = make()
+        self._failure: BaseException | None = None
+        try:
+            self._worker = make()
+        except Exception as error:
+            self._failure = error
 
     def call(self, method: str, *given: Any) -> Any:
+        if self._failure is not None:
+            raise self._failure
         return getattr(self._worker, method)(*given)
 
 

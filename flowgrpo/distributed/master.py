@@ -4,8 +4,8 @@
 
 It owns the schedule's state and the replay buffer, both values, and holds references to trajectories and weights, which
 go from worker to worker. Who is lost, silent or late is named, killed and replaced, and what it had to do is given to
-another, under the same keys (E3). Checkpoints are the trainer's, and hold the master's memory: the schedule and what was
-in the buffer. Where a trainer is lost, or the master itself, all goes on from there.
+another, under the same keys (E3). Checkpoints are the trainer's, and hold the master's memory: the schedule and what
+was in the buffer. Where a trainer is lost, or the master itself, all goes on from there.
 """
 
 import json
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowgrpo import replay, schedule
+from flowgrpo import buffer, schedule
 from flowgrpo.distributed.crew import Crew, Lost
 from flowgrpo.distributed.event_log import EventLog
-from flowgrpo.distributed.orders import Order, Slip, pack_stretch, unpack_stretch
+from flowgrpo.distributed.orders import Order, Slip, Stretch, pack_stretch, unpack_stretch
 from flowgrpo.distributed.workers import Begun
 from flowgrpo.schedule import REWARD, ROLLOUT, TRAIN, Command, Event, Plan, State
 from flowgrpo.stuck import to_stderr
@@ -117,7 +117,7 @@ class Master:
         self.names = shape.names()
         self.seen = {name: Seen() for name in self.names}
         self.calls: dict[Any, Doing] = {}
-        self.state, self.buffer = State(), replay.EMPTY
+        self.state, self.buffer = State(), buffer.EMPTY
         self.standing: Begun | None = None
         self.epoch = 0  # counts the trainers' beginnings: calls of an earlier one mean nothing
         self.loads, self.weights, self.version = 0, None, -1
@@ -132,8 +132,9 @@ class Master:
     def run(self) -> dict[str, Any]:
         """From the checkpoint, or the warm start, to the end."""
         with self.log:
-            for name in self.names:
-                self._hire(name)
+            for name, pool in self.names.items():
+                if pool == TRAIN:  # first, since they write what all begin with
+                    self._hire(name)
             while self.result is None:
                 for ref in self.crew.wait(list(self.calls), PULSE):
                     doing = self.calls.pop(ref, None)
@@ -166,9 +167,7 @@ class Master:
         seen.heard = time.monotonic()
         of_trainer = self.names[doing.worker] == TRAIN
         first = not of_trainer or doing.worker == f"{TRAIN}-0"
-        if doing.method in ("about", "pending"):
-            getattr(self, f"_on_{doing.method}")(doing, value)
-        elif first and (doing.epoch == self.epoch or not of_trainer):
+        if doing.method in ("about", "pending") or (first and (doing.epoch == self.epoch or not of_trainer)):
             getattr(self, f"_on_{doing.method}")(doing, value)
 
     def _on_about(self, doing: Doing, value: Mapping[str, Any]) -> None:
@@ -179,6 +178,9 @@ class Master:
         if pool == TRAIN:
             if all(self.seen[name].there for name, other in self.names.items() if other == TRAIN):
                 self._trainers("begin")
+                for name in self.names:
+                    if not self.seen[name].there and not self.seen[name].heard:
+                        self._hire(name)
             return
         if self.weights is not None and pool == ROLLOUT:
             self._load(doing.worker)
@@ -189,21 +191,21 @@ class Master:
     def _on_pending(self, doing: Doing, words: list[str]) -> None:
         self.seen[doing.worker].words = list(words)
 
-    def _on_load(self, doing: Doing, loads: int) -> None:
+    def _on_load(self, doing: Doing, _: int) -> None:
         """It has its weights."""
 
     # Beginning, and beginning again -------------------------------------------------------------------
 
-    def _on_begin(self, doing: Doing, begun: Begun) -> None:
+    def _on_begin(self, _: Doing, begun: Begun) -> None:
         """The trainer stands somewhere: the schedule goes back there."""
         self.standing, tickets = begun, self.state.tickets
-        self.buffer, kept = replay.EMPTY, {}
+        self.buffer, kept = buffer.EMPTY, {}
         state = State(version=begun.update)
         if begun.memory is not None:
             state = schedule.from_json(json.loads(begun.memory["schedule"]))
             kept = {int(number): unpack_stretch(text) for number, text in begun.memory["buffer"].items()}
         for number, stretch in kept.items():
-            self.buffer = replay.add(self.buffer, number, stretch, version=state.groups[number].began)
+            self.buffer = buffer.add(self.buffer, number, stretch, version=state.groups[number].began)
         self.state = schedule.resumed(state, kept, tickets=tickets)
         self.late = {}
         self.log.write("resumed", update=begun.update, tickets=self.state.tickets)
@@ -246,7 +248,8 @@ class Master:
 
     def _happened(self, event: Event) -> None:
         """Tell the schedule, and do what it says."""
-        self.log.write("event", **{name: value for name, value in event._asdict().items() if value not in ("", -1)})
+        said = {name: value for name, value in event._asdict().items() if value not in ("", -1)}
+        self.log.write("event", event=said)
         self.state, commands = schedule.advance(self.plan, self.state, event)
         for command in commands:
             self._obey(command)
@@ -264,12 +267,12 @@ class Master:
             refused = f"the reward did not return within {self.shape.judge_seconds:g} s" if late else ""
             self._call(command.worker, "judge", self.buffer[number].item, refused, returns=2, **about)
         elif command.kind == "train":
-            items, self.buffer = replay.take(self.buffer, command.groups)
+            items, self.buffer = buffer.take(self.buffer, command.groups)
             oldest = [self.slips[n].oldest for n in command.groups if n in self.slips and self.slips[n].oldest >= 0]
             self.staleness += [command.version - min(oldest)] if oldest else []
             self._trainers("train", *items, returns=2)
         else:
-            self.buffer = replay.drop(self.buffer, command.groups)
+            self.buffer = buffer.drop(self.buffer, command.groups)
 
     def _is_current(self, doing: Doing) -> bool:
         group = self.state.groups.get(doing.group)
@@ -288,11 +291,11 @@ class Master:
             self.rollout_pids.add(slip.pid)
             self.slips[doing.group] = slip
             version = self.state.groups[doing.group].began
-            self.buffer = replay.add(self.buffer, doing.group, doing.data, version=version, whole=slip.whole)
+            self.buffer = buffer.add(self.buffer, doing.group, doing.data, version=version, whole=slip.whole)
         kind = "rolled" if slip.whole else "cut"
         self._happened(Event(kind, doing.worker, doing.group, doing.ticket, pool=slip.pool))
 
-    def _on_judge(self, doing: Doing, pid: int) -> None:
+    def _on_judge(self, doing: Doing, _: int) -> None:
         """Verdicts are there."""
         self.seen[doing.worker].groups += 1
         if doing.share >= 0:
@@ -302,7 +305,7 @@ class Master:
             return
         if self._is_current(doing):
             version = self.state.groups[doing.group].began
-            self.buffer = replay.add(self.buffer, doing.group, doing.data, version=version)
+            self.buffer = buffer.add(self.buffer, doing.group, doing.data, version=version)
         self._happened(Event("judged", doing.worker, doing.group, doing.ticket))
 
     def _on_train(self, doing: Doing, figures: Mapping[str, Any]) -> None:
@@ -363,9 +366,9 @@ class Master:
         return {"schedule": json.dumps(schedule.to_json(state)), "buffer": held}
 
     def _text(self, item: Any) -> str:
-        return pack_stretch(item if isinstance(item, tuple) else self.crew.get(item))
+        return pack_stretch(item if isinstance(item, Stretch) else self.crew.get(item))
 
-    def _on_examined(self, doing: Doing, figures: Mapping[str, Any]) -> None:
+    def _on_examined(self, _: Doing, figures: Mapping[str, Any]) -> None:
         """Written down, and saved."""
         self.log.write("saved", update=figures["update"])
         if schedule.is_training(self.state):
@@ -373,7 +376,7 @@ class Master:
         if not self.state.workers or schedule.is_over(self.plan, self.state):
             self._set_going()
 
-    def _on_candidates(self, doing: Doing, count: int) -> None:
+    def _on_candidates(self, doing: Doing, _: int) -> None:
         """The weights before and after, which are tested on the same tasks."""
         before, after = doing.data
 
@@ -393,7 +396,7 @@ class Master:
         }
         self._trainers("finish", cluster, len(before), *before, *after)
 
-    def _on_finish(self, doing: Doing, result: dict[str, Any]) -> None:
+    def _on_finish(self, _: Doing, result: dict[str, Any]) -> None:
         self.result = result
 
     # Faults -------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
     RolloutWorker   an engine and an agent system:   order -> stretch
     RewardWorker    rewards:                         stretch -> the same, judged
 
-Both are made of functions that are passed in, the very ones that a single process runs. The third kind, which trains, is
-whatever has the methods of `Trainer`. A worker may be killed at any moment: it owns nothing that can't be made again.
+Both are made of functions that are passed in, the very ones that a single process runs. The third kind, which trains,
+is whatever has the methods of `Trainer`. A worker may be killed at any moment: what it owns can be made again.
 """
 
 import os
@@ -140,7 +140,7 @@ class Begun(NamedTuple):
 
 
 class Trainer(Protocol):
-    """What a trainer worker does; several of them make the same calls in the same order, as one `jax.distributed` group.
+    """What a trainer does; several of them make the same calls in the same order, as one `jax.distributed` group.
 
     Weights are the part of the parameters that is trained, on the host.
     """

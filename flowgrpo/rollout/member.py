@@ -84,7 +84,7 @@ class Member:
 def play(
     member: Member, submit: Submit, do: Do, temperature: float, budget: int | None, repeats: int | None, post: Callable
 ) -> None:
-    """The thread of a member: posts that it ended or is held, or what failed beyond it; nothing where it was stopped."""
+    """The thread of a member: posts that it ended or is held, or what failed; nothing where it was stopped."""
     try:
         do, member.course.log = recorded(partial(_watched, member, do))
         _begin(member, do)

@@ -1,4 +1,4 @@
-"""The replay buffer: trajectories that wait to be learned from, and stretches that wait to go on. A value, never changed.
+"""The replay buffer: groups that wait to be learned from, and stretches that wait to go on. A value, never changed.
 
     buffer = add(buffer, 7, item, version=3)
     items, buffer = take(buffer, (5, 7))

@@ -1,0 +1,134 @@
+"""The agent system, trained by a cluster: a master, and workers that roll out, judge and train, over Ray.
+
+    python -m experiments.cluster --rollout_workers=2 --reward_workers=any=2
+    python -m experiments.cluster --schedule=async --staleness=2 --updates=20
+    python -m experiments.cluster --schedule=partial --budget=64
+    python -m experiments.cluster --address=auto --model=PATH --tasks=train.jsonl --rollout_gpus=1 --trainer_gpus=4
+
+The flags are those of `experiments.agentflow`, and the shape of the cluster. On one machine it starts a Ray of its own;
+with --address it joins a cluster, whose hosts must share the work directory. Needs the extra [ray].
+
+    sync            as `experiments.agentflow`, to the bit, whoever plays and judges
+    one_step_off    the groups of an update are rolled out during the one before it
+    async           rollouts never wait; no group is learned from more than --staleness versions after it began
+    partial         trajectories are cut after --budget tokens, and go on after the update
+
+Any process may be killed at any moment. A worker that is lost, silent or late is named and replaced, and its work is
+given to another under the same keys; after a trainer, or the master itself, all goes on from the last checkpoint. Where
+schedules overlap, trajectories may be older than the weights that they change: ratios are then taken to what the
+trainer itself says of them, and their mismatch with what was sampled from is corrected (--correction).
+
+Beside what a run of `agentflow` leaves, the work directory has `events.jsonl`, what happened in order, and `batches/`,
+the trajectories of every update: `python -m experiments.replay WORKDIR` makes the same updates from them again.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+
+from experiments import agentflow, common
+from experiments.cluster_table import Table
+from experiments.cluster_work import ANY, make_worker, pool_of
+from flowgrpo import schedule
+from flowgrpo.distributed.crew import RayCrew
+from flowgrpo.distributed.master import Exams, Master, Shape
+from flowgrpo.learner.folder import begin_anew
+from flowgrpo.types import BadInput
+
+TAKES = {  # which of the flags mean something to a schedule
+    "sync": ("spare",),
+    "one_step_off": ("spare",),
+    "async": ("staleness",),
+    "partial": ("staleness", "budget", "spare"),
+}
+_SCHEDULE = flags.DEFINE_enum("schedule", "sync", list(TAKES), "Who waits for whom.")
+_STALENESS = flags.DEFINE_integer("staleness", None, "Versions at most, for async and partial.", lower_bound=0)
+_BUDGET = flags.DEFINE_integer("budget", None, "Tokens of a trajectory in one stretch, for partial.", lower_bound=1)
+_SPARE = flags.DEFINE_integer("spare", None, "Groups under way beyond those of an update.", lower_bound=0)
+_CORRECTION = flags.DEFINE_float("correction", 2.0, "Bound of the correction for stale tokens; 0: none.", lower_bound=0)
+_ROLLOUT = flags.DEFINE_integer("rollout_workers", 1, "Processes that roll out.", lower_bound=1)
+_REWARDS = flags.DEFINE_list("reward_workers", [f"{ANY}=1"], "Processes that judge, by domain: any=1,code=4.")
+_TRAINERS = flags.DEFINE_integer("trainer_workers", 1, "Processes that train, as one group.", lower_bound=1)
+_ROOM = flags.DEFINE_integer("room", 4, "Groups that a rollout worker plays at a time.", lower_bound=1)
+_ADDRESS = flags.DEFINE_string("address", None, "Of a Ray cluster, such as auto; without one, Ray runs here alone.")
+_ROLLOUT_GPUS = flags.DEFINE_float("rollout_gpus", 0.0, "GPUs of a rollout worker.", lower_bound=0.0)
+_TRAINER_GPUS = flags.DEFINE_float("trainer_gpus", 0.0, "GPUs of a trainer.", lower_bound=0.0)
+_JUDGE = flags.DEFINE_float("judge_seconds", 600.0, "Of a group's reward, until its process is ended.", lower_bound=0.1)
+_SILENT = flags.DEFINE_float("silent_seconds", 120.0, "Until a worker that says nothing is ended.", lower_bound=1.0)
+_SHOWN = flags.DEFINE_float("table_seconds", 10.0, "Between two tables of what goes on.", lower_bound=0.5)
+flags.adopt_module_key_flags(agentflow)
+
+
+def plan_of(settings: dict[str, Any]) -> schedule.Plan:
+    """The schedule that the flags name."""
+    groups, updates, name = settings["queries"], settings["updates"], settings["schedule"]
+    given = {key: settings[key] for key in ("staleness", "budget", "spare") if settings[key] is not None}
+    for key in given:
+        if key not in TAKES[name]:
+            raise BadInput(f"--{key} means nothing to --schedule={name}: leave it out")
+    if name == "partial":
+        if "budget" not in given:
+            raise BadInput("--schedule=partial needs --budget: tokens of a trajectory in one stretch")
+        return schedule.partial_rollouts(groups, updates, **{"spare": groups} | given)
+    makes = {"sync": schedule.synchronous, "one_step_off": schedule.one_step_off, "async": schedule.asynchronous}
+    return makes[name](groups, updates, **given)
+
+
+def read_settings() -> dict[str, Any]:
+    """Those of `agentflow`, and what of the cluster its bits depend on."""
+    settings = agentflow.chosen_settings()
+    stale = _SCHEDULE.value != "sync"
+    return settings | {
+        "schedule": _SCHEDULE.value,
+        "staleness": _STALENESS.value,
+        "budget": _BUDGET.value,
+        "spare": _SPARE.value,
+        "correction": _CORRECTION.value if stale else 0.0,
+        "reward_workers": _reward_workers(),
+        "compilation_cache": flags.FLAGS["compilation_cache"].value,
+        "deterministic": flags.FLAGS["deterministic"].value,
+    }
+
+
+def _reward_workers() -> dict[str, int]:
+    found = {}
+    for part in _REWARDS.value:
+        domain, _, count = part.partition("=")
+        if not (domain and count.isascii() and count.isdigit() and int(count)):
+            raise BadInput(f"--reward_workers: {part!r} should be DOMAIN=COUNT, such as {ANY}=2")
+        found[domain] = int(count)
+    return {ANY: 1} | found
+
+
+def main() -> None:
+    """Master a cluster."""
+    jax.config.update("jax_platforms", "cpu")  # the master computes nothing
+    settings = read_settings()
+    folder = Path(flags.FLAGS["workdir"].value or f"runs/cluster-{settings['seed']}").absolute()
+    plan = plan_of(settings)
+    if not flags.FLAGS["resume"].value:
+        begin_anew(folder)
+    shape = Shape(
+        rollout=_ROLLOUT.value,
+        rewards={pool_of(domain): count for domain, count in settings["reward_workers"].items()},
+        trainers=_TRAINERS.value,
+        room=_ROOM.value,
+        every=int(flags.FLAGS["checkpoint_every"].value or 1),
+        judge_seconds=_JUDGE.value,
+        silent_seconds=_SILENT.value,
+        watch_seconds=settings["watch_seconds"],
+    )
+    exams = Exams(settings["validation_tasks"], settings["test_tasks"])
+    make = partial(make_worker, settings=settings, folder=folder, every=shape.every)
+    gpus = {"rollout": _ROLLOUT_GPUS.value, "train": _TRAINER_GPUS.value}
+    with RayCrew(_ADDRESS.value, gpus=gpus) as crew:
+        result = Master(crew, plan, shape, exams, make, folder, on_turn=Table(_SHOWN.value)).run()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    common.run(main)
