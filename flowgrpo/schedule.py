@@ -263,7 +263,7 @@ def _batch_by_deadline(plan: Plan, state: State) -> tuple[int, ...]:
 
 
 def _drop(plan: Plan, state: State) -> tuple[State, list[Command]]:
-    """The groups that began for this update, and are not needed."""
+    """Of this update's groups those that are not needed, whether they have begun or not."""
     own = [number for number in _births(plan, state.version) if number in state.groups]
     spare = [number for number in own if state.groups[number].phase != "training"]
     commands = []
@@ -271,7 +271,8 @@ def _drop(plan: Plan, state: State) -> tuple[State, list[Command]]:
         group = state.groups[number]
         commands.append(Command("drop", (number,), group.worker, group.ticket))
         state = _freed(state, group.worker)
-    return state._replace(groups={n: group for n, group in state.groups.items() if n not in set(spare)}), commands
+    groups = {number: group for number, group in state.groups.items() if number not in set(spare)}
+    return state._replace(groups=groups, begun=max(state.begun, _births(plan, state.version).stop)), commands
 
 
 def _judge(plan: Plan, state: State) -> tuple[State, list[Command]]:

@@ -118,14 +118,15 @@ class Master:
         self.seen = {name: Seen() for name in self.names}
         self.calls: dict[Any, Doing] = {}
         self.state, self.buffer = State(), buffer.EMPTY
-        self.standing: Begun | None = None
+        self.going = False  # the schedule has begun
+        self.due = False  # an examination is, where the trainer stands
         self.epoch = 0  # counts the trainers' beginnings: calls of an earlier one mean nothing
         self.loads, self.weights, self.version = 0, None, -1
         self.exam: Exam | None = None
-        self.late: dict[int, int] = {}  # groups whose reward was late, and how often
+        self.late: dict[str, int] = {}  # what is judged, and how often that was too late
         self.rollout_pids: set[int] = set()
         self.slips: dict[int, Slip] = {}
-        self.staleness: list[int] = []  # of every update: the version less that of the oldest token
+        self.staleness: list[int] = []  # of every update: versions between its weights and its oldest token
         self.lost: list[str] = []
         self.result: dict[str, Any] | None = None
 
@@ -184,7 +185,7 @@ class Master:
             return
         if self.weights is not None and pool == ROLLOUT:
             self._load(doing.worker)
-        if self.standing is not None:
+        if self.going:
             self._join(doing.worker)
         self._examine_on()
 
@@ -198,7 +199,7 @@ class Master:
 
     def _on_begin(self, _: Doing, begun: Begun) -> None:
         """The trainer stands somewhere: the schedule goes back there."""
-        self.standing, tickets = begun, self.state.tickets
+        self.due, tickets = begun.due, self.state.tickets
         self.buffer, kept = buffer.EMPTY, {}
         state = State(version=begun.update)
         if begun.memory is not None:
@@ -213,21 +214,24 @@ class Master:
 
     def _on_weights(self, doing: Doing, version: int) -> None:
         """The weights that the run goes on with."""
-        assert self.standing is not None
         self._publish(doing.data, version)
-        if self.standing.due:
+        if self.due:
             self._examine("validation", self.exams.validation, self._validated)
         else:
             self._set_going()
 
     def _set_going(self) -> None:
         """Let the schedule begin, with all workers that are there."""
-        if schedule.is_over(self.plan, self.state):
-            self._trainers("candidates", returns=3)
-            return
+        self.going = True
         for name, pool in self.names.items():
             if pool != TRAIN and self.seen[name].there:
                 self._join(name)
+        self._end_when_over()
+
+    def _end_when_over(self) -> None:
+        """After the last update the trainer says what is to be tested."""
+        if schedule.is_over(self.plan, self.state):
+            self._trainers("candidates", returns=3)
 
     def _join(self, name: str) -> None:
         pool = self.names[name]
@@ -263,13 +267,12 @@ class Master:
             order = Order("train", command.groups, self.loads, command.budget)
             self._call(command.worker, "play", order, *begun, returns=2, **about)
         elif command.kind == "judge":
-            late = self.late.get(number, 0) >= REFUSED_AFTER
-            refused = f"the reward did not return within {self.shape.judge_seconds:g} s" if late else ""
+            refused = self._refusal(f"group {number}")
             self._call(command.worker, "judge", self.buffer[number].item, refused, returns=2, **about)
         elif command.kind == "train":
             items, self.buffer = buffer.take(self.buffer, command.groups)
             oldest = [self.slips[n].oldest for n in command.groups if n in self.slips and self.slips[n].oldest >= 0]
-            self.staleness += [command.version - min(oldest)] if oldest else []
+            self.staleness += [self.version - min(oldest)] if oldest else []
             self._trainers("train", *items, returns=2)
         else:
             self.buffer = buffer.drop(self.buffer, command.groups)
@@ -317,6 +320,7 @@ class Master:
             self._examine("validation", self.exams.validation, self._validated)
         else:
             self._happened(Event("trained"))
+            self._end_when_over()
 
     # Examinations -------------------------------------------------------------------------------------
 
@@ -341,7 +345,8 @@ class Master:
             elif share in exam.played and ("judge", share) not in under_way:
                 worker = self._any(exam.played[share][1], share)
                 if worker:
-                    self._call(worker, "judge", exam.played[share][0], "", returns=2, share=share)
+                    refused = self._refusal(f"share {share} of {exam.kind}")
+                    self._call(worker, "judge", exam.played[share][0], refused, returns=2, share=share)
             elif share not in exam.played and ("play", share) not in under_way:
                 worker = self._any(ROLLOUT, share)
                 if worker:
@@ -373,7 +378,8 @@ class Master:
         self.log.write("saved", update=figures["update"])
         if schedule.is_training(self.state):
             self._happened(Event("trained"))
-        if not self.state.workers or schedule.is_over(self.plan, self.state):
+            self._end_when_over()
+        elif not self.going:
             self._set_going()
 
     def _on_candidates(self, doing: Doing, _: int) -> None:
@@ -422,7 +428,7 @@ class Master:
         for one in gone:
             self.crew.kill(one)
         if pool == TRAIN:
-            self.epoch, self.exam, self.standing = self.epoch + 1, None, None
+            self.epoch, self.exam, self.going = self.epoch + 1, None, False
             self.state = self.state._replace(workers={})
         for one in gone:
             self._hire(one)
@@ -444,12 +450,24 @@ class Master:
             if doing.method == "pending" and took > self.shape.silent_seconds:
                 self._lose(doing.worker, f"has been silent for {took:.0f} s{self._at(doing.worker)}")
             elif doing.method == "judge" and took > self.shape.judge_seconds:
-                self.late[doing.group] = self.late.get(doing.group, 0) + 1
-                self._lose(doing.worker, f"has judged group {doing.group} for {took:.0f} s{self._at(doing.worker)}")
+                what = self._what(doing)
+                self.late[what] = self.late.get(what, 0) + 1
+                self._lose(doing.worker, f"has judged {what} for {took:.0f} s{self._at(doing.worker)}")
             elif took > self.shape.watch_seconds and now - seen.told > self.shape.watch_seconds:
                 seen.told = now
-                what = f"{doing.method} of group {doing.group}" if doing.group >= 0 else doing.method
+                what = f"{doing.method} {self._what(doing)}".strip()
                 self.tell(f"{doing.worker} (process {seen.pid}): {what} for {took:.0f} s{self._at(doing.worker)}")
+
+    def _refusal(self, what: str) -> str:
+        """Why this is not to be judged any more; "" where it is."""
+        late = self.late.get(what, 0) >= REFUSED_AFTER
+        return f"the reward did not return within {self.shape.judge_seconds:g} s" if late else ""
+
+    def _what(self, doing: Doing) -> str:
+        """What a call is about, for people."""
+        if doing.group >= 0:
+            return f"group {doing.group}"
+        return f"share {doing.share} of {self.exam.kind}" if doing.share >= 0 and self.exam else ""
 
     def _at(self, name: str) -> str:
         words = self.seen[name].words

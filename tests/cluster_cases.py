@@ -1,0 +1,234 @@
+"""A cluster of threads for tests: calls that can be lost or hang, and a run whose bits any fault would change."""
+
+import hashlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowgrpo.contracts import Reward, Scored
+from flowgrpo.distributed.crew import Lost
+from flowgrpo.distributed.master import Exams, Master, Shape
+from flowgrpo.distributed.orders import Order, Stretch, versions
+from flowgrpo.distributed.workers import Begun, Judge, Player, RewardWorker, RolloutWorker
+from flowgrpo.rollout.records import Played, Unfinished, make_turn
+from flowgrpo.schedule import REWARD, ROLLOUT, TRAIN, Plan
+from flowgrpo.types import Status, Task, Trajectory
+
+
+class Ref:
+    """Something that will be there."""
+
+    def __init__(self):
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.there = threading.Event()
+
+    def get(self) -> Any:
+        self.there.wait()
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class ThreadCrew:
+    """What `RayCrew` does, in threads. What is killed answers nothing any more, whatever it goes on doing."""
+
+    def __init__(self, before: Callable[[str, str, int], None] = lambda *_: None):
+        """`before(worker, method, calls)` runs in the worker's thread before each call, and may raise or hang."""
+        self.before, self.workers, self.pools, self.open = before, {}, {}, {}
+        self.changed: queue.SimpleQueue = queue.SimpleQueue()
+        self.calls, self.started = 0, []
+
+    def start(self, name: str, make: Callable[[], Any], *, threads: int) -> None:
+        self.started.append(name)
+        self.pools[name] = ThreadPoolExecutor(threads)
+        self.open[name] = set()
+        self.workers[name] = self.pools[name].submit(make)
+
+    def call(self, name: str, method: str, *given: Any, returns: int = 1) -> tuple[Ref, ...]:
+        refs = tuple(Ref() for _ in range(returns))
+        self.open[name].add(refs)
+        self.calls += 1
+        self.pools[name].submit(self._run, name, self.workers[name], method, given, refs, self.calls)
+        return refs
+
+    def _run(self, name, worker, method, given, refs, count) -> None:
+        values, error = [None] * len(refs), None
+        try:
+            self.before(name, method, count)
+            value = getattr(worker.result(), method)(*[x.get() if isinstance(x, Ref) else x for x in given])
+            values = [value] if len(refs) == 1 else list(value)
+        except BaseException as raised:
+            error = raised
+        self._settle(name, refs, values, error)
+
+    def _settle(self, name, refs, values, error) -> None:
+        if refs in self.open[name]:
+            self.open[name].discard(refs)
+            for ref, value in zip(refs, values, strict=True):
+                ref.value, ref.error = value, error
+                ref.there.set()
+            self.changed.put(None)
+
+    def wait(self, refs: Sequence[Ref], seconds: float) -> list[Ref]:
+        until = time.monotonic() + seconds
+        while not (done := [ref for ref in refs if ref.there.is_set()]):
+            try:
+                self.changed.get(timeout=max(until - time.monotonic(), 0))
+            except queue.Empty:
+                return []
+        return done[:1]
+
+    def get(self, ref: Ref) -> Any:
+        return ref.get()
+
+    def kill(self, name: str) -> None:
+        for refs in list(self.open[name]):
+            self._settle(name, refs, [None] * len(refs), Lost("killed"))
+
+
+class Work:
+    """A run of numbers: what was played and judged decides what the weights become, to the last bit."""
+
+    def __init__(self, *, turns: int = 3, samples: int = 2, hangs: Callable[[int], None] = lambda _: None):
+        self.turns, self.samples, self.hangs = turns, samples, hangs
+        self.saved: dict[str, Any] | None = None  # the checkpoint
+        self.batches: dict[int, list[Stretch]] = {}
+        self.results: list[dict[str, Any]] = []
+
+    def make(self, pool: str, name: str, *, every: int) -> Callable[[], Any]:
+        del name
+        if pool == TRAIN:
+            return partial(FakeTrainer, self, every)
+        if pool == ROLLOUT:
+            return partial(RolloutWorker, self.open_player)
+        return partial(RewardWorker, self.open_judge)
+
+    @contextmanager
+    def open_player(self):
+        held: dict[str, Any] = {}
+        yield Player(
+            lambda params, version: held.update(params=params, version=version), partial(self.play, held), pool_of
+        )
+
+    def play(self, held: dict[str, Any], order: Order, begun: Stretch, on_start) -> Stretch:
+        on_start(lambda: [f"groups {order.numbers}"])
+        played, unfinished = list(begun.played), []
+        if begun.unfinished:
+            ends = [self.go_on(held, one, order.budget) for one in begun.unfinished]
+        else:
+            news = [
+                Unfinished(task(n), (n, i), n, i, (), (), (), (), (), 0.0)
+                for n in order.numbers
+                for i in range(self.samples)
+            ]
+            ends = [self.go_on(held, one, order.budget) for one in news]
+        for one in ends:
+            (unfinished if isinstance(one, Unfinished) else played).append(one)
+        played.sort(key=lambda one: (one.group, one.sample))
+        return Stretch(tuple(played), tuple(unfinished))
+
+    def go_on(self, held, one: Unfinished, budget: int | None) -> Played | Unfinished:
+        """A trajectory of `turns` turns, or one more for odd samples; each action follows from key and weights."""
+        turns, said = list(one.turns), 0
+        while len(turns) < self.turns + one.sample % 2:
+            if budget is not None and said >= budget:
+                return replace(one, turns=tuple(turns), tools=("",) * len(turns), errors=(False,) * len(turns))
+            digest = hashlib.sha256(f"{one.key} {len(turns)} {held['params'].tobytes().hex()}".encode()).digest()
+            turns.append(make_turn([1], [digest[0], digest[1]], [-0.5, -0.25], held["version"], None, 0))
+            said += 2
+        trajectory = Trajectory(tuple(turns), 0.0, one.group, False, Status.FINISHED, True)
+        marks = {"tools": ("",) * len(turns), "errors": (False,) * len(turns), "lens": (0,) * (len(turns) + 1)}
+        fields = {"task": one.task, "key": one.key, "group": one.group, "sample": one.sample, "log": ()} | marks
+        return Played(
+            **fields, trajectory=trajectory, output=str(turns[-1].tokens[-1]), scored=None, reason="", seconds=0.0
+        )
+
+    @contextmanager
+    def open_judge(self):
+        def many(tasks, outputs):
+            self.hangs(int(tasks[0].id))
+            return [Scored(int(output) / 255) for output in outputs]
+
+        yield Judge(
+            Reward(lambda task, output: many([task], [output])[0], many), lambda scored: (scored.value or 0) > 0.5
+        )
+
+    def master(self, crew: ThreadCrew, plan: Plan, folder: Path, *, tell=lambda _: None, **shape) -> Master:
+        shape = Shape(**{"rollout": 2, "rewards": {f"{REWARD}-any": 2}, "every": 2, "room": 2, **shape})
+        return Master(crew, plan, shape, Exams(5, 4), partial(self.make, every=shape.every), folder, tell=tell)
+
+
+def is_half(scored: Scored) -> bool:
+    return (scored.value or 0) > 0.5
+
+
+def task(number: int) -> Task:
+    return Task(str(number), f"question {number}", ("1",), "numbers")
+
+
+def pool_of(_: Stretch) -> str:
+    return f"{REWARD}-any"
+
+
+class FakeTrainer:
+    """Weights that are a hash of all that was learned, in order."""
+
+    def __init__(self, work: Work, every: int):
+        self.work, self.every = work, every
+        self.params, self.update, self.seen = np.zeros(4, np.float64), 0, False
+
+    def about(self):
+        return {"pid": 1, "host": "here"}
+
+    def pending(self):
+        return []
+
+    def begin(self) -> Begun:
+        saved = self.work.saved
+        if saved is not None:
+            self.params, self.update, self.seen = saved["params"], saved["update"], True
+        return Begun(self.update, self.is_due(), saved and saved["memory"])
+
+    def is_due(self) -> bool:
+        return not self.seen and self.update % self.every == 0
+
+    def weights(self):
+        return self.update, self.params
+
+    def train(self, *stretches: Stretch):
+        self.work.batches[self.update] = list(stretches)
+        said = [
+            (one.task.id, one.sample, one.trajectory.outcome, [turn.tokens.tolist() for turn in one.trajectory.turns])
+            for stretch in stretches
+            for one in stretch.played
+        ]
+        digest = hashlib.sha256(repr((self.params.tolist(), said)).encode()).digest()
+        self.params = np.frombuffer(digest, np.uint64).astype(np.float64)
+        self.update, self.seen = self.update + 1, False
+        return {"version": self.update, "due": self.is_due()}, self.params
+
+    def examined(self, memory, *stretches: Stretch):
+        assert sum(len(stretch.played) for stretch in stretches) == 5 * self.work.samples
+        assert all(one.scored is not None for stretch in stretches for one in stretch.played)
+        self.seen = True
+        self.work.saved = {"params": self.params, "update": self.update, "memory": memory}
+        return {"update": self.update}
+
+    def candidates(self):
+        return 2, np.zeros(4, np.float64), self.params
+
+    def finish(self, cluster, count, *stretches: Stretch):
+        before, after = stretches[:count], stretches[count:]
+        assert {versions(stretch) for stretch in before} == {(0, 0)}
+        assert {versions(stretch) for stretch in after} == {(self.update, self.update)}
+        return {"sha": self.params.tobytes().hex(), "update": self.update, **cluster}

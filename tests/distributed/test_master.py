@@ -1,0 +1,214 @@
+"""The master over workers in threads: the same bits whatever happens, nothing lost or doubled, nobody waited for."""
+
+import random
+import threading
+import time
+
+import pytest
+from cluster_cases import ThreadCrew, Work
+
+from flowgrpo import schedule
+from flowgrpo.distributed.crew import Lost
+from flowgrpo.distributed.event_log import read_events
+from flowgrpo.schedule import REWARD, TRAIN
+from flowgrpo.types import BadInput
+
+SYNC = schedule.synchronous(3, 6)
+PARTIAL = schedule.partial_rollouts(3, 6, budget=2, staleness=3, spare=3)
+
+
+def undisturbed(folder, plan=SYNC, **settings):
+    work = Work(**settings)
+    return work, work.master(ThreadCrew(), plan, folder).run()
+
+
+def faults(seed: int, share: float):
+    """`before` of a crew in which calls of all kinds are lost at random."""
+    chance, lock = random.Random(seed), threading.Lock()
+
+    def before(worker: str, method: str, calls: int) -> None:
+        with lock:
+            if method != "about" and chance.random() < share:
+                raise Lost(f"{worker} was killed before {method}, the {calls}th call")
+
+    return before
+
+
+@pytest.mark.parametrize("shape", [{"rollout": 1, "room": 1}, {"rollout": 3, "room": 4}, {"trainers": 1, "every": 4}])
+def test_a_synchronous_run_is_the_same_whoever_plays_and_judges(tmp_path, shape):
+    _, one = undisturbed(tmp_path / "one")
+    work = Work()
+    other = work.master(ThreadCrew(), SYNC, tmp_path / "other", **shape).run()
+    assert other["sha"] == one["sha"]
+    assert other["staleness"] == 0
+    assert [len(stretches) for _, stretches in sorted(work.batches.items())] == [3] * 6
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_S1_calls_that_are_lost_change_nothing(tmp_path, seed):
+    _, whole = undisturbed(tmp_path / "whole")
+    work, told = Work(), []
+    master = work.master(ThreadCrew(faults(seed, 0.06)), SYNC, tmp_path / "faulty", tell=told.append)
+    result = master.run()
+    assert result["sha"] == whole["sha"]
+    assert result["lost"]
+    assert len(told) == len(result["lost"])
+    learned = [one.task.id for _, stretches in sorted(work.batches.items()) for s in stretches for one in s.played]
+    assert learned == [str(n) for n in range(18) for _ in range(2)]
+
+
+@pytest.mark.parametrize("at", [1, 3, 4, 5])
+@pytest.mark.parametrize(
+    "plan", [SYNC, schedule.partial_rollouts(3, 6, budget=2, staleness=3, spare=3)], ids=lambda p: p.name
+)
+def test_S1_a_master_that_is_killed_goes_on_from_the_checkpoint_with_its_buffer(tmp_path, at, plan):
+    work = Work()
+
+    def before(_worker, method, _calls):
+        if method == "train" and before.trains == at:
+            raise KeyboardInterrupt
+        before.trains += method == "train"
+
+    before.trains = 0
+    with pytest.raises(KeyboardInterrupt):
+        work.master(ThreadCrew(before), plan, tmp_path).run()
+    result = work.master(ThreadCrew(), plan, tmp_path).run()
+    learned = [one.task.id for _, stretches in work.batches.items() for s in stretches for one in s.played]
+    assert sorted(set(learned), key=int) == [str(n) for n in range(18)]
+    assert len(learned) == 36
+    if plan is SYNC:
+        assert result["sha"] == undisturbed(tmp_path / "whole")[1]["sha"]
+    resumed = [event for event in read_events(tmp_path / "events.jsonl") if event["what"] == "resumed"]
+    assert [event["update"] for event in resumed] == [0, at // 2 * 2]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "plan",
+    [
+        schedule.one_step_off(3, 8),
+        schedule.asynchronous(3, 8, staleness=2),
+        schedule.partial_rollouts(3, 8, budget=2, staleness=3, spare=3),
+        schedule.synchronous(3, 8, spare=2),
+    ],
+    ids=lambda plan: plan.name + str(plan.spare),
+)
+def test_every_schedule_learns_from_each_group_once_within_its_staleness(tmp_path, plan, seed):
+    work = Work()
+    master = work.master(ThreadCrew(faults(seed, 0.03 * (seed > 0))), plan, tmp_path)
+    result = master.run()
+    learned = [(update, {one.task.id for one in s.played}) for update, found in work.batches.items() for s in found]
+    names = [name for _, (name,) in learned]
+    assert len(names) == len(set(names)) == 24
+    assert result["staleness"] <= plan.staleness
+    assert result["update"] == 8
+
+
+def test_partial_rollouts_carry_tokens_over(tmp_path):
+    plan = schedule.partial_rollouts(2, 6, budget=2, staleness=4, spare=2)
+    work, reused = Work(), []
+    master = work.master(ThreadCrew(), plan, tmp_path)
+    take_slip = master._on_play
+    master._on_play = lambda doing, slip: (reused.append(slip.reused), take_slip(doing, slip))
+    master.run()
+    assert sum(reused) > 0
+    spoke = [
+        {int(turn.version) for turn in one.trajectory.turns}
+        for found in work.batches.values()
+        for s in found
+        for one in s.played
+    ]
+    assert any(len(versions) > 1 for versions in spoke)  # a trajectory of several versions, by turn
+
+
+def test_R2_a_reward_that_hangs_is_ended_named_and_has_no_verdict_in_the_end(tmp_path):
+    released, told = threading.Event(), []
+
+    def hangs(number: int) -> None:
+        if number == 4:
+            released.wait(30)
+
+    work = Work(hangs=hangs)
+    began = time.monotonic()
+    master = work.master(ThreadCrew(), schedule.synchronous(3, 2), tmp_path, judge_seconds=1.5, tell=told.append)
+    try:
+        result = master.run()
+    finally:
+        released.set()
+    assert result["update"] == 2
+    assert time.monotonic() - began < 60
+    refused = [one for s in work.batches[1] for one in s.played if one.trajectory.outcome is None]
+    assert {one.task.id for one in refused} == {"4"}
+    assert all("did not return within 1.5 s" in one.reason for one in refused)
+    assert [sentence.partition(" ")[0][:10] for sentence in told] == ["reward-any"] * len(told)
+    assert any("the reward of task" in sentence for sentence in told)
+    # Two examinations ask for the same, in one of two shares; then two tests, of four tasks.
+    assert sum("has judged group 4 for" in sentence for sentence in told) == 2
+    assert sum("of validation for" in sentence for sentence in told) == 2
+
+
+def test_S3_a_worker_that_goes_silent_is_named_and_replaced(tmp_path):
+    released, told, hung = threading.Event(), [], []
+
+    def before(worker, method, calls):
+        if worker == "rollout-1" and (hung or calls > 20):
+            hung.append(method)
+            if crew.started.count("rollout-1") < 2:
+                released.wait(30)
+
+    work = Work()
+    crew = ThreadCrew(before)
+    master = work.master(crew, SYNC, tmp_path, silent_seconds=0.4, tell=told.append)
+    try:
+        result = master.run()
+    finally:
+        released.set()
+    assert result["sha"] == undisturbed(tmp_path / "whole")[1]["sha"]
+    assert result["lost"] == ["rollout-1"]
+    assert told[0].startswith("rollout-1 (process 1) has been silent for")
+
+
+def test_a_worker_that_never_starts_ends_the_run_with_a_sentence(tmp_path):
+    def before(worker, _method, _calls):
+        if worker.startswith(REWARD):
+            raise Lost("no room")
+
+    with pytest.raises(BadInput, match=r"reward-any-. has ended 3 times while it started: has ended .no room"):
+        Work().master(ThreadCrew(before), SYNC, tmp_path).run()
+
+
+def test_what_takes_long_is_named_but_not_ended(tmp_path):
+    told = []
+
+    def before(_worker, method, _calls):
+        if method == "train" and not told:
+            time.sleep(2.5)
+
+    work = Work()
+    master = work.master(ThreadCrew(before), SYNC, tmp_path, watch_seconds=0.5, tell=told.append)
+    assert master.run()["lost"] == []
+    assert told[0].startswith(f"{TRAIN}-0 (process 1): train")
+
+
+def test_S2_the_events_give_the_same_updates_again(tmp_path):
+    plan = schedule.asynchronous(3, 8, staleness=2)
+    Work().master(ThreadCrew(), plan, tmp_path).run()
+    state, again, there = schedule.State(), [], []
+    for line in read_events(tmp_path / "events.jsonl"):
+        if line["what"] == "event":
+            state, commands = schedule.advance(plan, state, schedule.Event(**line["event"]))
+            again += [list(command.groups) for command in commands if command.kind == "train"]
+        elif line["what"] == "train":
+            there.append(line["groups"])
+    assert again == there
+    assert len(there) == 8
+
+
+def test_an_event_log_ends_what_a_killed_process_left(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"what": "event", "event": {}}\n{"what": "ev')
+    Work().master(ThreadCrew(), schedule.synchronous(3, 1), tmp_path, every=1).run()
+    assert [line["what"] for line in read_events(path)][:3] == ["event", "started", "started"]
+    path.write_text("nonsense\n{}\n")
+    with pytest.raises(BadInput, match=r"events.jsonl:1 is no event"):
+        list(read_events(path))

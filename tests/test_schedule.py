@@ -1,0 +1,221 @@
+"""Schedules: every order of events keeps their promises, and nothing is lost, doubled or stuck."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowgrpo import schedule
+from flowgrpo.schedule import REWARD, ROLLOUT, Command, Event, Plan, State
+from flowgrpo.types import BadInput
+
+PLANS = {
+    "sync": schedule.synchronous(4, 6),
+    "sync with spare": schedule.synchronous(4, 6, spare=2),
+    "one_step_off": schedule.one_step_off(4, 6),
+    "async": schedule.asynchronous(4, 8, staleness=2),
+    "async without": schedule.asynchronous(3, 6, staleness=0),
+    "async far": schedule.asynchronous(2, 9, staleness=5),
+    "partial": schedule.partial_rollouts(3, 8, budget=10, staleness=3, spare=3),
+    "partial tight": schedule.partial_rollouts(2, 6, budget=10, staleness=1, spare=2),
+}
+
+
+class World:
+    """Workers that answer in any order, may be lost, and judge what they please."""
+
+    def __init__(self, plan: Plan, seed: int, *, workers: int = 3, room: int = 2, losses: float = 0.0):
+        self.plan, self.random, self.losses = plan, random.Random(seed), losses
+        self.state, self.open, self.events = State(), [], []
+        self.began: dict[int, int] = {}  # the version that a group was first rolled out with
+        self.learned: list[tuple[int, tuple[int, ...]]] = []
+        self.dropped: list[int] = []
+        self.rolls: list[Command] = []
+        for i in range(workers):
+            self.tell(Event("joined", f"{ROLLOUT}-{i}", pool=ROLLOUT, room=room))
+        self.tell(Event("joined", f"{REWARD}-0", pool=REWARD, room=1))
+
+    def tell(self, event: Event) -> None:
+        self.events.append(event)
+        self.state, commands = schedule.advance(self.plan, self.state, event)
+        for command in commands:
+            if command.kind == "roll":
+                self.rolls.append(command)
+                self.began.setdefault(command.groups[0], command.version)
+            elif command.kind == "train":
+                assert command.version == self.state.version == len(self.learned)
+                self.learned.append((command.version, command.groups))
+            elif command.kind == "drop":
+                self.dropped += command.groups
+        self.open += [command for command in commands if command.kind != "drop"]
+
+    def step(self) -> None:
+        """Some worker answers, or is lost and comes again."""
+        if self.random.random() < self.losses:
+            name = self.random.choice(sorted(self.state.workers))
+            pool, room, _ = self.state.workers[name]
+            self.tell(Event("lost", name))
+            self.tell(Event("joined", name, pool=pool, room=room))
+        command = self.open.pop(self.random.randrange(len(self.open)))
+        if command.kind == "train":
+            self.tell(Event("trained"))
+        elif command.kind == "judge":
+            self.tell(Event("judged", command.worker, command.groups[0], command.ticket))
+        elif command.budget is not None and self.random.random() < 0.5:
+            self.tell(Event("cut", command.worker, command.groups[0], command.ticket))
+        else:
+            pool = self.random.choice(["", REWARD])
+            self.tell(Event("rolled", command.worker, command.groups[0], command.ticket, pool=pool))
+
+    def run(self, most: int = 20_000) -> "World":
+        for _ in range(most):
+            if schedule.is_over(self.plan, self.state):
+                return self
+            assert self.open, f"nothing happens any more at {self.state}"
+            self.step()
+        raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("name", PLANS)
+@given(
+    seed=st.integers(0, 10**6), workers=st.integers(1, 5), room=st.integers(1, 4), losses=st.sampled_from([0.0, 0.2])
+)
+@settings(max_examples=25, deadline=None)
+def test_S1_S4_every_group_is_learned_from_once_and_none_too_late(name, seed, workers, room, losses):
+    plan = PLANS[name]
+    world = World(plan, seed, workers=workers, room=room, losses=losses).run()
+    learned = [number for _, groups in world.learned for number in groups]
+    assert len(world.learned) == plan.updates
+    assert all(len(groups) == plan.queries for _, groups in world.learned)
+    assert len(set(learned)) == len(learned)
+    assert not set(learned) & set(world.dropped)
+    for version, groups in world.learned:
+        for number in groups:
+            assert 0 <= version - world.began[number] <= plan.staleness
+    if plan.in_order:
+        births = plan.queries + plan.spare
+        assert all(number // births == version for version, groups in world.learned for number in groups)
+        rest = plan.updates * births - len(learned)
+        assert len(world.dropped) <= rest
+        assert rest == plan.updates * plan.spare
+    else:
+        assert sorted(learned) == list(range(plan.updates * plan.queries))
+
+
+def test_staleness_stays_within_its_bound_over_ten_thousand_events():
+    plan = schedule.asynchronous(8, 800, staleness=3)
+    world = World(plan, 1, workers=6, room=3, losses=0.02).run(most=10**5)
+    late = [version - world.began[number] for version, groups in world.learned for number in groups]
+    assert len(world.events) >= 10**4
+    assert max(late) == 3  # the bound is met, so that it is the one that binds
+    assert world.state.duplicates > 0
+
+
+def test_S2_the_same_events_give_the_same_commands():
+    for name, plan in PLANS.items():
+        world = World(plan, 7, losses=0.1).run()
+        state, again = State(), []
+        for event in world.events:
+            state, commands = schedule.advance(plan, state, event)
+            again += [command for command in commands if command.kind == "train"]
+        assert [(command.version, command.groups) for command in again] == world.learned, name
+        assert state == world.state
+
+
+def test_synchronous_rollouts_wait_for_the_update():
+    plan, state = schedule.synchronous(2, 2), State()
+    state, commands = schedule.advance(plan, state, Event("joined", "a", pool=ROLLOUT, room=9))
+    assert [(c.kind, c.groups, c.version) for c in commands] == [("roll", (0,), 0), ("roll", (1,), 0)]
+    state, none = schedule.advance(plan, state, Event("rolled", "a", 1, commands[1].ticket))
+    assert none == []
+    state, (train,) = schedule.advance(plan, state, Event("rolled", "a", 0, commands[0].ticket))
+    assert train == Command("train", (0, 1), version=0)
+    state, commands = schedule.advance(plan, state, Event("trained"))
+    assert [(c.kind, c.groups, c.version) for c in commands] == [("roll", (2,), 1), ("roll", (3,), 1)]
+
+
+def test_one_step_off_rolls_out_during_the_update():
+    plan, state = schedule.one_step_off(1, 3), State()
+    state, commands = schedule.advance(plan, state, Event("joined", "a", pool=ROLLOUT, room=9))
+    assert [c.groups for c in commands] == [(0,), (1,)]
+    state, commands = schedule.advance(plan, state, Event("rolled", "a", 0, commands[0].ticket))
+    assert [c.kind for c in commands] == ["train"]
+    _, commands = schedule.advance(plan, state, Event("trained"))
+    assert [(c.kind, c.groups, c.version) for c in commands] == [("roll", (2,), 1)]
+
+
+def test_partial_rollouts_go_on_with_later_weights_and_have_no_budget_when_they_are_due():
+    world = World(PLANS["partial"], 3).run()
+    by_group: dict[int, list[Command]] = {}
+    for command in world.rolls:
+        by_group.setdefault(command.groups[0], []).append(command)
+    continued = [commands for commands in by_group.values() if len(commands) > 1]
+    assert continued
+    assert any(one[0].version < one[-1].version for one in continued)
+    for commands in by_group.values():
+        for command in commands:
+            is_due = commands[0].version + world.plan.staleness <= command.version
+            assert (command.budget is None) == is_due
+
+
+def test_a_worker_that_is_lost_gives_its_groups_back_and_is_not_believed_later():
+    plan, state = schedule.synchronous(1, 1), State()
+    state, (roll,) = schedule.advance(plan, state, Event("joined", "a", pool=ROLLOUT))
+    state, none = schedule.advance(plan, state, Event("lost", "a"))
+    assert none == []
+    assert state.groups[0].phase == "waiting"
+    state, (again,) = schedule.advance(plan, state, Event("joined", "b", pool=ROLLOUT))
+    assert again.groups == (0,)
+    assert again.ticket != roll.ticket
+    state, none = schedule.advance(plan, state, Event("rolled", "a", 0, roll.ticket))
+    assert none == []
+    assert state.duplicates == 1
+    state, (train,) = schedule.advance(plan, state, Event("rolled", "b", 0, again.ticket))
+    assert train.groups == (0,)
+
+
+def test_groups_go_to_who_is_idlest():
+    plan, state = schedule.synchronous(4, 1), State()
+    state, _ = schedule.advance(plan, state, Event("joined", "judge", pool=REWARD))
+    for name in "ab":
+        state = state._replace(workers={**state.workers, name: schedule.Worker(ROLLOUT, 3)})
+    _, commands = schedule.advance(plan, state, Event("joined", "c", pool=ROLLOUT, room=3))
+    assert [command.worker for command in commands] == ["a", "b", "c", "a"]
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("seed", range(8))
+def test_S1_a_schedule_goes_on_from_what_was_saved(name, seed):
+    plan, world = PLANS[name], World(PLANS[name], seed)
+    for _ in range(random.Random(seed).randrange(60)):
+        if world.open:
+            world.step()
+    saved = schedule.from_json(json.loads(json.dumps(schedule.to_json(world.state))))
+    assert saved == world.state._replace(workers={})
+    kept = [number for number, group in saved.groups.items() if group.phase in ("ready", "held", "training")]
+    later = World(plan, seed + 100)
+    later.learned = [(version, groups) for version, groups in world.learned if version < saved.version]
+    later.began, later.dropped, later.open = world.began, world.dropped, []
+    later.state = schedule.resumed(saved, kept, tickets=1000)
+    later.tell(Event("joined", "new", pool=ROLLOUT, room=2))
+    later.tell(Event("joined", f"{REWARD}-0", pool=REWARD))
+    later.run()
+    learned = [number for _, groups in later.learned for number in groups]
+    assert len(set(learned)) == len(learned) == plan.updates * plan.queries
+    for version, groups in later.learned:
+        assert all(version - world.began[number] <= plan.staleness for number in groups)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: schedule.synchronous(0, 1), "queries is 0"),
+        (lambda: schedule.asynchronous(1, 1, staleness=-1), "staleness is -1"),
+        (lambda: schedule.partial_rollouts(1, 1, budget=0), "budget is 0"),
+    ],
+)
+def test_bad_numbers_are_refused(make, says):
+    with pytest.raises(BadInput, match=says):
+        make()
