@@ -31,20 +31,14 @@ import jax
 from absl import flags
 
 from experiments import agentflow, common
+from experiments.cluster_plan import TAKES, plan_of
 from experiments.cluster_table import Table
 from experiments.cluster_work import ANY, make_worker, pool_of
-from flowgrpo import schedule
 from flowgrpo.distributed.crew import RayCrew
 from flowgrpo.distributed.master import Exams, Master, Shape
 from flowgrpo.learner.folder import begin_anew
 from flowgrpo.types import BadInput
 
-TAKES = {  # which of the flags mean something to a schedule
-    "sync": ("spare",),
-    "one_step_off": ("spare",),
-    "async": ("staleness",),
-    "partial": ("staleness", "budget", "spare"),
-}
 _SCHEDULE = flags.DEFINE_enum("schedule", "sync", list(TAKES), "Who waits for whom.")
 _STALENESS = flags.DEFINE_integer("staleness", None, "Versions at most, for async and partial.", lower_bound=0)
 _BUDGET = flags.DEFINE_integer("budget", None, "Tokens of a trajectory in one stretch, for partial.", lower_bound=1)
@@ -61,21 +55,6 @@ _JUDGE = flags.DEFINE_float("judge_seconds", 600.0, "Of a group's reward, until 
 _SILENT = flags.DEFINE_float("silent_seconds", 120.0, "Until a worker that says nothing is ended.", lower_bound=1.0)
 _SHOWN = flags.DEFINE_float("table_seconds", 10.0, "Between two tables of what goes on.", lower_bound=0.5)
 flags.adopt_module_key_flags(agentflow)
-
-
-def plan_of(settings: dict[str, Any]) -> schedule.Plan:
-    """The schedule that the flags name."""
-    groups, updates, name = settings["queries"], settings["updates"], settings["schedule"]
-    given = {key: settings[key] for key in ("staleness", "budget", "spare") if settings[key] is not None}
-    for key in given:
-        if key not in TAKES[name]:
-            raise BadInput(f"--{key} means nothing to --schedule={name}: leave it out")
-    if name == "partial":
-        if "budget" not in given:
-            raise BadInput("--schedule=partial needs --budget: tokens of a trajectory in one stretch")
-        return schedule.partial_rollouts(groups, updates, **{"spare": groups} | given)
-    makes = {"sync": schedule.synchronous, "one_step_off": schedule.one_step_off, "async": schedule.asynchronous}
-    return makes[name](groups, updates, **given)
 
 
 def read_settings() -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -253,8 +254,12 @@ class ClusterTrainer:
         tested = compare_before_after(self.setup, played)
         self._tested = tested._replace(more={**tested.more, "cluster": dict(cluster), **cluster})
         result = self.session.finish((time.monotonic() - self._began) / 60)
-        self._stack.close()
+        self.close()
         return result
+
+    def close(self) -> None:
+        """Leave the folder."""
+        self._stack.close()
 
 
 def recorded(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,13 +269,12 @@ def recorded(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def renumbered(stretches: tuple[Stretch, ...]) -> Stretch:
     """One batch of groups, numbered as they come."""
-    from dataclasses import replace
-
-    played = [
-        replace(one, group=index, trajectory=replace(one.trajectory, group=index))
-        for index, stretch in enumerate(stretches)
-        for one in stretch.played
-    ]
+    numbers: dict[tuple[int, int], int] = {}
+    played = []
+    for index, stretch in enumerate(stretches):
+        for one in stretch.played:
+            group = numbers.setdefault((index, one.group), len(numbers))
+            played.append(replace(one, group=group, trajectory=replace(one.trajectory, group=group)))
     return Stretch(tuple(played))
 
 

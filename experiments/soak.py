@@ -3,11 +3,16 @@
     python -m experiments.soak --experiment=quickstart --kills=30
     python -m experiments.soak --experiment=agentflow --kills=30 --signal=TERM
     python -m experiments.soak --experiment=agentflow --kills=5 --arguments='--updates=2 --queries=2'
+    python -m experiments.soak --experiment=cluster --kills=20
 
 First the experiment runs twice as it should, in small sizes; the second run tells how long everything takes, and that
 two undisturbed runs are equal. Then a third one is killed: while it starts, in the warm start, in rollouts and updates,
 in examinations, while a checkpoint is written, in the final test. At the end the metrics, the result, and every leaf
 of the last checkpoint (parameters, optimizer, keys, counters) are compared with those of the first, bit for bit.
+
+Of a cluster every kind of process is killed in turn, the master too, by SIGKILL, at moments in between; compared are
+metrics, parameters, and the trajectories of every update; the figures tell how long it took until another stood in its
+place, and until rollouts went on (`cluster_kills`).
 
 A line for each kill, a table, and one JSON line; status 1 where anything differs. Moments follow from --seed. 30 kills
 of the quickstart take about 8 minutes on two cores, of the agent run about 12.
@@ -21,12 +26,16 @@ from pathlib import Path
 from absl import flags
 
 from experiments import common
+from experiments.cluster_kills import run_cluster_soak
 from experiments.kills import run_soak
+from flowgrpo.types import BadInput
 
 SMALL = {  # sizes that are large enough for a gradient
     "quickstart": "--updates=8 --warm_steps=300 --queries=8 --samples=6 --test_tasks=64 --checkpoint_every=2",
     "agentflow": "--updates=6 --warm_steps=250 --demonstrations=600 --queries=4 --samples=4 --test_tasks=24 "
     "--slots=16 --checkpoint_every=2",
+    "cluster": "--updates=8 --warm_steps=250 --demonstrations=600 --queries=4 --samples=4 --test_tasks=24 "
+    "--slots=16 --checkpoint_every=2 --rollout_workers=2 --reward_workers=any=2",
     "self_verify": "--updates=6 --queries=4 --samples=4 --test_tasks=32 --checkpoint_every=2",
 }
 _EXPERIMENT = flags.DEFINE_enum("experiment", "quickstart", list(SMALL), "What is run.")
@@ -44,7 +53,14 @@ def main() -> None:
     cache = flags.FLAGS["compilation_cache"].value or base / "compiled"
     sizes = [*shlex.split(SMALL[name]), *shlex.split(_ARGUMENTS.value)]
     command = [sys.executable, "-m", f"experiments.{name}", f"--compilation_cache={cache}", *sizes]
-    figures = run_soak(command, base, kills=_KILLS.value, seed=_SEED.value, name=_SIGNAL.value)
+    if name == "cluster":
+        if _SIGNAL.value != "KILL":
+            raise BadInput(
+                f"--signal={_SIGNAL.value} means nothing to a cluster, whose processes are killed: leave it out"
+            )
+        figures = {"wrong_starts": []} | run_cluster_soak(command, base, kills=_KILLS.value, seed=_SEED.value)
+    else:
+        figures = run_soak(command, base, kills=_KILLS.value, seed=_SEED.value, name=_SIGNAL.value)
     print(json.dumps({"experiment": name} | figures))
     wrong = [*figures["differences"], *figures["wrong_starts"]]
     if wrong:

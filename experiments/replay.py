@@ -1,0 +1,48 @@
+"""The updates of a cluster's run once more, from what it recorded; they must end at the same parameters (S2).
+
+    python -m experiments.replay runs/cluster-0
+    python -m experiments.replay runs/cluster-0/events.jsonl --compilation_cache=runs/cache
+
+Every schedule is replayed in the same way, asynchronous ones too: which groups an update took, and which weights spoke
+in them, was a matter of clocks, and is what `events.jsonl` and `batches/` hold. The events go through the schedule
+again, which must give the same updates; the trajectories go through the trainer again, from the warm start on. Prints a
+line for each update and one JSON line; status 1 where the parameters are others.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from experiments import common
+from experiments.cluster_plan import plan_of
+from experiments.cluster_replay import replay_run
+from flowgrpo.learner.folder import read_run
+from flowgrpo.types import BadInput
+
+_ROOT = flags.DEFINE_string("run", None, "The work directory of the run, or its events.jsonl; may stand alone.")
+
+
+def main() -> None:
+    """Replay, and compare."""
+    given = Path(_ROOT.value or "")
+    folder = given.parent if given.name == "events.jsonl" else given
+    if _ROOT.value is None:
+        raise BadInput("name the work directory of a cluster's run: python -m experiments.replay RUN")
+    settings: dict[str, Any] = read_run(folder)["settings"]
+    if "schedule" not in settings:
+        raise BadInput(
+            f"{folder} is no cluster's run: a run of one process goes on, or begins anew, by its own command"
+        )
+    figures = replay_run(folder, settings, plan_of(settings))
+    print(json.dumps(figures))
+    if not figures["same"]:
+        sys.exit(f"experiments.replay: {folder} comes to other parameters when it is replayed")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
+        sys.argv[1] = f"--run={sys.argv[1]}"
+    common.run(main)
