@@ -94,6 +94,8 @@ class State(NamedTuple):
     duplicates: int = 0  # answers to old tickets
     groups: Mapping[int, Group] = {}
     workers: Mapping[str, Worker] = {}
+    idle: Mapping[str, tuple[str, ...]] = {}  # by pool: workers that have room, who is to be asked first
+    counts: Mapping[str, int] = {}  # groups by phase, so that an event costs little where there are many
 
 
 # Schedules --------------------------------------------------------------------------------------------------
@@ -159,18 +161,18 @@ def resumed(state: State, kept: Iterable[int] = (), *, tickets: int = 0) -> Stat
         )
         for number, group in state.groups.items()
     }
-    return state._replace(groups=groups, workers={}, tickets=max(tickets, state.tickets))
+    return _changed(state._replace(workers={}, idle={}, tickets=max(tickets, state.tickets)), groups)
 
 
 def is_training(state: State) -> bool:
     """Whether an update is being made."""
-    return any(group.phase == "training" for group in state.groups.values())
+    return state.counts.get("training", 0) > 0
 
 
 def trained(state: State) -> State:
     """The state after the update that is being made."""
-    left = {number: group for number, group in state.groups.items() if group.phase != "training"}
-    return _released(state._replace(version=state.version + 1, groups=left))
+    learned = [number for number, group in state.groups.items() if group.phase == "training"]
+    return _released(_removed(state._replace(version=state.version + 1), learned))
 
 
 def due(plan: Plan, group: Group) -> int:
@@ -181,7 +183,8 @@ def due(plan: Plan, group: Group) -> int:
 def _heard(state: State, event: Event) -> State:
     """What an event changes by itself."""
     if event.kind == "joined":
-        return state._replace(workers={**state.workers, event.worker: Worker(event.pool, event.room)})
+        workers = {**state.workers, event.worker: Worker(event.pool, event.room)}
+        return _asked_first(state._replace(workers=workers), event.pool, event.worker)
     if event.kind == "lost":
         return _without(state, event.worker)
     if event.kind == "trained":
@@ -196,13 +199,15 @@ def _heard(state: State, event: Event) -> State:
         after = group._replace(phase="rolled" if event.pool else "ready", pool=event.pool)
     else:
         after = group._replace(phase="ready")
-    return _with(state, event.group, after._replace(worker="", ticket=-1))
+    return _changed(state, {event.group: after._replace(worker="", ticket=-1)})
 
 
 def _released(state: State) -> State:
     """What is held may go on."""
+    if not state.counts.get("held"):
+        return state
     held = {n: group._replace(phase="waiting") for n, group in state.groups.items() if group.phase == "held"}
-    return state._replace(groups={**state.groups, **held})
+    return _changed(state, held)
 
 
 def _without(state: State, worker: str) -> State:
@@ -214,7 +219,8 @@ def _without(state: State, worker: str) -> State:
         if group.worker == worker
     }
     workers = {name: one for name, one in state.workers.items() if name != worker}
-    return state._replace(workers=workers, groups={**state.groups, **given})
+    idle = {pool: tuple(name for name in names if name != worker) for pool, names in state.idle.items()}
+    return _changed(state._replace(workers=workers, idle=idle), given)
 
 
 # What is to be done -----------------------------------------------------------------------------------------
@@ -222,14 +228,14 @@ def _without(state: State, worker: str) -> State:
 
 def _train(plan: Plan, state: State) -> tuple[State, list[Command]]:
     """Begin an update, if one is not being made and its groups are there."""
-    if is_training(state) or is_over(plan, state):
+    if is_training(state) or is_over(plan, state) or state.counts.get("ready", 0) < plan.queries:
         return state, []
     batch = (_batch_in_order if plan.in_order else _batch_by_deadline)(plan, state)
     if not batch:
         return state, []
     taken = {number: state.groups[number]._replace(phase="training") for number in batch}
     commands = [Command("train", batch, version=state.version)]
-    state = state._replace(groups={**state.groups, **taken})
+    state = _changed(state, taken)
     if plan.spare and plan.in_order:
         state, dropped = _drop(plan, state)
         commands += dropped
@@ -251,8 +257,7 @@ def _births(plan: Plan, version: int) -> range:
 
 def _batch_by_deadline(plan: Plan, state: State) -> tuple[int, ...]:
     """The ready groups that are due first, if all that are left can still be learned from in time."""
-    phases = [group.phase for group in state.groups.values()]
-    if phases.count("ready") < plan.queries or (plan.budget is not None and "rolling" in phases):
+    if plan.budget is not None and state.counts.get("rolling"):
         return ()
     by_deadline = sorted(state.groups, key=lambda number: (due(plan, state.groups[number]), number))
     batch = [number for number in by_deadline if state.groups[number].phase == "ready"][: plan.queries]
@@ -271,20 +276,22 @@ def _drop(plan: Plan, state: State) -> tuple[State, list[Command]]:
         group = state.groups[number]
         commands.append(Command("drop", (number,), group.worker, group.ticket))
         state = _freed(state, group.worker)
-    groups = {number: group for number, group in state.groups.items() if number not in set(spare)}
-    return state._replace(groups=groups, begun=max(state.begun, _births(plan, state.version).stop)), commands
+    begun = max(state.begun, _births(plan, state.version).stop)
+    return _removed(state._replace(begun=begun), spare), commands
 
 
 def _judge(plan: Plan, state: State) -> tuple[State, list[Command]]:
     """Give what was rolled out to those who judge it."""
     del plan
     commands = []
+    if not state.counts.get("rolled") or not any(names for pool, names in state.idle.items() if pool != ROLLOUT):
+        return state, commands
     for number in [number for number, group in state.groups.items() if group.phase == "rolled"]:
         group = state.groups[number]
-        worker = _idlest(state, group.pool)
+        worker = next(iter(state.idle.get(group.pool, ())), "")
         if worker:
             state, ticket = _taken(state, worker)
-            state = _with(state, number, group._replace(phase="judging", worker=worker, ticket=ticket))
+            state = _changed(state, {number: group._replace(phase="judging", worker=worker, ticket=ticket)})
             commands.append(Command("judge", (number,), worker, ticket))
     return state, commands
 
@@ -292,12 +299,14 @@ def _judge(plan: Plan, state: State) -> tuple[State, list[Command]]:
 def _roll(plan: Plan, state: State) -> tuple[State, list[Command]]:
     """Give groups to workers that have room: first those that wait, then new ones."""
     commands = []
-    if plan.budget is not None and is_training(state):
-        return state, []
+    if not state.idle.get(ROLLOUT) or (plan.budget is not None and is_training(state)):
+        return state, commands
     if _is_stuck(plan, state):
         state = _released(state)
-    waiting = sorted(n for n, group in state.groups.items() if group.phase == "waiting")
-    while worker := _idlest(state, ROLLOUT):
+    waits = bool(state.counts.get("waiting"))
+    waiting = sorted(n for n, group in state.groups.items() if group.phase == "waiting") if waits else []
+    while state.idle[ROLLOUT]:
+        worker = state.idle[ROLLOUT][0]
         if waiting:
             number = waiting.pop(0)
             group = state.groups[number]
@@ -308,20 +317,20 @@ def _roll(plan: Plan, state: State) -> tuple[State, list[Command]]:
             break
         state, ticket = _taken(state, worker)
         budget = None if plan.budget is None or due(plan, group) <= state.version else plan.budget
-        state = _with(state, number, group._replace(phase="rolling", worker=worker, ticket=ticket))
+        state = _changed(state, {number: group._replace(phase="rolling", worker=worker, ticket=ticket)})
         commands.append(Command("roll", (number,), worker, ticket, state.version, budget))
     return state, commands
 
 
 def _is_stuck(plan: Plan, state: State) -> bool:
     """Whether nothing happens any more unless what is held goes on."""
-    phases = {group.phase for group in state.groups.values()}
+    phases = {phase for phase, count in state.counts.items() if count}
     return "held" in phases and phases <= {"held", "ready"} and not _may_begin(plan, state)
 
 
 def _may_begin(plan: Plan, state: State) -> bool:
     """Whether one more group fits into the updates until it would be due."""
-    training = sum(group.phase == "training" for group in state.groups.values())
+    training = state.counts.get("training", 0)
     each = plan.queries + plan.spare if plan.in_order else plan.queries
     coming = state.version + bool(training)  # the update that can take it first
     room = (state.version + plan.staleness + 1 - coming) * each
@@ -333,19 +342,13 @@ def _may_begin(plan: Plan, state: State) -> bool:
 # Small parts ------------------------------------------------------------------------------------------------
 
 
-def _idlest(state: State, pool: str) -> str:
-    """The worker of a pool with the smallest share of its room taken; "" where none has room."""
-    free = (
-        (one.busy / one.room, name) for name, one in state.workers.items() if one.pool == pool and one.busy < one.room
-    )
-    return min(free, default=(0.0, ""))[1]
-
-
 def _taken(state: State, worker: str) -> tuple[State, int]:
-    """The worker has one group more; and the ticket of what it is to do."""
+    """The worker, who is to be asked first, has one group more, and is asked last from now on; and a new ticket."""
     one = state.workers[worker]
+    rest = state.idle[one.pool][1:] + ((worker,) if one.busy + 1 < one.room else ())
     workers = {**state.workers, worker: one._replace(busy=one.busy + 1)}
-    return state._replace(workers=workers, tickets=state.tickets + 1), state.tickets
+    state = state._replace(workers=workers, idle={**state.idle, one.pool: rest}, tickets=state.tickets + 1)
+    return state, state.tickets - 1
 
 
 def _freed(state: State, worker: str) -> State:
@@ -353,11 +356,34 @@ def _freed(state: State, worker: str) -> State:
     if worker not in state.workers:
         return state
     one = state.workers[worker]
-    return state._replace(workers={**state.workers, worker: one._replace(busy=one.busy - 1)})
+    state = state._replace(workers={**state.workers, worker: one._replace(busy=one.busy - 1)})
+    return _asked_first(state, one.pool, worker) if one.busy == one.room else state
 
 
-def _with(state: State, number: int, group: Group) -> State:
-    return state._replace(groups={**state.groups, number: group})
+def _asked_first(state: State, pool: str, worker: str) -> State:
+    return state._replace(idle={**state.idle, pool: (worker, *state.idle.get(pool, ()))})
+
+
+def _changed(state: State, changes: Mapping[int, Group]) -> State:
+    """The state with these groups as they are now."""
+    before = [state.groups[number].phase for number in changes if number in state.groups]
+    counts = _counted(state.counts, before, [group.phase for group in changes.values()])
+    return state._replace(groups={**state.groups, **changes}, counts=counts)
+
+
+def _removed(state: State, numbers: Iterable[int]) -> State:
+    """The state without these groups."""
+    gone = set(numbers)
+    counts = _counted(state.counts, [state.groups[number].phase for number in gone], [])
+    return state._replace(groups={n: group for n, group in state.groups.items() if n not in gone}, counts=counts)
+
+
+def _counted(counts: Mapping[str, int], before: Iterable[str], after: Iterable[str]) -> dict[str, int]:
+    found = dict(counts)
+    for phases, by in ((before, -1), (after, 1)):
+        for phase in phases:
+            found[phase] = found.get(phase, 0) + by
+    return {phase: count for phase, count in found.items() if count}
 
 
 # As JSON ----------------------------------------------------------------------------------------------------
@@ -366,10 +392,10 @@ def _with(state: State, number: int, group: Group) -> State:
 def to_json(state: State) -> dict:
     """The state as JSON holds it."""
     groups = {str(number): group._asdict() for number, group in state.groups.items()}
-    return state._asdict() | {"groups": groups, "workers": {}}
+    return state._asdict() | {"groups": groups, "workers": {}, "idle": {}}
 
 
 def from_json(value: Mapping) -> State:
     """The state that `to_json` wrote; its workers are gone."""
     groups = {int(number): Group(**group) for number, group in value["groups"].items()}
-    return State(**{**value, "groups": groups, "workers": {}})
+    return State(**{**value, "groups": groups, "workers": {}, "idle": {}})

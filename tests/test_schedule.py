@@ -176,13 +176,29 @@ def test_a_worker_that_is_lost_gives_its_groups_back_and_is_not_believed_later()
     assert train.groups == (0,)
 
 
-def test_groups_go_to_who_is_idlest():
-    plan, state = schedule.synchronous(4, 1), State()
-    state, _ = schedule.advance(plan, state, Event("joined", "judge", pool=REWARD))
-    for name in "ab":
-        state = state._replace(workers={**state.workers, name: schedule.Worker(ROLLOUT, 3)})
-    _, commands = schedule.advance(plan, state, Event("joined", "c", pool=ROLLOUT, room=3))
-    assert [command.worker for command in commands] == ["a", "b", "c", "a"]
+def test_groups_are_dealt_out_among_the_workers():
+    plan, state = schedule.synchronous(4, 2), State()
+    for name in "abc":
+        state, commands = schedule.advance(plan, state, Event("joined", name, pool=ROLLOUT, room=4))
+        for command in commands:
+            state, more = schedule.advance(plan, state, Event("rolled", name, command.groups[0], command.ticket))
+    assert [command.kind for command in more] == ["train"]
+    _, commands = schedule.advance(plan, state, Event("trained"))
+    assert sorted(command.worker for command in commands[:3]) == ["a", "b", "c"]
+    assert commands[3].worker == commands[0].worker
+
+
+@given(seed=st.integers(0, 10**6), name=st.sampled_from(sorted(PLANS)))
+def test_what_is_counted_is_what_is_there(seed, name):
+    world = World(PLANS[name], seed, losses=0.2)
+    for _ in range(40):
+        if world.open:
+            world.step()
+        phases = [group.phase for group in world.state.groups.values()]
+        assert world.state.counts == {phase: phases.count(phase) for phase in set(phases)}
+        for pool in (ROLLOUT, REWARD):
+            room = {n for n, one in world.state.workers.items() if one.pool == pool and one.busy < one.room}
+            assert sorted(world.state.idle.get(pool, ())) == sorted(room)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -193,7 +209,7 @@ def test_S1_a_schedule_goes_on_from_what_was_saved(name, seed):
         if world.open:
             world.step()
     saved = schedule.from_json(json.loads(json.dumps(schedule.to_json(world.state))))
-    assert saved == world.state._replace(workers={})
+    assert saved == world.state._replace(workers={}, idle={})
     kept = [number for number, group in saved.groups.items() if group.phase in ("ready", "held", "training")]
     later = World(plan, seed + 100)
     later.learned = [(version, groups) for version, groups in world.learned if version < saved.version]

@@ -295,6 +295,8 @@ class Master:
             self.slips[doing.group] = slip
             version = self.state.groups[doing.group].began
             self.buffer = buffer.add(self.buffer, doing.group, doing.data, version=version, whole=slip.whole)
+        took = {"seconds": round(slip.seconds, 4), "lengths": slip.lengths, "whole": slip.whole}
+        self.log.write("rolled", group=doing.group, pid=slip.pid, **took)
         kind = "rolled" if slip.whole else "cut"
         self._happened(Event(kind, doing.worker, doing.group, doing.ticket, pool=slip.pool))
 
@@ -306,6 +308,7 @@ class Master:
                 self.exam.judged[doing.share] = doing.data
                 self._examine_on()
             return
+        self.log.write("judged", group=doing.group, seconds=round(time.monotonic() - doing.since, 4))
         if self._is_current(doing):
             version = self.state.groups[doing.group].began
             self.buffer = buffer.add(self.buffer, doing.group, doing.data, version=version)
@@ -313,6 +316,7 @@ class Master:
 
     def _on_train(self, doing: Doing, figures: Mapping[str, Any]) -> None:
         """An update is made; the schedule hears of it when it is examined and saved, where that is due."""
+        self.log.write("trained", version=figures["version"], seconds=round(time.monotonic() - doing.since, 4))
         trained = [number for number, group in self.state.groups.items() if group.phase == "training"]
         self.slips = {number: slip for number, slip in self.slips.items() if number not in trained}
         self._publish(doing.data, figures["version"])
@@ -429,7 +433,7 @@ class Master:
             self.crew.kill(one)
         if pool == TRAIN:
             self.epoch, self.exam, self.going = self.epoch + 1, None, False
-            self.state = self.state._replace(workers={})
+            self.state = self.state._replace(workers={}, idle={})
         for one in gone:
             self._hire(one)
         if name in self.state.workers:

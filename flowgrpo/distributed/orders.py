@@ -38,6 +38,7 @@ class Slip(NamedTuple):
     oldest: int  # version of the weights that spoke; -1 where none did
     newest: int
     seconds: float
+    lengths: tuple[int, ...]  # tokens of each trajectory that the policy chose in this stretch
 
 
 def versions(stretch: Stretch) -> tuple[int, int]:
@@ -54,11 +55,10 @@ def _of(turn) -> Sequence[int]:
     return [version] if isinstance(version, int) else version[turn.chosen].tolist() or [-1]
 
 
-def chosen(stretch: Stretch) -> int:
-    """The tokens that the policy chose."""
-    turns = [turn for one in stretch.played for turn in one.trajectory.turns]
-    turns += [turn for one in stretch.unfinished for turn in one.turns]
-    return sum(int(turn.chosen.sum()) for turn in turns)
+def lengths(stretch: Stretch) -> dict[tuple[int, int], int]:
+    """The tokens that the policy chose, by group and sample."""
+    every = [(one, one.trajectory.turns) for one in stretch.played] + [(one, one.turns) for one in stretch.unfinished]
+    return {(one.group, one.sample): sum(int(turn.chosen.sum()) for turn in turns) for one, turns in every}
 
 
 def pack_stretch(stretch: Stretch) -> str:

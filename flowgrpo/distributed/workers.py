@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, Protocol
 
 from flowgrpo.contracts import Reward, Scored
-from flowgrpo.distributed.orders import Order, Slip, Stretch, chosen, versions
+from flowgrpo.distributed.orders import Order, Slip, Stretch, lengths, versions
 from flowgrpo.rollout.judging import judge
 from flowgrpo.rollout.records import Played, awaits_verdict, with_verdict
 from flowgrpo.types import BadInput
@@ -69,7 +69,7 @@ class RolloutWorker:
             self._orders += 1
             mine = self._orders
         begun = begun or Stretch()
-        began, before = time.monotonic(), chosen(begun)
+        began, before = time.monotonic(), lengths(begun)
         try:
             stretch = self._player.play(order, begun, lambda pending: self._asked.update({mine: pending}))
         finally:
@@ -78,8 +78,9 @@ class RolloutWorker:
         whole = not stretch.unfinished
         pool = self._player.pool(stretch) if whole and any(map(awaits_verdict, stretch.played)) else ""
         count = len(stretch.played) + len(stretch.unfinished)
-        tokens = chosen(stretch) - before
-        return Slip(os.getpid(), whole, pool, count, tokens, before, *versions(stretch), took), stretch
+        new = tuple(size - before.get(one, 0) for one, size in lengths(stretch).items())
+        reused = sum(before.values())
+        return Slip(os.getpid(), whole, pool, count, sum(new), reused, *versions(stretch), took, new), stretch
 
     def pending(self) -> list[str]:
         """What is under way, in words."""
