@@ -16,7 +16,7 @@ FLOORS = [
     ["types"],
     ["masked", "text", "sandbox", "spread", "launch", "stuck"],
     ["contracts", "ragged", "layouts", "tasks", "schedule", "buffer", "report"],
-    ["packing", "task_files", "effects"],
+    ["packing", "task_files", "effects", "simulation"],
     ["algorithms", "models", "envs", "agent", "generate", "tools", "rewards", "evaluate"],
     ["learner", "rollout"],
     ["loop"],

@@ -1,0 +1,102 @@
+"""Clusters of real processes, over Ray: the bits of a single process, whatever is killed; replays; bad flags."""
+
+import builtins
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.cluster_kills import run_cluster_soak
+from flowgrpo.distributed.crew import RayCrew
+from flowgrpo.distributed.event_log import read_events
+from flowgrpo.types import BadInput
+
+ROOT = Path(__file__).parent.parent.parent
+SIZES = "--warm_steps=250 --demonstrations=600 --queries=4 --samples=4 --test_tasks=24 --slots=16 --checkpoint_every=2"
+
+
+def run(module: str, *flags: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", f"experiments.{module}", *flags]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1200)
+
+
+@pytest.mark.slow
+def test_S1_a_cluster_whose_processes_are_killed_makes_the_bits_of_a_single_process(tmp_path):
+    cache = f"--compilation_cache={tmp_path / 'compiled'}"
+    sizes = [*SIZES.split(), "--updates=8", cache]
+    shape = ["--rollout_workers=2", "--reward_workers=any=2"]
+    command = [sys.executable, "-m", "experiments.cluster", *sizes, *shape]
+    figures = run_cluster_soak(command, tmp_path, kills=5, seed=1, longest=6.0)
+    assert figures["differences"] == []
+    assert figures["kills"] >= 4
+    assert {"master", "train", "rollout", "reward"} <= set(figures["by_kind"])
+    single = run("agentflow", *sizes, f"--workdir={tmp_path / 'single'}")
+    assert single.returncode == 0, single.stderr[-2000:]
+    result = json.loads((tmp_path / "killed" / "result.json").read_text())
+    alone = json.loads((tmp_path / "single" / "result.json").read_text())
+    assert result["params_sha256"] == alone["params_sha256"]
+    metrics = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("killed", "single")]
+    assert metrics[0] == metrics[1]
+    assert any(json.loads(line).get("grad_norm", 0) > 0 for line in metrics[0].splitlines())
+    assert len(json.loads((tmp_path / "whole" / "result.json").read_text())["rollout_pids"]) == 2
+    again = run("replay", str(tmp_path / "killed"), cache)
+    assert again.returncode == 0, again.stdout + again.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "schedule", [("--schedule=async", "--staleness=2"), ("--schedule=partial", "--budget=8")], ids=["async", "partial"]
+)
+def test_S2_a_run_whose_order_was_a_matter_of_clocks_is_replayed_to_the_same_parameters(tmp_path, schedule):
+    folder, cache = tmp_path / "run", f"--compilation_cache={tmp_path / 'compiled'}"
+    ran = run("cluster", *SIZES.split(), "--updates=5", cache, *schedule, "--rollout_workers=2", f"--workdir={folder}")
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    result = json.loads((folder / "result.json").read_text())
+    assert result["staleness"] <= (2 if "--staleness=2" in schedule else 4)
+    kinds = [line["event"]["kind"] for line in read_events(folder / "events.jsonl") if line["what"] == "event"]
+    assert kinds.count("trained") == 5
+    assert ("cut" in kinds) == ("--schedule=partial" in schedule)
+    again = run("replay", str(folder), cache)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert json.loads(again.stdout.splitlines()[-1])["params_sha256"] == result["params_sha256"]
+    (folder / "result.json").write_text(json.dumps(result | {"params_sha256": "another"}))
+    other = run("replay", str(folder), cache)
+    assert other.returncode == 1
+    assert "comes to other parameters" in other.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--schedule=sync", "--staleness=2"), "--staleness means nothing to --schedule=sync"),
+        (("--schedule=partial",), "--schedule=partial needs --budget"),
+        (("--reward_workers=code",), "'code' should be DOMAIN=COUNT"),
+    ],
+)
+def test_bad_flags_are_one_sentence(tmp_path, flags, says):
+    ran = run("cluster", *flags, f"--workdir={tmp_path}")
+    assert ran.returncode == 1
+    assert says in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_without_ray_the_extra_is_named(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name.partition(".")[0] == "ray":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(BadInput, match=r"\.\[ray\]"):
+        RayCrew()
+
+
+def test_a_replay_needs_a_clusters_run(tmp_path):
+    ran = run("replay", str(tmp_path))
+    assert ran.returncode == 1
+    assert "run.json can't be read" in ran.stderr
