@@ -69,6 +69,7 @@ def read_settings() -> dict[str, Any]:
         "correction": _CORRECTION.value if stale else 0.0,
         "reward_workers": _reward_workers(),
         "compilation_cache": flags.FLAGS["compilation_cache"].value,
+        "trainer_workers": _TRAINERS.value,
         "deterministic": flags.FLAGS["deterministic"].value,
     }
 
@@ -94,7 +95,7 @@ def main() -> None:
     shape = Shape(
         rollout=_ROLLOUT.value,
         rewards={pool_of(domain): count for domain, count in settings["reward_workers"].items()},
-        trainers=_TRAINERS.value,
+        trainers=settings["trainer_workers"],
         room=_ROOM.value,
         every=int(flags.FLAGS["checkpoint_every"].value or 1),
         judge_seconds=_JUDGE.value,

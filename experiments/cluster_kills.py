@@ -87,7 +87,8 @@ def soak(
 ) -> list[Victim]:
     """Kill processes of a run until it has ended, so many at most."""
     met: list[Victim] = []
-    log, process = folder.with_suffix(".log"), None
+    log = folder.with_suffix(".log")
+    process: subprocess.Popen | None = None
     try:
         for number in range(kills):
             if process is None or process.poll() is not None:
@@ -100,19 +101,21 @@ def soak(
             pids = _pids(folder) | {MASTER: process.pid}
             kind = sorted({_kind(name) for name in pids})[number % len({_kind(name) for name in pids})]
             name = chance.choice(sorted(name for name in pids if _kind(name) == kind))
-            met.append(_kill(kind, name, pids[name], process, command, folder, log))
-            process = met[-1][1]
-            print(f"{number + 1:3}/{kills}  {in_words(met[-1][0])}", flush=True)
+            victim, process = _kill(kind, name, pids[name], process, command, folder, log)
+            met.append(victim)
+            print(f"{number + 1:3}/{kills}  {in_words(victim)}", flush=True)
         if process is not None:
             process.wait()
             check_ended(process, log, (0,))
     finally:
         if process is not None:
             process.kill()
-    return [victim for victim, _ in met]
+    return met
 
 
-def _kill(kind, name, pid, process, command, folder, log) -> tuple[Victim, subprocess.Popen]:
+def _kill(
+    kind: str, name: str, pid: int, process: subprocess.Popen, command: Sequence[str], folder: Path, log: Path
+) -> tuple[Victim, subprocess.Popen]:
     """SIGKILL to one of them; who stands in its place, and when."""
     at = time.time()
     with suppress(ProcessLookupError):

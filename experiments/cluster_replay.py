@@ -24,8 +24,11 @@ def replay_run(folder: Path, settings: Mapping[str, Any], plan: schedule.Plan) -
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / START).symlink_to((folder / START).absolute())
         trainer = ClusterTrainer(
-            {**settings, "reward_workers": {}, "compilation_cache": None}, Path(scratch), every=10**9
+            {**settings, "reward_workers": {}, "compilation_cache": None, "trainer_workers": 1},
+            Path(scratch),
+            every=10**9,
         )
+        trainer.open("")
         trainer.begin()
         for path in batches:
             figures, _ = trainer.train(unpack_stretch(path.read_text()))

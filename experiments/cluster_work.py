@@ -8,6 +8,8 @@ Rollout workers play a group under the keys that a single process would give it;
 """
 
 import os
+import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from experiments import agent_setups
 from experiments.hosted_work import (
@@ -33,10 +36,11 @@ from experiments.hosted_work import (
     record,
     run_key,
 )
-from experiments.session import MAY_DIFFER, Session, Tested
+from experiments.session import MAY_DIFFER, Session
 from flowgrpo import launch, loop
 from flowgrpo.distributed.orders import Order, Stretch, pack_stretch
 from flowgrpo.distributed.workers import Begun, Judge, Player, RewardWorker, RolloutWorker, about
+from flowgrpo.learner.checkpoint import Checkpoints
 from flowgrpo.learner.folder import run_folder
 from flowgrpo.report.metrics import Metrics
 from flowgrpo.rollout.hosted import Hosted
@@ -52,10 +56,9 @@ ANY = "any"  # the domain whose reward workers judge what no others do
 
 def make_worker(pool: str, name: str, *, settings: Mapping[str, Any], folder: Path, every: int) -> Callable[[], Any]:
     """What makes the worker of this name in its own process."""
-    del name
     opens = {"settings": dict(settings), "folder": folder}
     if pool == TRAIN:
-        return partial(_trainer, **opens, every=every)
+        return partial(_trainer, **opens, every=every, rank=int(name.rpartition("-")[2]))
     kind = _rollout_worker if pool == ROLLOUT else _reward_worker
     return partial(kind, **opens)
 
@@ -71,9 +74,11 @@ def _reward_worker(settings: Mapping[str, Any], folder: Path) -> RewardWorker:
     return RewardWorker(partial(open_judge, settings))
 
 
-def _trainer(settings: Mapping[str, Any], folder: Path, every: int) -> "ClusterTrainer":
+def _trainer(settings: Mapping[str, Any], folder: Path, every: int, rank: int) -> "ClusterTrainer":
+    if settings["trainer_workers"] > 1:  # each is a device, as in a process that has several
+        os.environ["XLA_FLAGS"] = launch.add_flags(os.environ.get("XLA_FLAGS", ""), [launch.ONE_THREAD])
     _configure(settings)
-    return ClusterTrainer(settings, folder, every)
+    return ClusterTrainer(settings, folder, every, rank=rank)
 
 
 def _configure(settings: Mapping[str, Any]) -> None:
@@ -166,37 +171,56 @@ def open_judge(settings: Mapping[str, Any]) -> Iterator[Judge]:
 
 
 class ClusterTrainer:
-    """A `Session` whose trajectories others have played and judged; see `workers.Trainer`."""
+    """A `Session` whose trajectories others have played and judged; see `workers.Trainer`.
 
-    def __init__(self, settings: Mapping[str, Any], folder: Path, every: int):
-        self._stack, self._every, self._folder = ExitStack(), every, folder
-        settings = dict(settings) | {"devices": jax.device_count()}
-        self._stack.enter_context(_own_folder(folder, recorded(settings)))
-        self.setup = self._stack.enter_context(agent_setups.open_setup(settings, folder))
-        self._tested: Tested | None = None
+    Several of them are one `jax.distributed` group and make the same calls; the first one writes into the run's folder,
+    the others into one of their own, which ends with them.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], folder: Path, every: int, *, rank: int = 0):
+        self._settings, self._every, self._folder, self._rank = dict(settings), every, folder, rank
+        self._stack = ExitStack()
+        self._given, self._tested = Stretch(), None
+        self._began = time.monotonic()
+
+    def about(self) -> dict[str, Any]:
+        """Where it runs, and where the others could meet it."""
+        return about() | {"address": f"{_own_address()}:{_free_port()}"}
+
+    def open(self, address: str) -> None:
+        """Meet the others, and make all parts."""
+        folder, world = self._folder, self._settings["trainer_workers"]
+        if world > 1:
+            launch.join(address, world, self._rank)
+        settings = self._settings | {"devices": jax.device_count()}
+        if self._rank == 0:
+            self._stack.enter_context(_own_folder(folder, recorded(settings)))
+            self.setup = self._stack.enter_context(agent_setups.open_setup(settings, folder))
+        if world > 1:  # the first one writes what all begin with
+            multihost_utils.sync_global_devices("the start is written")
+        if self._rank:
+            self.setup = self._stack.enter_context(agent_setups.open_setup(settings, folder))
         work = hosted_work(self.setup)._replace(
             settings=recorded(settings), test=lambda _: self._tested, remembers=True
         )
         self.session = Session(work, folder)
-        self._given: Stretch = Stretch()
         self._step = make_step(self.setup, self._roll_out)
-        self._metrics: Metrics | None = None
-        self._began = time.monotonic()
-
-    def about(self) -> dict[str, Any]:
-        """Where it runs."""
-        return about()
 
     def pending(self) -> list[str]:
-        """What is under way, in words; stages say so themselves."""
+        """What is under way, in words; the master knows it."""
         return []
 
     def begin(self) -> Begun:
         """From the checkpoint, or from the warm start."""
-        session = self.session
-        if session.restore():
+        session, own = self.session, self._folder
+        if session.restore() and self._rank == 0:
             session.progress.say(f"going on at update {int(session.run.update)} of {self._folder}")
-        self._metrics = self._stack.enter_context(Metrics(self._folder, session.at and session.at.position))
+        if self._rank:
+            own = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+            session.folder, session.checkpoints = own, Checkpoints(own, keep=1, background=True)
+        self._metrics = self._stack.enter_context(
+            Metrics(own, session.at and session.at.position if own is self._folder else None)
+        )
         self._stack.enter_context(session.checkpoints)
         if session.at is None:
             session.warm_start(self._metrics)
@@ -208,14 +232,14 @@ class ClusterTrainer:
         return int(learner.version), self._part(learner.params)
 
     def _part(self, params: Any) -> Any:
-        return jax.device_get(self.setup.planner.trained.take(params))
+        """What is trained, on the host; whole, where it is divided among processes."""
+        return jax.tree.map(_on_host, self.setup.planner.trained.take(params))
 
     def train(self, *stretches: Stretch) -> tuple[dict[str, Any], Any]:
         """One update from these groups, which are recorded whole; its figures, and the weights after it."""
-        assert self._metrics is not None
         self._given = renumbered(stretches)
         update = int(self.session.run.update) + 1
-        path = self._folder / "batches" / f"{update:06d}.json"
+        path = self.session.folder / "batches" / f"{update:06d}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(pack_stretch(self._given))
         figures = self.session.advance(self._step, self._metrics)
@@ -232,22 +256,26 @@ class ClusterTrainer:
 
     def examined(self, memory: Any, *stretches: Stretch) -> dict[str, Any]:
         """The figures of an examination, written down; a checkpoint, which holds the master's memory too."""
-        assert self._metrics is not None
         played = in_order(stretches)
         seen = judge(played, self.setup.env.tools)
         self.session.examined(seen, self._metrics, memory)
         self.session.checkpoints.wait()
         update = int(self.session.run.update)
-        Journal(self._folder / "journal").forget(update)
-        self.session.progress.say(f"update {update}: validation success {seen.success:.3f}")
+        if self._rank == 0:
+            Journal(self._folder / "journal").forget(update)
+            self.session.progress.say(f"update {update}: validation success {seen.success:.3f}")
         return {"update": update, "success": seen.success}
 
     def candidates(self) -> tuple[int, Any, Any]:
         """The weights of the warm start, and the best ones."""
+        if self._rank:
+            self.session.checkpoints = Checkpoints(self._folder, best="validation")
         return 2, self._part(self.session.start), self._part(self.session.best_params()[1])
 
     def finish(self, cluster: Mapping[str, Any], count: int, *stretches: Stretch) -> dict[str, Any]:
         """The table and the result, with what the master has to add."""
+        if self._rank:
+            return {}
         played = [in_order(stretches[:count]), in_order(stretches[count:])]
         for when, own in zip(("before", "after"), played, strict=True):
             record(self._folder / "trajectories" / f"test-{when}.jsonl", own)
@@ -260,6 +288,26 @@ class ClusterTrainer:
     def close(self) -> None:
         """Leave the folder."""
         self._stack.close()
+
+
+def _on_host(x: Any) -> Any:
+    whole = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+    return jax.device_get(x) if whole else multihost_utils.process_allgather(x, tiled=True)
+
+
+def _own_address() -> str:
+    """Where other hosts reach this one."""
+    host = socket.gethostname()
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return "127.0.0.1"
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return found.getsockname()[1]
 
 
 def recorded(settings: Mapping[str, Any]) -> dict[str, Any]:

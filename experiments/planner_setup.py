@@ -119,4 +119,4 @@ def _adapted(start: Model, lora: LoraConfig, settings: Mapping[str, Any]) -> tup
 def _serve(params: Any, *, compute_dtype: Any, mesh: Mesh | None) -> Any:
     """What the engine decodes with; over a mesh, gathered on its first device."""
     served = sampled(params, compute_dtype)
-    return served if mesh is None else jax.device_put(served, jax.devices()[0])
+    return served if mesh is None else jax.device_put(served, jax.local_devices()[0])

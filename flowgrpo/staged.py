@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from flowgrpo import loop
 from flowgrpo.contracts import Algorithm, Metrics, Policy, Scored
@@ -34,7 +35,7 @@ from flowgrpo.rollout.compiled import Rollout
 from flowgrpo.rollout.exam import summarise, tool_mix
 from flowgrpo.rollout.judging import Verdict, is_solved, judge_groups, judged
 from flowgrpo.rollout.records import Hosted
-from flowgrpo.spread import Spread
+from flowgrpo.spread import SHARED, Spread
 from flowgrpo.stuck import Pending, Watch
 from flowgrpo.types import BadInput, Batch, Trajectories
 
@@ -277,7 +278,9 @@ def _appraisal(policy: Policy, algorithm: Algorithm, settings: loop.Settings, cr
     scoring = {"temperature": settings.temperature, "banned": banned}
     sizes = {"micro_rows": settings.micro_rows, "compute_dtype": settings.compute_dtype, "slots": slots, "mesh": mesh}
     appraise = make_appraise(policy, critic=critic, needs=needs, **scoring, **sizes)
-    return jax.jit(partial(_appraise, appraise=appraise), static_argnames="apart")
+    # Every process reads all of it, where there are several.
+    everywhere = NamedSharding(mesh, SHARED) if isinstance(mesh, Mesh) and mesh.is_multi_process else None
+    return jax.jit(partial(_appraise, appraise=appraise), static_argnames="apart", out_shardings=everywhere)
 
 
 def _appraise(params, reference, trajectories: Trajectories, *, appraise, apart: bool) -> dict:

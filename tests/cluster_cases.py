@@ -188,7 +188,10 @@ class FakeTrainer:
         self.params, self.update, self.seen = np.zeros(4, np.float64), 0, False
 
     def about(self):
-        return {"pid": 1, "host": "here"}
+        return {"pid": 1, "host": "here", "address": "here:1"}
+
+    def open(self, address):
+        assert address == "here:1"
 
     def pending(self):
         return []

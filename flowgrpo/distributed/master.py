@@ -118,6 +118,7 @@ class Master:
         self.seen = {name: Seen() for name in self.names}
         self.calls: dict[Any, Doing] = {}
         self.state, self.buffer = State(), buffer.EMPTY
+        self.address = ""  # of the first trainer
         self.going = False  # the schedule has begun
         self.due = False  # an examination is, where the trainer stands
         self.epoch = 0  # counts the trainers' beginnings: calls of an earlier one mean nothing
@@ -177,17 +178,23 @@ class Master:
         seen.pid, seen.host, seen.there, seen.starts = value["pid"], value["host"], True, 0
         self.log.write("started", worker=doing.worker, pid=seen.pid)
         if pool == TRAIN:
+            if doing.worker == f"{TRAIN}-0":
+                self.address = value["address"]
             if all(self.seen[name].there for name, other in self.names.items() if other == TRAIN):
-                self._trainers("begin")
-                for name in self.names:
-                    if not self.seen[name].there and not self.seen[name].heard:
-                        self._hire(name)
+                self._trainers("open", self.address)
             return
         if self.weights is not None and pool == ROLLOUT:
             self._load(doing.worker)
         if self.going:
             self._join(doing.worker)
         self._examine_on()
+
+    def _on_open(self, *_: Any) -> None:
+        """The trainers have written what all begin with: the others can be hired while they begin."""
+        self._trainers("begin")
+        for name, seen in self.seen.items():
+            if not seen.there and not seen.heard:
+                self._hire(name)
 
     def _on_pending(self, doing: Doing, words: list[str]) -> None:
         self.seen[doing.worker].words = list(words)

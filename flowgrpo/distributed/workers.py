@@ -147,7 +147,11 @@ class Trainer(Protocol):
     """
 
     def about(self) -> dict[str, Any]:
-        """Where it runs."""
+        """Where it runs, and the `address` at which the others could meet it."""
+        ...
+
+    def open(self, address: str) -> None:
+        """Meet the others, the first of whom is at this address, and make all parts."""
         ...
 
     def begin(self) -> Begun:
