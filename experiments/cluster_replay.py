@@ -28,7 +28,7 @@ def replay_run(folder: Path, settings: Mapping[str, Any], plan: schedule.Plan) -
             Path(scratch),
             every=10**9,
         )
-        trainer.open("")
+        trainer.open()
         trainer.begin()
         for path in batches:
             figures, _ = trainer.train(unpack_stretch(path.read_text()))

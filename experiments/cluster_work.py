@@ -65,7 +65,7 @@ def make_worker(pool: str, name: str, *, settings: Mapping[str, Any], folder: Pa
 
 def _rollout_worker(settings: Mapping[str, Any], folder: Path) -> RolloutWorker:
     _configure(settings)
-    return RolloutWorker(partial(open_player, settings, folder))
+    return RolloutWorker(partial(open_player, {**settings, "mesh": None}, folder))  # which is the trainers'
 
 
 def _reward_worker(settings: Mapping[str, Any], folder: Path) -> RewardWorker:
@@ -187,19 +187,19 @@ class ClusterTrainer:
         """Where it runs, and where the others could meet it."""
         return about() | {"address": f"{_own_address()}:{_free_port()}"}
 
-    def open(self, address: str) -> None:
-        """Meet the others, and make all parts."""
-        folder, world = self._folder, self._settings["trainer_workers"]
-        if world > 1:
-            launch.join(address, world, self._rank)
+    def meet(self, address: str) -> None:
+        """Become one of the group."""
+        if self._settings["trainer_workers"] > 1:
+            launch.join(address, self._settings["trainer_workers"], self._rank)
+            multihost_utils.sync_global_devices("all are there")  # at once, since they don't wait long for each other
+
+    def open(self) -> None:
+        """Make all parts; the first one writes what the others begin with."""
+        folder = self._folder
         settings = self._settings | {"devices": jax.device_count()}
         if self._rank == 0:
             self._stack.enter_context(_own_folder(folder, recorded(settings)))
-            self.setup = self._stack.enter_context(agent_setups.open_setup(settings, folder))
-        if world > 1:  # the first one writes what all begin with
-            multihost_utils.sync_global_devices("the start is written")
-        if self._rank:
-            self.setup = self._stack.enter_context(agent_setups.open_setup(settings, folder))
+        self.setup = self._stack.enter_context(agent_setups.open_setup(settings, folder))
         work = hosted_work(self.setup)._replace(
             settings=recorded(settings), test=lambda _: self._tested, remembers=True
         )

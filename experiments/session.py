@@ -264,7 +264,8 @@ class Session:
             "control": self.work.settings["control"],
         }
         write_result(self.folder / RESULT, result)
-        curves(self.folder, title=f"{self.work.name}, {self.work.algorithm}")
+        with held():  # an interruption in matplotlib's compiled parts would come out as another error
+            curves(self.folder, title=f"{self.work.name}, {self.work.algorithm}")
         self.progress.end()
         print(tested.words)
         print(f"\nwritten to {self.folder}: metrics.jsonl, timings.jsonl, curves.png, result.json, checkpoints/")

@@ -122,7 +122,7 @@ class Work:
 
     def play(self, held: dict[str, Any], order: Order, begun: Stretch, on_start) -> Stretch:
         on_start(lambda: [f"groups {order.numbers}"])
-        played, unfinished = list(begun.played), []
+        played = list(begun.played)
         if begun.unfinished:
             ends = [self.go_on(held, one, order.budget) for one in begun.unfinished]
         else:
@@ -132,15 +132,15 @@ class Work:
                 for i in range(self.samples)
             ]
             ends = [self.go_on(held, one, order.budget) for one in news]
-        for one in ends:
-            (unfinished if isinstance(one, Unfinished) else played).append(one)
+        unfinished = [one for one in ends if isinstance(one, Unfinished)]
+        played += [one for one in ends if isinstance(one, Played)]
         played.sort(key=lambda one: (one.group, one.sample))
         return Stretch(tuple(played), tuple(unfinished))
 
     def go_on(self, held, one: Unfinished, budget: int | None) -> Played | Unfinished:
-        """A trajectory of `turns` turns, or one more for odd samples; each action follows from key and weights."""
+        """A trajectory of a few turns, as many as its key says; each action follows from key and weights."""
         turns, said = list(one.turns), 0
-        while len(turns) < self.turns + one.sample % 2:
+        while len(turns) < self.turns + one.sample % 2 + 2 * (one.group % 2):
             if budget is not None and said >= budget:
                 return replace(one, turns=tuple(turns), tools=("",) * len(turns), errors=(False,) * len(turns))
             digest = hashlib.sha256(f"{one.key} {len(turns)} {held['params'].tobytes().hex()}".encode()).digest()
@@ -190,8 +190,11 @@ class FakeTrainer:
     def about(self):
         return {"pid": 1, "host": "here", "address": "here:1"}
 
-    def open(self, address):
+    def meet(self, address):
         assert address == "here:1"
+
+    def open(self):
+        assert self.update == 0
 
     def pending(self):
         return []

@@ -168,7 +168,7 @@ class Master:
             return
         seen.heard = time.monotonic()
         of_trainer = self.names[doing.worker] == TRAIN
-        first = not of_trainer or doing.worker == f"{TRAIN}-0"
+        first = not of_trainer or doing.worker == f"{TRAIN}-0" or doing.method == "open"
         if doing.method in ("about", "pending") or (first and (doing.epoch == self.epoch or not of_trainer)):
             getattr(self, f"_on_{doing.method}")(doing, value)
 
@@ -181,7 +181,7 @@ class Master:
             if doing.worker == f"{TRAIN}-0":
                 self.address = value["address"]
             if all(self.seen[name].there for name, other in self.names.items() if other == TRAIN):
-                self._trainers("open", self.address)
+                self._trainers("meet", self.address)
             return
         if self.weights is not None and pool == ROLLOUT:
             self._load(doing.worker)
@@ -189,9 +189,20 @@ class Master:
             self._join(doing.worker)
         self._examine_on()
 
-    def _on_open(self, *_: Any) -> None:
-        """The trainers have written what all begin with: the others can be hired while they begin."""
-        self._trainers("begin")
+    def _on_meet(self, doing: Doing, _: None) -> None:
+        self._call(doing.worker, "open")
+
+    def _on_open(self, doing: Doing, _: None) -> None:
+        """The first trainer has written what all begin with: the others follow, and all workers while they begin."""
+        others = [name for name, pool in self.names.items() if pool == TRAIN and name != f"{TRAIN}-0"]
+        if doing.worker == f"{TRAIN}-0":
+            for name in others:
+                self._call(name, "open")
+        if not any(one.method == "open" for one in self.calls.values()):
+            self._trainers("begin")
+            self._hire_the_rest()
+
+    def _hire_the_rest(self) -> None:
         for name, seen in self.seen.items():
             if not seen.there and not seen.heard:
                 self._hire(name)

@@ -150,8 +150,12 @@ class Trainer(Protocol):
         """Where it runs, and the `address` at which the others could meet it."""
         ...
 
-    def open(self, address: str) -> None:
-        """Meet the others, the first of whom is at this address, and make all parts."""
+    def meet(self, address: str) -> None:
+        """Become one of the group, the first of whom is at this address."""
+        ...
+
+    def open(self) -> None:
+        """Make all parts; the first one does so before the others."""
         ...
 
     def begin(self) -> Begun:
