@@ -9,10 +9,25 @@ import time
 from concurrent.futures import Future
 from dataclasses import replace
 
+import hosted_cases
 import jax
 import numpy as np
 import pytest
-from hosted_cases import Do, Engine, answer, hang, make_env, run, sampled, tasks_of, tokens_in, value, values
+from hosted_cases import (
+    MOST,
+    STOP,
+    Do,
+    Engine,
+    answer,
+    hang,
+    make_env,
+    run,
+    sampled,
+    tasks_of,
+    tokens_in,
+    value,
+    values,
+)
 
 import flowgrpo as fg
 from flowgrpo.contracts import HostStep, Result, Said, Scored
@@ -321,6 +336,41 @@ def test_unfinished_trajectories_and_new_ones_roll_out_together(engine):
     assert given_up(first.unfinished).check().generated == sum(tokens_in(one.turns) for one in first.unfinished)
 
 
+@pytest.mark.parametrize("budget", [1, 5])
+def test_stretches_with_a_budget_come_to_what_one_rollout_would(budget):
+    """A stretch ends with the turn in which the budget is used up; no turn is sampled and no effect run twice (A6)."""
+    work, do, calls = tasks_of(3, 4, seed=2), Do(), Do()
+    with Engine() as engine:
+        whole, asked = values(run(engine, work, calls)), engine.asked
+    with Engine() as engine:
+        got, played, stretches = run(engine, work, do, more={"budget": budget}), {}, 1
+        assert got.unfinished
+        while got.unfinished:
+            played |= {(one.group, one.sample): value(one) for one in got.played}
+            before = {(one.group, one.sample): tokens_in(one.turns) for one in got.unfinished}
+            got = run(engine, ((), (), ()), do, more={"unfinished": got.unfinished, "budget": budget})
+            for one in got.unfinished:
+                new = tokens_in(one.turns) - before[one.group, one.sample]
+                assert budget <= new < budget + MOST
+            stretches += 1
+        played |= {(one.group, one.sample): value(one) for one in got.played}
+    assert [played[g, s] for g in range(3) for s in range(4)] == whole
+    assert do.calls == calls.calls
+    assert engine.asked == asked
+    assert stretches > 1
+
+
+def test_a_policy_that_repeats_itself_is_stopped_before_its_action_is_carried_out(engine, monkeypatch):
+    monkeypatch.setattr(hosted_cases, "sampled", lambda _: ([4, STOP], [-0.5, -0.5]))
+    got = run(engine, tasks_of(1, 2), do := Do(), repeats=3)
+    assert [one.trajectory.status for one in got.played] == [Status.REPETITION] * 2
+    assert [len(one.trajectory.turns) for one in got.played] == [3, 3]
+    assert all(one.reason == "the last 3 actions are the same" for one in got.played)
+    assert all(one.trajectory.outcome is not None for one in got.played)  # it counts (F5)
+    assert sum(count for call, count in do.calls.items() if "echo" in call) == 4
+    assert [one.trajectory.status for one in run(engine, tasks_of(1, 2), Do()).played] == [Status.TURN_LIMIT] * 2
+
+
 def test_A6_what_is_delivered_after_a_deadline_is_counted():
     """By an engine whose requests can no longer be cancelled."""
     delivered = []
@@ -557,6 +607,7 @@ def test_while_one_waits_for_a_tool_the_others_go_on():
         ({"width": 0}, "width=0"),
         ({"deadline": -1}, "deadline=-1"),
         ({"judge_deadline": 0}, "judge_deadline=0"),
+        ({"repeats": 1}, "repeats=1"),
     ],
 )
 def test_settings_out_of_range_are_refused(engine, settings, said):
