@@ -23,6 +23,7 @@ the trajectories of every update: `python -m experiments.replay WORKDIR` makes t
 """
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,12 +85,23 @@ def _reward_workers() -> dict[str, int]:
     return {ANY: 1} | found
 
 
+def check_trainers(settings: Mapping[str, Any]) -> None:
+    """Raise `BadInput` where several trainers have no mesh of their number."""
+    count, mesh = settings["trainer_workers"], settings["mesh"]
+    if count > 1 and mesh != f"data={count}":
+        raise BadInput(
+            f"--trainer_workers={count} deals rows over so many processes, which hold all parameters each: "
+            f"give --mesh=data={count}"
+        )
+
+
 def main() -> None:
     """Master a cluster."""
     jax.config.update("jax_platforms", "cpu")  # the master computes nothing
     settings = read_settings()
     folder = Path(flags.FLAGS["workdir"].value or f"runs/cluster-{settings['seed']}").absolute()
     plan = plan_of(settings)
+    check_trainers(settings)
     if not flags.FLAGS["resume"].value:
         begin_anew(folder)
     shape = Shape(

@@ -1,7 +1,7 @@
 """What a cluster's run measured: its events and trajectories flow in, the costs of a simulation flow out."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,8 +49,23 @@ def measured_run(folder: Path) -> Measured:
         lengths=[np.array(line["lengths"]) for line in rolled if line["whole"]],
         judging=[line["seconds"] for line in late if line["what"] == "judged"],
         training=[line["seconds"] for line in dones[1:]],
-        iteration_seconds=float(np.median(np.diff(trains))),
+        iteration_seconds=float(np.median(_iterations(lines))),
     )
+
+
+def _iterations(lines: list[dict[str, Any]]) -> list[float]:
+    """Seconds from update to update, where nothing was examined or saved in between; the first one is left out."""
+    found, last, starts = [], None, 0
+    for line in lines:
+        if line["what"] == "train":
+            starts += 1
+            found += [line["at"] - last] if last is not None and starts > 2 else []
+            last = line["at"]
+        elif line["what"] in ("saved", "resumed", "lost"):
+            last = None
+    if not found:
+        raise BadInput("every update of this run was examined: give a run with a larger --checkpoint_every")
+    return found
 
 
 def costs_of(run: Measured) -> Costs:

@@ -180,7 +180,7 @@ class ClusterTrainer:
     def __init__(self, settings: Mapping[str, Any], folder: Path, every: int, *, rank: int = 0):
         self._settings, self._every, self._folder, self._rank = dict(settings), every, folder, rank
         self._stack = ExitStack()
-        self._given, self._tested = Stretch(), None
+        self._given = Stretch()
         self._began = time.monotonic()
 
     def about(self) -> dict[str, Any]:
@@ -200,9 +200,7 @@ class ClusterTrainer:
         if self._rank == 0:
             self._stack.enter_context(_own_folder(folder, recorded(settings)))
         self.setup = self._stack.enter_context(agent_setups.open_setup(settings, folder))
-        work = hosted_work(self.setup)._replace(
-            settings=recorded(settings), test=lambda _: self._tested, remembers=True
-        )
+        work = hosted_work(self.setup)._replace(settings=recorded(settings), remembers=True)
         self.session = Session(work, folder)
         self._step = make_step(self.setup, self._roll_out)
 
@@ -280,8 +278,8 @@ class ClusterTrainer:
         for when, own in zip(("before", "after"), played, strict=True):
             record(self._folder / "trajectories" / f"test-{when}.jsonl", own)
         tested = compare_before_after(self.setup, played)
-        self._tested = tested._replace(more={**tested.more, "cluster": dict(cluster), **cluster})
-        result = self.session.finish((time.monotonic() - self._began) / 60)
+        tested = tested._replace(more={**tested.more, **cluster})
+        result = self.session.finish((time.monotonic() - self._began) / 60, tested)
         self.close()
         return result
 

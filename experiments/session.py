@@ -240,10 +240,10 @@ class Session:
         else:
             self.progress.say(f"saved at update {update}; the same command goes on from there")
 
-    def finish(self, minutes: float) -> dict[str, Any]:
-        """Test the warm start and the best checkpoint once, on the same tasks; write everything down."""
-        best, final = self.best_params()
-        tested = self.work.test((self.start, final))
+    def finish(self, minutes: float, tested: Tested | None = None) -> dict[str, Any]:
+        """Test the warm start and the best checkpoint once, on the same tasks, unless they were; write all down."""
+        best = self.checkpoints.best()
+        tested = self.work.test((self.start, self.best_params()[1])) if tested is None else tested
         before, after = tested.figures
         result = {
             **{

@@ -12,6 +12,8 @@ master was. With --run, the same plan on the run's own workers is simulated too,
 """
 
 import json
+import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,8 +109,11 @@ def main() -> None:
         for workers in sizes:
             plan = plan_called(name, workers * _PER_WORKER.value)
             judges = max(workers // 8, 1)
+            began = time.monotonic()
             found = simulate(plan, given, workers=workers, room=_ROOM.value, judges=judges, seed=_SEED.value)
             rows.append(row(name, workers, found))
+            took = f"{found.events} events in {time.monotonic() - began:.1f} s"
+            print(f"{name}, {workers} workers: {took}", file=sys.stderr, flush=True)
     show_lines(rows)
     compared = None
     if run is not None:

@@ -270,7 +270,8 @@ class Master:
 
     def _happened(self, event: Event) -> None:
         """Tell the schedule, and do what it says."""
-        said = {name: value for name, value in event._asdict().items() if value not in ("", -1)}
+        usual = Event._field_defaults
+        said = {name: value for name, value in event._asdict().items() if value != usual.get(name)}
         self.log.write("event", event=said)
         self.state, commands = schedule.advance(self.plan, self.state, event)
         for command in commands:

@@ -5,6 +5,7 @@ device itself saw as its peak counts where it rose in the stage. Elsewhere the b
 kind of their memory, at the beginning and the end of a stage, without what a program needs while it runs.
 """
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,9 +64,7 @@ def live_bytes() -> dict[str, int]:
     pinned, seen = 0, set()
     for array in jax.live_arrays():
         try:
-            parts = [
-                (part.device, part.data.unsafe_buffer_pointer(), part.data.nbytes) for part in array.addressable_shards
-            ]
+            parts = _parts(array)
         except RuntimeError:  # another thread deleted or donated it just now
             continue
         for device, pointer, size in parts:
@@ -77,6 +76,14 @@ def live_bytes() -> dict[str, int]:
             else:
                 on_device[device] += size
     return {"device": max(on_device.values()), "pinned": pinned}
+
+
+def _parts(array: jax.Array) -> list[tuple[Any, int, int]]:
+    """Device, buffer and bytes of each part that this process has."""
+    if array.is_fully_addressable:
+        return [(part.device, part.data.unsafe_buffer_pointer(), part.data.nbytes) for part in array.addressable_shards]
+    size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    return [(device, id(array), size) for device in array.sharding.addressable_devices]
 
 
 def _stats() -> list[dict[str, int]]:

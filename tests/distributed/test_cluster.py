@@ -25,7 +25,7 @@ def run(module: str, *flags: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 def test_S1_a_cluster_whose_processes_are_killed_makes_the_bits_of_a_single_process(tmp_path):
     cache = f"--compilation_cache={tmp_path / 'compiled'}"
-    sizes = [*SIZES.split(), "--updates=8", cache]
+    sizes = [*SIZES.split(), "--updates=6", cache]
     shape = ["--rollout_workers=2", "--reward_workers=any=2"]
     command = [sys.executable, "-m", "experiments.cluster", *sizes, *shape]
     figures = run_cluster_soak(command, tmp_path, kills=5, seed=1, longest=6.0)
@@ -46,18 +46,15 @@ def test_S1_a_cluster_whose_processes_are_killed_makes_the_bits_of_a_single_proc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "schedule", [("--schedule=async", "--staleness=2"), ("--schedule=partial", "--budget=8")], ids=["async", "partial"]
-)
-def test_S2_a_run_whose_order_was_a_matter_of_clocks_is_replayed_to_the_same_parameters(tmp_path, schedule):
+def test_S2_a_run_whose_order_was_a_matter_of_clocks_is_replayed_to_the_same_parameters(tmp_path):
     folder, cache = tmp_path / "run", f"--compilation_cache={tmp_path / 'compiled'}"
-    ran = run("cluster", *SIZES.split(), "--updates=5", cache, *schedule, "--rollout_workers=2", f"--workdir={folder}")
+    shape = ["--schedule=async", "--staleness=2", "--rollout_workers=2"]
+    ran = run("cluster", *SIZES.split(), "--updates=5", cache, *shape, f"--workdir={folder}")
     assert ran.returncode == 0, ran.stderr[-2000:]
     result = json.loads((folder / "result.json").read_text())
-    assert result["staleness"] <= (2 if "--staleness=2" in schedule else 4)
+    assert result["staleness"] <= 2
     kinds = [line["event"]["kind"] for line in read_events(folder / "events.jsonl") if line["what"] == "event"]
     assert kinds.count("trained") == 5
-    assert ("cut" in kinds) == ("--schedule=partial" in schedule)
     again = run("replay", str(folder), cache)
     assert again.returncode == 0, again.stdout + again.stderr
     assert json.loads(again.stdout.splitlines()[-1])["params_sha256"] == result["params_sha256"]
@@ -68,12 +65,24 @@ def test_S2_a_run_whose_order_was_a_matter_of_clocks_is_replayed_to_the_same_par
 
 
 @pytest.mark.slow
+def test_two_trainers_are_one_process_of_two_devices(tmp_path):
+    sizes = [*SIZES.split(), "--updates=3", f"--compilation_cache={tmp_path / 'compiled'}", "--mesh=data=2"]
+    one = run("agentflow", *sizes, "--cpu_devices=2", f"--workdir={tmp_path / 'one'}")
+    two = run("cluster", *sizes, "--trainer_workers=2", f"--workdir={tmp_path / 'two'}")
+    assert (one.returncode, two.returncode) == (0, 0), (one.stderr + two.stderr)[-3000:]
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("one", "two")]
+    assert results[0]["params_sha256"] == results[1]["params_sha256"]
+    assert (tmp_path / "one" / "metrics.jsonl").read_text() == (tmp_path / "two" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (("--schedule=sync", "--staleness=2"), "--staleness means nothing to --schedule=sync"),
         (("--schedule=partial",), "--schedule=partial needs --budget"),
         (("--reward_workers=code",), "'code' should be DOMAIN=COUNT"),
+        (("--trainer_workers=2", "--mesh=fsdp=2"), "give --mesh=data=2"),
     ],
 )
 def test_bad_flags_are_one_sentence(tmp_path, flags, says):
