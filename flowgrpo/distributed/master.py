@@ -67,6 +67,15 @@ class Doing:
     ticket: int = -1
     share: int = -1  # of an examination
     data: Any = None  # a reference to what else it returns
+    joint: "Joint | None" = None  # of a call that all trainers were given
+
+
+@dataclass
+class Joint:
+    """A call of all trainers: it is answered when all have, by what the first one says."""
+
+    left: int
+    first: tuple[Doing, Any] | None = None
 
 
 @dataclass
@@ -154,9 +163,10 @@ class Master:
         self.calls[refs[0]] = Doing(worker, method, time.monotonic(), self.epoch, data=data, **about)
 
     def _trainers(self, method: str, *given: Any, returns: int = 1) -> None:
-        """The same call to all trainers; what the first one says counts."""
+        """The same call to all trainers, who are one: none gets the next before all have answered."""
+        joint = Joint(self.shape.trainers)
         for name in (name for name, pool in self.names.items() if pool == TRAIN):
-            self._call(name, method, *given, returns=returns)
+            self._call(name, method, *given, returns=returns, joint=joint)
 
     def _answered(self, doing: Doing, ref: Any) -> None:
         """A call has ended: do what follows from it."""
@@ -167,10 +177,14 @@ class Master:
             self._lose(doing.worker, f"has ended ({' '.join(str(error).split())[:160]})")
             return
         seen.heard = time.monotonic()
-        of_trainer = self.names[doing.worker] == TRAIN
-        first = not of_trainer or doing.worker == f"{TRAIN}-0" or doing.method == "open"
-        if doing.method in ("about", "pending") or (first and (doing.epoch == self.epoch or not of_trainer)):
-            getattr(self, f"_on_{doing.method}")(doing, value)
+        if doing.joint is not None:
+            joint = doing.joint
+            joint.left -= 1
+            joint.first = (doing, value) if doing.worker == f"{TRAIN}-0" else joint.first
+            if joint.left or joint.first is None:
+                return
+            doing, value = joint.first
+        getattr(self, f"_on_{doing.method}")(doing, value)
 
     def _on_about(self, doing: Doing, value: Mapping[str, Any]) -> None:
         """A worker has started."""

@@ -34,7 +34,7 @@ def faults(seed: int, share: float):
     return before
 
 
-@pytest.mark.parametrize("shape", [{"rollout": 1, "room": 1}, {"rollout": 3, "room": 4}, {"trainers": 1, "every": 4}])
+@pytest.mark.parametrize("shape", [{"rollout": 1, "room": 1}, {"rollout": 3, "room": 4}, {"trainers": 3, "every": 4}])
 def test_a_synchronous_run_is_the_same_whoever_plays_and_judges(tmp_path, shape):
     _, one = undisturbed(tmp_path / "one")
     work = Work()
