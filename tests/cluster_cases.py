@@ -103,7 +103,7 @@ class Work:
         self.turns, self.samples, self.hangs = turns, samples, hangs
         self.saved: dict[str, Any] | None = None  # the checkpoint
         self.batches: dict[int, list[Stretch]] = {}
-        self.results: list[dict[str, Any]] = []
+        self.slow: list[float] = []  # seconds of the next calls of trainers
 
     def make(self, pool: str, name: str, *, every: int) -> Callable[[], Any]:
         del name
@@ -186,6 +186,7 @@ class FakeTrainer:
     def __init__(self, work: Work, every: int):
         self.work, self.every = work, every
         self.params, self.update, self.seen = np.zeros(4, np.float64), 0, False
+        self.busy = False
 
     def about(self):
         return {"pid": 1, "host": "here", "address": "here:1"}
@@ -211,7 +212,20 @@ class FakeTrainer:
     def weights(self):
         return self.update, self.params
 
+    @contextmanager
+    def alone(self):
+        """One call at a time, however long this one takes."""
+        assert not self.busy
+        self.busy = True
+        time.sleep(self.work.slow.pop() if self.work.slow else 0)
+        yield
+        self.busy = False
+
     def train(self, *stretches: Stretch):
+        with self.alone():
+            return self.learn(*stretches)
+
+    def learn(self, *stretches: Stretch):
         self.work.batches[self.update] = list(stretches)
         said = [
             (one.task.id, one.sample, one.trajectory.outcome, [turn.tokens.tolist() for turn in one.trajectory.turns])
@@ -224,6 +238,10 @@ class FakeTrainer:
         return {"version": self.update, "due": self.is_due()}, self.params
 
     def examined(self, memory, *stretches: Stretch):
+        with self.alone():
+            return self.note(memory, *stretches)
+
+    def note(self, memory, *stretches: Stretch):
         assert sum(len(stretch.played) for stretch in stretches) == 5 * self.work.samples
         assert all(one.scored is not None for stretch in stretches for one in stretch.played)
         self.seen = True

@@ -44,6 +44,15 @@ def test_a_synchronous_run_is_the_same_whoever_plays_and_judges(tmp_path, shape)
     assert [len(stretches) for _, stretches in sorted(work.batches.items())] == [3] * 6
 
 
+def test_no_trainer_gets_a_call_before_all_have_answered_the_last(tmp_path):
+    """Or else one of them would learn while it still saves, and go on from where it was before."""
+    _, one = undisturbed(tmp_path / "one")
+    work = Work()
+    work.slow = [0.0, 0.1, 0.3, 0.0, 0.2] * 6
+    assert work.master(ThreadCrew(), SYNC, tmp_path / "three", trainers=3).run()["sha"] == one["sha"]
+    assert not work.slow
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_S1_calls_that_are_lost_change_nothing(tmp_path, seed):
     _, whole = undisturbed(tmp_path / "whole")
