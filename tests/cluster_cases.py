@@ -186,7 +186,7 @@ class FakeTrainer:
     def __init__(self, work: Work, every: int):
         self.work, self.every = work, every
         self.params, self.update, self.seen = np.zeros(4, np.float64), 0, False
-        self.busy = False
+        self.busy = self.begun = False
 
     def about(self):
         return {"pid": 1, "host": "here", "address": "here:1"}
@@ -201,6 +201,7 @@ class FakeTrainer:
         return []
 
     def begin(self) -> Begun:
+        self.begun = True
         saved = self.work.saved
         if saved is not None:
             self.params, self.update, self.seen = saved["params"], saved["update"], True
@@ -215,6 +216,7 @@ class FakeTrainer:
     @contextmanager
     def alone(self):
         """One call at a time, however long this one takes."""
+        assert self.begun
         assert not self.busy
         self.busy = True
         time.sleep(self.work.slow.pop() if self.work.slow else 0)

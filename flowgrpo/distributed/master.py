@@ -231,7 +231,7 @@ class Master:
 
     def _on_begin(self, _: Doing, begun: Begun) -> None:
         """The trainer stands somewhere: the schedule goes back there."""
-        self.due, tickets = begun.due, self.state.tickets
+        self.due, before = begun.due, self.state
         self.buffer, kept = buffer.EMPTY, {}
         state = State(version=begun.update)
         if begun.memory is not None:
@@ -239,7 +239,8 @@ class Master:
             kept = {int(number): unpack_stretch(text) for number, text in begun.memory["buffer"].items()}
         for number, stretch in kept.items():
             self.buffer = buffer.add(self.buffer, number, stretch, version=state.groups[number].began)
-        self.state = schedule.resumed(state, kept, tickets=tickets)
+        self.state = schedule.resumed(state, kept, tickets=before.tickets)
+        self.state = self.state._replace(duplicates=max(before.duplicates, state.duplicates))
         self.late = {}
         self.log.write("resumed", update=begun.update, tickets=self.state.tickets)
         self._trainers("weights", returns=2)
@@ -405,10 +406,15 @@ class Master:
         state = schedule.trained(self.state) if schedule.is_training(self.state) else self.state
         kept = [number for number, group in state.groups.items() if group.phase in ("ready", "held", "waiting")]
         held = {str(n): self._text(self.buffer[n].item) for n in kept if n in self.buffer}
-        return {"schedule": json.dumps(schedule.to_json(state)), "buffer": held}
+        there = {number: text for number, text in held.items() if text}
+        return {"schedule": json.dumps(schedule.to_json(state)), "buffer": there}
 
     def _text(self, item: Any) -> str:
-        return pack_stretch(item if isinstance(item, Stretch) else self.crew.get(item))
+        """A stretch as text; "" where the host that had it is gone, so that it is rolled out again."""
+        try:
+            return pack_stretch(item if isinstance(item, Stretch) else self.crew.get(item))
+        except Lost:
+            return ""
 
     def _on_examined(self, _: Doing, figures: Mapping[str, Any]) -> None:
         """Written down, and saved."""
@@ -466,7 +472,8 @@ class Master:
             self.crew.kill(one)
         if pool == TRAIN:
             self.epoch, self.exam, self.going = self.epoch + 1, None, False
-            self.state = self.state._replace(workers={}, idle={})
+            # Until the trainers stand somewhere again, whatever is answered is to an old ticket.
+            self.state = State(version=self.state.version, tickets=self.state.tickets, duplicates=self.state.duplicates)
         for one in gone:
             self._hire(one)
         if name in self.state.workers:

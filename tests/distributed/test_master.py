@@ -66,6 +66,28 @@ def test_S1_calls_that_are_lost_change_nothing(tmp_path, seed):
     assert learned == [str(n) for n in range(18) for _ in range(2)]
 
 
+def test_S1_what_is_answered_while_the_trainer_starts_again_is_not_believed(tmp_path):
+    """An idle trainer is lost while the last verdicts of its next update are awaited: they must not lead to one."""
+    gone, trained = threading.Event(), []
+
+    def before(worker, method, _calls):
+        trained.extend([method] * (method == "train"))
+        if len(trained) == 3 and method == "judge" and not gone.is_set():  # of the fourth update, without examination
+            assert gone.wait(20)
+            time.sleep(0.3)
+        if len(trained) == 3 and (worker, method) == ("train-0", "pending") and not gone.is_set():
+            gone.set()
+            raise Lost("killed while it had nothing to do")
+        if method == "begin" and gone.is_set():
+            time.sleep(1.5)
+
+    work = Work()
+    result = work.master(ThreadCrew(before), SYNC, tmp_path / "run").run()
+    assert result["lost"] == ["train-0"]
+    assert result["duplicates"] > 0
+    assert result["sha"] == undisturbed(tmp_path / "whole")[1]["sha"]
+
+
 @pytest.mark.parametrize("at", [1, 3, 4, 5])
 @pytest.mark.parametrize(
     "plan", [SYNC, schedule.partial_rollouts(3, 6, budget=2, staleness=3, spare=3)], ids=lambda p: p.name
