@@ -125,10 +125,10 @@ def test_a_state_that_is_moved_away_when_the_signal_comes_leaves_the_last_checkp
 ):
     save = Session.save
 
-    def moved(session: Session) -> None:
+    def moved(session: Session, memory=None) -> None:
         if int(session.run.update) == 3:
             jax.tree.leaves(session.run.learner.optimizer)[0].delete()
-        save(session)
+        save(session, memory)
 
     monkeypatch.setattr(Session, "save", moved)
     with pytest.raises(stopping.Terminated):
