@@ -17,6 +17,12 @@ ROOT = Path(__file__).parent.parent.parent
 SIZES = "--warm_steps=250 --demonstrations=600 --queries=4 --samples=4 --test_tasks=24 --slots=16 --checkpoint_every=2"
 
 
+@pytest.fixture(autouse=True)
+def own_devices(monkeypatch):
+    """The commands have the devices that they ask for, and not those of the tests."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
 def run(module: str, *flags: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", f"experiments.{module}", *flags]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1200)
