@@ -31,10 +31,10 @@ def run(module: str, *flags: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 def test_S1_a_cluster_whose_processes_are_killed_makes_the_bits_of_a_single_process(tmp_path):
     cache = f"--compilation_cache={tmp_path / 'compiled'}"
-    sizes = [*SIZES.split(), "--updates=6", cache]
+    sizes = [*SIZES.split(), "--updates=20", cache]
     shape = ["--rollout_workers=2", "--reward_workers=any=2"]
     command = [sys.executable, "-m", "experiments.cluster", *sizes, *shape]
-    figures = run_cluster_soak(command, tmp_path, kills=5, seed=1, longest=6.0)
+    figures = run_cluster_soak(command, tmp_path, kills=5, seed=1, longest=4.0)
     assert figures["differences"] == []
     assert figures["kills"] >= 4
     assert {"master", "train", "rollout", "reward"} <= set(figures["by_kind"])
