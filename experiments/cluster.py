@@ -36,7 +36,8 @@ from experiments.cluster_plan import TAKES, plan_of
 from experiments.cluster_table import Table
 from experiments.cluster_work import ANY, make_worker, pool_of
 from flowgrpo.distributed.crew import RayCrew
-from flowgrpo.distributed.master import Exams, Master, Shape
+from flowgrpo.distributed.master import Exams, Master
+from flowgrpo.distributed.staff import Shape
 from flowgrpo.learner.folder import begin_anew
 from flowgrpo.types import BadInput
 

@@ -33,13 +33,13 @@ class Table:
         stale = Counter(state.version - group.began for group in state.groups.values())
         ages = ", ".join(f"{count} of {age}" for age, count in sorted(stale.items())) or "none"
         lines = [f"\nupdate {state.version} of {plan.updates} ({plan.name}): {queues}; versions behind: {ages}"]
-        for name, seen in master.seen.items():
+        for name, seen in master.staff.seen.items():
             cpu = _cpu_seconds(seen.pid) if seen.there and seen.host == os.uname().nodename else None
             tokens, before = self._before.get(name, (0, 0.0))
             share = f"{(cpu - before) / took:6.0%}" if cpu is not None else "     -"
             self._before[name] = (seen.tokens, cpu or 0.0)
-            doing = next((d.method for d in master.calls.values() if d.worker == name and d.method != "pending"), "")
-            at = doing if seen.there else "starting"
+            calls = (call for call in master.staff.calls.values() if call.worker == name and call.method != "pending")
+            at = next((f"{call.method} {call.what}" for call in calls), "") if seen.there else "starting"
             lines.append(
                 f"  {name:16} pid {seen.pid:<8} {share} CPU {(seen.tokens - tokens) / took:8.0f} tokens/s  {at}"
             )

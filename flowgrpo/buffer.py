@@ -1,8 +1,7 @@
 """The replay buffer: groups that wait to be learned from, and stretches that wait to go on. A value, never changed.
 
     buffer = add(buffer, 7, item, version=3)
-    items, buffer = take(buffer, (5, 7))
-    dropped, buffer = expire(buffer, before=2)
+    kept, buffer = take(buffer, (5, 7));   items, oldest = [one.item for one in kept], min(one.version for one in kept)
 
 An item is whatever stands for a group's trajectories: records, arrays, or a reference to where they lie.
 """
@@ -18,36 +17,29 @@ class Kept(NamedTuple):
 
     item: Any
     version: int  # of the oldest weights that spoke
-    whole: bool  # or else it goes on
 
 
 Buffer = Mapping[int, Kept]  # by the number of the group
 EMPTY: Buffer = {}
 
 
-def add(buffer: Buffer, number: int, item: Any, *, version: int, whole: bool = True) -> Buffer:
+def add(buffer: Buffer, number: int, item: Any, *, version: int) -> Buffer:
     """The buffer with a group, in the place of what it held of it; the oldest version stays."""
     if number in buffer:
         version = min(version, buffer[number].version)
-    return {**buffer, number: Kept(item, version, whole)}
+    return {**buffer, number: Kept(item, version)}
 
 
-def take(buffer: Buffer, numbers: Iterable[int]) -> tuple[list[Any], Buffer]:
-    """The items of these groups, in this order, and the buffer without them."""
+def take(buffer: Buffer, numbers: Iterable[int]) -> tuple[list[Kept], Buffer]:
+    """What is kept of these groups, in this order, and the buffer without them."""
     numbers = list(numbers)
     missing = [number for number in numbers if number not in buffer]
     if missing:
         raise BadInput(f"the buffer does not hold group {missing[0]}: it has {len(buffer)} others")
-    return [buffer[number].item for number in numbers], drop(buffer, numbers)
+    return [buffer[number] for number in numbers], drop(buffer, numbers)
 
 
 def drop(buffer: Buffer, numbers: Iterable[int]) -> Buffer:
     """The buffer without these groups, whether it had them or not."""
     gone = set(numbers)
     return {number: kept for number, kept in buffer.items() if number not in gone}
-
-
-def expire(buffer: Buffer, *, before: int) -> tuple[list[int], Buffer]:
-    """The groups that weights older than this version spoke in, and the buffer without them."""
-    old = [number for number, kept in buffer.items() if kept.version < before]
-    return old, drop(buffer, old)

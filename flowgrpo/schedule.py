@@ -18,17 +18,25 @@ and nothing has to be thrown away for being late: the schedule waits for what is
 A worker that is lost gives its groups back; what it answers later has an old ticket and is counted as a duplicate.
 """
 
-from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from flowgrpo.types import BadInput
+from flowgrpo.under_way import (
+    Group,
+    State,
+    changed,
+    freed,
+    is_training,
+    joined,
+    released,
+    removed,
+    taken,
+    trained,
+    without,
+)
 
-ROLLOUT, REWARD, TRAIN = (
-    "rollout",
-    "reward",
-    "train",
-)  # pools of workers; there may be a pool of rewards for each domain
-Phase = Literal["waiting", "rolling", "held", "rolled", "judging", "ready", "training"]
+# Pools of workers; there may be a pool of rewards for each domain.
+ROLLOUT, REWARD, TRAIN = "rollout", "reward", "train"
 Kind = Literal["joined", "lost", "rolled", "cut", "judged", "trained"]
 
 
@@ -64,38 +72,6 @@ class Command(NamedTuple):
     ticket: int = -1
     version: int = -1  # of the weights
     budget: int | None = None
-
-
-class Group(NamedTuple):
-    """A group that is under way."""
-
-    began: int  # the version that it began with
-    phase: Phase = "waiting"
-    worker: str = ""
-    ticket: int = -1
-    pool: str = ""  # of those who judge it
-    stretches: int = 0
-
-
-class Worker(NamedTuple):
-    """A worker that is there."""
-
-    pool: str
-    room: int
-    busy: int = 0
-
-
-class State(NamedTuple):
-    """All that a schedule knows; a value, never changed in place."""
-
-    version: int = 0
-    begun: int = 0  # groups so far
-    tickets: int = 0
-    duplicates: int = 0  # answers to old tickets
-    groups: Mapping[int, Group] = {}
-    workers: Mapping[str, Worker] = {}
-    idle: Mapping[str, tuple[str, ...]] = {}  # by pool: workers that have room, who is to be asked first
-    counts: Mapping[str, int] = {}  # groups by phase, so that an event costs little where there are many
 
 
 # Schedules --------------------------------------------------------------------------------------------------
@@ -150,31 +126,6 @@ def is_over(plan: Plan, state: State) -> bool:
     return state.version >= plan.updates
 
 
-def resumed(state: State, kept: Iterable[int] = (), *, tickets: int = 0) -> State:
-    """The state for new workers: what was under way is done again, except for groups that are `kept`, whose
-    trajectories are at hand. Tickets go on after those that were given since."""
-    kept = set(kept)
-    again: dict[Phase, Phase] = {"ready": "ready", "training": "ready", "held": "held"}
-    groups = {
-        number: group._replace(
-            phase=again.get(group.phase, "waiting") if number in kept else "waiting", worker="", ticket=-1
-        )
-        for number, group in state.groups.items()
-    }
-    return _changed(state._replace(workers={}, idle={}, tickets=max(tickets, state.tickets)), groups)
-
-
-def is_training(state: State) -> bool:
-    """Whether an update is being made."""
-    return state.counts.get("training", 0) > 0
-
-
-def trained(state: State) -> State:
-    """The state after the update that is being made."""
-    learned = [number for number, group in state.groups.items() if group.phase == "training"]
-    return _released(_removed(state._replace(version=state.version + 1), learned))
-
-
 def due(plan: Plan, group: Group) -> int:
     """The last version that may be changed by what this group shows."""
     return group.began + plan.staleness
@@ -183,44 +134,22 @@ def due(plan: Plan, group: Group) -> int:
 def _heard(state: State, event: Event) -> State:
     """What an event changes by itself."""
     if event.kind == "joined":
-        workers = {**state.workers, event.worker: Worker(event.pool, event.room)}
-        return _asked_first(state._replace(workers=workers), event.pool, event.worker)
+        return joined(state, event.worker, event.pool, event.room)
     if event.kind == "lost":
-        return _without(state, event.worker)
+        return without(state, event.worker)
     if event.kind == "trained":
         return trained(state)
     group = state.groups.get(event.group)
     if group is None or group.ticket != event.ticket:
         return state._replace(duplicates=state.duplicates + 1)
-    state = _freed(state, group.worker)
+    state = freed(state, group.worker)
     if event.kind == "cut":
-        after = group._replace(phase="held", stretches=group.stretches + 1)
+        after = group._replace(phase="held")
     elif event.kind == "rolled":
         after = group._replace(phase="rolled" if event.pool else "ready", pool=event.pool)
     else:
         after = group._replace(phase="ready")
-    return _changed(state, {event.group: after._replace(worker="", ticket=-1)})
-
-
-def _released(state: State) -> State:
-    """What is held may go on."""
-    if not state.counts.get("held"):
-        return state
-    held = {n: group._replace(phase="waiting") for n, group in state.groups.items() if group.phase == "held"}
-    return _changed(state, held)
-
-
-def _without(state: State, worker: str) -> State:
-    """The worker is gone, and what it was doing is to be done by another."""
-    again: dict[Phase, Phase] = {"rolling": "waiting", "judging": "rolled"}
-    given = {
-        number: group._replace(phase=again[group.phase], worker="", ticket=-1)
-        for number, group in state.groups.items()
-        if group.worker == worker
-    }
-    workers = {name: one for name, one in state.workers.items() if name != worker}
-    idle = {pool: tuple(name for name in names if name != worker) for pool, names in state.idle.items()}
-    return _changed(state._replace(workers=workers, idle=idle), given)
+    return changed(state, {event.group: after._replace(worker="", ticket=-1)})
 
 
 # What is to be done -----------------------------------------------------------------------------------------
@@ -235,7 +164,7 @@ def _train(plan: Plan, state: State) -> tuple[State, list[Command]]:
         return state, []
     taken = {number: state.groups[number]._replace(phase="training") for number in batch}
     commands = [Command("train", batch, version=state.version)]
-    state = _changed(state, taken)
+    state = changed(state, taken)
     if plan.spare and plan.in_order:
         state, dropped = _drop(plan, state)
         commands += dropped
@@ -275,9 +204,9 @@ def _drop(plan: Plan, state: State) -> tuple[State, list[Command]]:
     for number in spare:
         group = state.groups[number]
         commands.append(Command("drop", (number,), group.worker, group.ticket))
-        state = _freed(state, group.worker)
+        state = freed(state, group.worker)
     begun = max(state.begun, _births(plan, state.version).stop)
-    return _removed(state._replace(begun=begun), spare), commands
+    return removed(state._replace(begun=begun), spare), commands
 
 
 def _judge(plan: Plan, state: State) -> tuple[State, list[Command]]:
@@ -290,8 +219,8 @@ def _judge(plan: Plan, state: State) -> tuple[State, list[Command]]:
         group = state.groups[number]
         worker = next(iter(state.idle.get(group.pool, ())), "")
         if worker:
-            state, ticket = _taken(state, worker)
-            state = _changed(state, {number: group._replace(phase="judging", worker=worker, ticket=ticket)})
+            state, ticket = taken(state, worker)
+            state = changed(state, {number: group._replace(phase="judging", worker=worker, ticket=ticket)})
             commands.append(Command("judge", (number,), worker, ticket))
     return state, commands
 
@@ -302,7 +231,7 @@ def _roll(plan: Plan, state: State) -> tuple[State, list[Command]]:
     if not state.idle.get(ROLLOUT) or (plan.budget is not None and is_training(state)):
         return state, commands
     if _is_stuck(plan, state):
-        state = _released(state)
+        state = released(state)
     waits = bool(state.counts.get("waiting"))
     waiting = sorted(n for n, group in state.groups.items() if group.phase == "waiting") if waits else []
     while state.idle[ROLLOUT]:
@@ -315,9 +244,9 @@ def _roll(plan: Plan, state: State) -> tuple[State, list[Command]]:
             state = state._replace(begun=number + 1)
         else:
             break
-        state, ticket = _taken(state, worker)
+        state, ticket = taken(state, worker)
         budget = None if plan.budget is None or due(plan, group) <= state.version else plan.budget
-        state = _changed(state, {number: group._replace(phase="rolling", worker=worker, ticket=ticket)})
+        state = changed(state, {number: group._replace(phase="rolling", worker=worker, ticket=ticket)})
         commands.append(Command("roll", (number,), worker, ticket, state.version, budget))
     return state, commands
 
@@ -337,65 +266,3 @@ def _may_begin(plan: Plan, state: State) -> bool:
     if plan.budget is not None:
         room = min(room, plan.queries + plan.spare)
     return len(state.groups) - training < room and state.begun < plan.updates * each
-
-
-# Small parts ------------------------------------------------------------------------------------------------
-
-
-def _taken(state: State, worker: str) -> tuple[State, int]:
-    """The worker, who is to be asked first, has one group more, and is asked last from now on; and a new ticket."""
-    one = state.workers[worker]
-    rest = state.idle[one.pool][1:] + ((worker,) if one.busy + 1 < one.room else ())
-    workers = {**state.workers, worker: one._replace(busy=one.busy + 1)}
-    state = state._replace(workers=workers, idle={**state.idle, one.pool: rest}, tickets=state.tickets + 1)
-    return state, state.tickets - 1
-
-
-def _freed(state: State, worker: str) -> State:
-    """The worker has one group less, if it is still there."""
-    if worker not in state.workers:
-        return state
-    one = state.workers[worker]
-    state = state._replace(workers={**state.workers, worker: one._replace(busy=one.busy - 1)})
-    return _asked_first(state, one.pool, worker) if one.busy == one.room else state
-
-
-def _asked_first(state: State, pool: str, worker: str) -> State:
-    return state._replace(idle={**state.idle, pool: (worker, *state.idle.get(pool, ()))})
-
-
-def _changed(state: State, changes: Mapping[int, Group]) -> State:
-    """The state with these groups as they are now."""
-    before = [state.groups[number].phase for number in changes if number in state.groups]
-    counts = _counted(state.counts, before, [group.phase for group in changes.values()])
-    return state._replace(groups={**state.groups, **changes}, counts=counts)
-
-
-def _removed(state: State, numbers: Iterable[int]) -> State:
-    """The state without these groups."""
-    gone = set(numbers)
-    counts = _counted(state.counts, [state.groups[number].phase for number in gone], [])
-    return state._replace(groups={n: group for n, group in state.groups.items() if n not in gone}, counts=counts)
-
-
-def _counted(counts: Mapping[str, int], before: Iterable[str], after: Iterable[str]) -> dict[str, int]:
-    found = dict(counts)
-    for phases, by in ((before, -1), (after, 1)):
-        for phase in phases:
-            found[phase] = found.get(phase, 0) + by
-    return {phase: count for phase, count in found.items() if count}
-
-
-# As JSON ----------------------------------------------------------------------------------------------------
-
-
-def to_json(state: State) -> dict:
-    """The state as JSON holds it."""
-    groups = {str(number): group._asdict() for number, group in state.groups.items()}
-    return state._asdict() | {"groups": groups, "workers": {}, "idle": {}}
-
-
-def from_json(value: Mapping) -> State:
-    """The state that `to_json` wrote; its workers are gone."""
-    groups = {int(number): Group(**group) for number, group in value["groups"].items()}
-    return State(**{**value, "groups": groups, "workers": {}, "idle": {}})

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flowgrpo import schedule
-from flowgrpo.schedule import REWARD, ROLLOUT, Command, Event, Plan, State
+from flowgrpo.schedule import REWARD, ROLLOUT, Command, Event, Plan
+from flowgrpo.under_way import State
 
 
 class Costs(NamedTuple):

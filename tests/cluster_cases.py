@@ -16,8 +16,9 @@ import numpy as np
 
 from flowgrpo.contracts import Reward, Scored
 from flowgrpo.distributed.crew import Lost
-from flowgrpo.distributed.master import Exams, Master, Shape
+from flowgrpo.distributed.master import Exams, Master
 from flowgrpo.distributed.orders import Order, Stretch, versions
+from flowgrpo.distributed.staff import Shape
 from flowgrpo.distributed.workers import Begun, Judge, Player, RewardWorker, RolloutWorker
 from flowgrpo.rollout.records import Played, Unfinished, make_turn
 from flowgrpo.schedule import REWARD, ROLLOUT, TRAIN, Plan
@@ -86,7 +87,7 @@ class ThreadCrew:
                 self.changed.get(timeout=max(until - time.monotonic(), 0))
             except queue.Empty:
                 return []
-        return done[:1]
+        return done
 
     def get(self, ref: Ref) -> Any:
         return ref.get()
@@ -255,6 +256,6 @@ class FakeTrainer:
 
     def finish(self, cluster, count, *stretches: Stretch):
         before, after = stretches[:count], stretches[count:]
-        assert {versions(stretch) for stretch in before} == {(0, 0)}
-        assert {versions(stretch) for stretch in after} == {(self.update, self.update)}
+        assert {version for stretch in before for version in versions(stretch)} == {0}
+        assert {version for stretch in after for version in versions(stretch)} == {self.update}
         return {"sha": self.params.tobytes().hex(), "update": self.update, **cluster}

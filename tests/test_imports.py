@@ -14,7 +14,7 @@ MODULES = sorted(path.relative_to(ROOT).with_suffix("").as_posix().replace("/", 
 # From the ground up; a module may import from floors below its own, and from its own folder.
 FLOORS = [
     ["types"],
-    ["masked", "text", "sandbox", "spread", "launch", "stuck"],
+    ["masked", "text", "sandbox", "spread", "launch", "stuck", "under_way"],
     ["contracts", "ragged", "layouts", "tasks", "schedule", "buffer", "report"],
     ["packing", "task_files", "effects", "simulation"],
     ["algorithms", "models", "envs", "agent", "generate", "tools", "rewards", "evaluate"],
@@ -27,6 +27,7 @@ PURE = [
     "types",
     "contracts",
     "masked",
+    "under_way",
     "schedule",
     "buffer",
     "algorithms",

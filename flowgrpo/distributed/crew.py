@@ -85,7 +85,10 @@ class RayCrew:
 
     def wait(self, refs: Sequence[Any], seconds: float) -> list[Any]:
         """See `Crew`."""
-        return self._ray.wait(list(refs), num_returns=1, timeout=seconds, fetch_local=False)[0]
+        first, rest = self._ray.wait(list(refs), num_returns=1, timeout=seconds, fetch_local=False)
+        if not (first and rest):
+            return first
+        return first + self._ray.wait(rest, num_returns=len(rest), timeout=0, fetch_local=False)[0]
 
     def get(self, ref: Any) -> Any:
         """See `Crew`."""

@@ -32,27 +32,23 @@ class Slip(NamedTuple):
     pid: int
     whole: bool
     pool: str  # of those who judge it; "" where nobody need
-    trajectories: int
-    tokens: int  # that the policy chose in this stretch
-    reused: int  # of earlier stretches
-    oldest: int  # version of the weights that spoke; -1 where none did
-    newest: int
-    seconds: float
+    oldest: int  # version of the weights that spoke, in this stretch or an earlier one
+    reused: int  # tokens of earlier stretches
     lengths: tuple[int, ...]  # tokens of each trajectory that the policy chose in this stretch
+    seconds: float
 
 
-def versions(stretch: Stretch) -> tuple[int, int]:
-    """The oldest and the newest weights that spoke in it; -1 where none did."""
+def versions(stretch: Stretch) -> set[int]:
+    """The weights that spoke in it."""
     turns = [turn for one in stretch.played for turn in one.trajectory.turns]
     turns += [turn for one in stretch.unfinished for turn in one.turns]
-    ends = [(int(min(_of(turn))), int(max(_of(turn)))) for turn in turns]
-    return min((low for low, _ in ends), default=-1), max((high for _, high in ends), default=-1)
+    return {version for turn in turns for version in _of(turn)}
 
 
 def _of(turn) -> Sequence[int]:
     """The versions that chose the tokens of a turn."""
     version = turn.version
-    return [version] if isinstance(version, int) else version[turn.chosen].tolist() or [-1]
+    return [version] * bool(turn.chosen.any()) if isinstance(version, int) else version[turn.chosen].tolist()
 
 
 def lengths(stretch: Stretch) -> dict[tuple[int, int], int]:
@@ -62,7 +58,7 @@ def lengths(stretch: Stretch) -> dict[tuple[int, int], int]:
 
 
 def pack_stretch(stretch: Stretch) -> str:
-    """The stretch as text, for a checkpoint or a log."""
+    """The stretch as text, for a checkpoint."""
     held = [to_json(aborted(one, "")) for one in stretch.unfinished]
     return json.dumps({"played": [to_json(one) for one in stretch.played], "unfinished": held})
 

@@ -10,7 +10,7 @@ is whatever has the methods of `Trainer`. A worker may be killed at any moment: 
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, Protocol
 
@@ -44,7 +44,7 @@ class RolloutWorker:
     def __init__(self, open_player: Callable[[], AbstractContextManager[Player]]):
         self._stack = ExitStack()
         self._player = self._stack.enter_context(open_player())
-        self._loads, self._changed = 0, threading.Condition()
+        self._loads, self._version, self._changed = 0, -1, threading.Condition()
         self._asked: dict[int, Callable[[], list[str]]] = {}
         self._orders = 0
 
@@ -57,7 +57,7 @@ class RolloutWorker:
         with self._changed:
             if loads > self._loads:  # or else newer ones were faster
                 self._player.load(params, version)
-                self._loads = loads
+                self._loads, self._version = loads, version
                 self._changed.notify_all()
         return loads
 
@@ -69,18 +69,25 @@ class RolloutWorker:
             self._orders += 1
             mine = self._orders
         begun = begun or Stretch()
-        began, before = time.monotonic(), lengths(begun)
+        began = time.monotonic()
         try:
             stretch = self._player.play(order, begun, lambda pending: self._asked.update({mine: pending}))
         finally:
             self._asked.pop(mine, None)
-        took = time.monotonic() - began
+        return self._slip(stretch, lengths(begun), time.monotonic() - began), stretch
+
+    def _slip(self, stretch: Stretch, before: Mapping[tuple[int, int], int], seconds: float) -> Slip:
+        """What to say of a stretch; `before` has the tokens of its trajectories that were there already."""
         whole = not stretch.unfinished
-        pool = self._player.pool(stretch) if whole and any(map(awaits_verdict, stretch.played)) else ""
-        count = len(stretch.played) + len(stretch.unfinished)
-        new = tuple(size - before.get(one, 0) for one, size in lengths(stretch).items())
-        reused = sum(before.values())
-        return Slip(os.getpid(), whole, pool, count, sum(new), reused, *versions(stretch), took, new), stretch
+        return Slip(
+            pid=os.getpid(),
+            whole=whole,
+            pool=self._player.pool(stretch) if whole and any(map(awaits_verdict, stretch.played)) else "",
+            oldest=min(versions(stretch), default=self._version),
+            reused=sum(before.values()),
+            lengths=tuple(size - before.get(one, 0) for one, size in lengths(stretch).items()),
+            seconds=round(seconds, 4),
+        )
 
     def pending(self) -> list[str]:
         """What is under way, in words."""

@@ -13,11 +13,12 @@ import json
 import os
 import platform
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 
@@ -31,31 +32,42 @@ SHOWN = 8  # differences at most in a message
 
 @contextmanager
 def run_folder(
-    folder: str | os.PathLike, settings: Mapping[str, Any], *, may_differ: Sequence[str] = ()
+    folder: str | os.PathLike, settings: Mapping[str, Any], *, may_differ: Sequence[str] = (), patience: float = 0.0
 ) -> Iterator[Path]:
     """The folder, made for this run, or found to be its own; nobody else's while the block runs.
 
-    `may_differ` names settings that may change when a run goes on, such as its number of updates.
+    `may_differ` names settings that may change when a run goes on, such as its number of updates. `patience` is how
+    many seconds another process, which may be ending, has to leave the folder.
     """
     path = make_folder(folder)
-    with _alone(path):
+    with _alone(path, patience):
         check_run(path, settings, may_differ=may_differ)
         yield path
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _alone(path: Path, patience: float = 0.0) -> Iterator[None]:
     """Nobody else works in the folder while the block runs."""
+    until = time.monotonic() + patience
     try:
         lock = (path / LOCK).open("w")
     except OSError as error:
         raise BadInput(f"{path} can't be written ({error.strerror}): choose another folder") from None
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BadInput(f"another process works in {path}: wait for its end, or choose another folder") from None
+        while not _is_locked(lock):
+            if time.monotonic() >= until:
+                raise BadInput(f"another process works in {path}: wait for its end, or choose another folder")
+            time.sleep(0.1)
         yield
+
+
+def _is_locked(file: IO[str]) -> bool:
+    """Whether the lock is this process's now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def begin_anew(folder: str | os.PathLike) -> None:

@@ -1,5 +1,6 @@
 """The master over workers in threads: the same bits whatever happens, nothing lost or doubled, nobody waited for."""
 
+import json
 import random
 import threading
 import time
@@ -7,7 +8,7 @@ import time
 import pytest
 from cluster_cases import ThreadCrew, Work
 
-from flowgrpo import schedule
+from flowgrpo import schedule, under_way
 from flowgrpo.distributed.crew import Lost
 from flowgrpo.distributed.event_log import read_events
 from flowgrpo.schedule import REWARD, TRAIN
@@ -86,6 +87,46 @@ def test_S1_what_is_answered_while_the_trainer_starts_again_is_not_believed(tmp_
     assert result["lost"] == ["train-0"]
     assert result["duplicates"] > 0
     assert result["sha"] == undisturbed(tmp_path / "whole")[1]["sha"]
+
+
+def test_S1_who_plays_is_replaced_with_the_trainers_and_who_judges_is_not(tmp_path):
+    """Or else two would play the same group, and write what it hears into the same journal."""
+    lost = []
+
+    def before(worker, method, calls):
+        if method == "train" and calls > 40 and not lost:
+            lost.append(worker)
+            raise Lost("killed")
+
+    work, crew = Work(), ThreadCrew(before)
+    result = work.master(crew, SYNC, tmp_path / "run").run()
+    assert result["lost"] == ["train-0"]
+    assert {name: crew.started.count(name) for name in crew.pools} == {
+        "train-0": 2,
+        "rollout-0": 2,
+        "rollout-1": 2,
+        "reward-any-0": 1,
+        "reward-any-1": 1,
+    }
+    assert result["sha"] == undisturbed(tmp_path / "whole")[1]["sha"]
+
+
+def test_S1_a_checkpoint_holds_all_that_was_rolled_out(tmp_path):
+    """What awaits its verdict too, and the first parts of what is going on."""
+    work, met = Work(hangs=lambda _: time.sleep(0.05)), set()
+
+    def before(_worker, method, _calls):
+        if method == "train" and work.saved is not None and work.saved["memory"]:
+            memory = work.saved["memory"]
+            groups = json.loads(memory["schedule"])["groups"]
+            rolled = {number for number, group in groups.items() if group["phase"] in ("rolled", "judging", "ready")}
+            assert rolled <= set(memory["buffer"]) <= set(groups)
+            met.update(groups[number]["phase"] for number in memory["buffer"])
+
+    work.master(ThreadCrew(before), schedule.asynchronous(3, 12, staleness=3), tmp_path / "async", room=3).run()
+    work.saved = None
+    work.master(ThreadCrew(before), PARTIAL, tmp_path / "partial").run()
+    assert met >= {"judging", "ready", "waiting"}
 
 
 @pytest.mark.parametrize("at", [1, 3, 4, 5])
@@ -225,7 +266,7 @@ def test_what_takes_long_is_named_but_not_ended(tmp_path):
 def test_S2_the_events_give_the_same_updates_again(tmp_path):
     plan = schedule.asynchronous(3, 8, staleness=2)
     Work().master(ThreadCrew(), plan, tmp_path).run()
-    state, again, there = schedule.State(), [], []
+    state, again, there = under_way.State(), [], []
     for line in read_events(tmp_path / "events.jsonl"):
         if line["what"] == "event":
             state, commands = schedule.advance(plan, state, schedule.Event(**line["event"]))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,26 @@ def test_a_spoiled_run_json_is_said(tmp_path, text):
     sentence = r"run.json can't be read .*: restore it, or choose another folder"
     with pytest.raises(BadInput, match=sentence), run_folder(tmp_path, {}):
         pass
+
+
+def test_whoever_has_patience_waits_until_another_has_left(tmp_path):
+    leave = threading.Event()
+
+    def stay():
+        with run_folder(tmp_path, {"seed": 0}):
+            there.set()
+            leave.wait(20)
+
+    there = threading.Event()
+    other = threading.Thread(target=stay)
+    other.start()
+    assert there.wait(20)
+    with pytest.raises(BadInput, match="another process works in"), run_folder(tmp_path, {"seed": 0}, patience=0.2):
+        pass
+    threading.Timer(0.3, leave.set).start()
+    with run_folder(tmp_path, {"seed": 0}, patience=20):
+        assert leave.is_set()
+    other.join()
 
 
 def test_a_run_is_begun_anew_where_one_is_and_nobody_works_in_it(tmp_path):
