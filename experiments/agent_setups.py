@@ -28,6 +28,7 @@ from flowgrpo.agent.roles import Role, Rule, Schema
 from flowgrpo.agent.show import show
 from flowgrpo.agent.speak import either, remote_speaker, speaker
 from flowgrpo.agent.system import agent_system
+from flowgrpo.algorithms.compose import newest_segment_only
 from flowgrpo.algorithms.options import Correction
 from flowgrpo.contracts import Algorithm, Do, HostEnv, Reward, Tool
 from flowgrpo.generate.remote import remote
@@ -339,7 +340,7 @@ def algorithm_of(settings: Mapping[str, Any]) -> Algorithm:
     algorithm = make_algorithm(settings["algorithm"], **own, max_tokens=most)
     if algorithm.targets is not None:
         raise BadInput(f"--algorithm={settings['algorithm']} needs a critic, which this run has none of: take another")
-    return algorithm
+    return newest_segment_only(algorithm) if settings.get("learn_from") == "newest" else algorithm
 
 
 def optimizer_of(settings: Mapping[str, Any]) -> optax.GradientTransformation:

@@ -16,7 +16,8 @@ with --address it joins a cluster, whose hosts must share the work directory. Ne
 Any process may be killed at any moment. A worker that is lost, silent or late is named and replaced, and its work is
 given to another under the same keys; after a trainer, or the master itself, all goes on from the last checkpoint. Where
 schedules overlap, trajectories may be older than the weights that they change: ratios are then taken to what the
-trainer itself says of them, and their mismatch with what was sampled from is corrected (--correction).
+trainer itself says of them, and their mismatch with what was sampled from is corrected (--correction). Where several
+versions spoke in one trajectory, --learn_from=newest leaves out of the loss what all but the newest of them chose.
 
 Beside what a run of `agentflow` leaves, the work directory has `events.jsonl`, what happened in order, and `batches/`,
 the trajectories of every update: `python -m experiments.replay WORKDIR` makes the same updates from them again.
@@ -46,6 +47,9 @@ _STALENESS = flags.DEFINE_integer("staleness", None, "Versions at most, for asyn
 _BUDGET = flags.DEFINE_integer("budget", None, "Tokens of a trajectory in one stretch, for partial.", lower_bound=1)
 _SPARE = flags.DEFINE_integer("spare", None, "Groups under way beyond those of an update.", lower_bound=0)
 _CORRECTION = flags.DEFINE_float("correction", 2.0, "Bound of the correction for stale tokens; 0: none.", lower_bound=0)
+_LEARN_FROM = flags.DEFINE_enum(
+    "learn_from", "all", ["all", "newest"], "Tokens in the loss: all, or the newest weights' own."
+)
 _ROLLOUT = flags.DEFINE_integer("rollout_workers", 1, "Processes that roll out.", lower_bound=1)
 _REWARDS = flags.DEFINE_list("reward_workers", [f"{ANY}=1"], "Processes that judge, by domain: any=1,code=4.")
 _TRAINERS = flags.DEFINE_integer("trainer_workers", 1, "Processes that train, as one group.", lower_bound=1)
@@ -69,6 +73,7 @@ def read_settings() -> dict[str, Any]:
         "budget": _BUDGET.value,
         "spare": _SPARE.value,
         "correction": _CORRECTION.value if stale else 0.0,
+        "learn_from": _LEARN_FROM.value,
         "reward_workers": _reward_workers(),
         "compilation_cache": flags.FLAGS["compilation_cache"].value,
         "trainer_workers": _TRAINERS.value,

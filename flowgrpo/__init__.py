@@ -18,7 +18,7 @@ from flowgrpo.algorithms.advantage import (
     mixed_groups,
     multi_turn_group_advantage,
 )
-from flowgrpo.algorithms.compose import compose, last_turn_only
+from flowgrpo.algorithms.compose import compose, last_turn_only, newest_segment_only
 from flowgrpo.algorithms.dpo import Pairs, dpo, dpo_pairs
 from flowgrpo.algorithms.options import Correction, Options, Overlong, kl_estimate, overlong_penalty
 from flowgrpo.algorithms.policy_gradient import (

@@ -73,6 +73,22 @@ def _at_the_last_turn(trajectories: Trajectories, *, advantages: Callable[[Traje
     return jnp.where(last_nt.reshape(*last_nt.shape, *(1,) * (adv.ndim - 2)), adv, 0.0)
 
 
+def newest_segment_only(algorithm: Algorithm) -> Algorithm:
+    """The algorithm for trajectories that several versions of the weights spoke in: only the newest one's tokens learn.
+
+    What the others chose keeps its place in the denominators, and so the rest its weight (F2).
+    """
+    return algorithm._replace(
+        name=f"{algorithm.name}_newest", weights=partial(_of_the_newest, weights=algorithm.weights)
+    )
+
+
+def _of_the_newest(trajectories: Trajectories, *, weights: Callable[[Trajectories], Array]) -> Array:
+    version_ntl = jnp.where(trajectories.actions, trajectories.version, -1)
+    newest_n = version_ntl.max(axis=(1, 2))
+    return jnp.where(version_ntl == newest_n[:, None, None], weights(trajectories), 0.0)
+
+
 def needs_of(options: Options) -> frozenset[str]:
     """What must be scored before the loss, for these options."""
     needs = {

@@ -390,6 +390,23 @@ def test_mismatched_shapes_are_named():
 
 
 @each_member
+def test_F2_what_older_weights_chose_is_left_out_and_changes_no_other_weight(name):
+    algorithm, case = everything_on(name), make_case(11)
+    trajectories = case.trajectories
+    turns = trajectories.tokens.shape[1]
+    version_ntl = np.broadcast_to(np.arange(turns)[None, :, None] // 2, trajectories.tokens.shape)
+    trajectories = trajectories.replace(version=version_ntl)
+    whole, newest = (np.asarray(x.weights(trajectories)) for x in (algorithm, fg.newest_segment_only(algorithm)))
+    for i, actions_tl in enumerate(np.asarray(trajectories.actions)):
+        spoke = version_ntl[i][actions_tl]
+        own_tl = actions_tl & (version_ntl[i] == spoke.max(initial=-1))
+        np.testing.assert_array_equal(newest[i], np.where(own_tl, whole[i], 0.0))
+    assert 0 < np.count_nonzero(newest) < np.count_nonzero(whole)
+    same = trajectories.replace(version=np.zeros_like(version_ntl))
+    np.testing.assert_array_equal(fg.newest_segment_only(algorithm).weights(same), whole)
+
+
+@each_member
 def test_without_its_broadcast_only_the_last_turn_has_an_advantage(name):
     algorithm, case = everything_on(name), make_case(11)
     trajectories = case.trajectories
