@@ -47,9 +47,7 @@ _STALENESS = flags.DEFINE_integer("staleness", None, "Versions at most, for asyn
 _BUDGET = flags.DEFINE_integer("budget", None, "Tokens of a trajectory in one stretch, for partial.", lower_bound=1)
 _SPARE = flags.DEFINE_integer("spare", None, "Groups under way beyond those of an update.", lower_bound=0)
 _CORRECTION = flags.DEFINE_float("correction", 2.0, "Bound of the correction for stale tokens; 0: none.", lower_bound=0)
-_LEARN_FROM = flags.DEFINE_enum(
-    "learn_from", "all", ["all", "newest"], "Tokens in the loss: all, or the newest weights' own."
-)
+_LEARN_FROM = flags.DEFINE_enum("learn_from", "all", ["all", "newest"], "Versions whose tokens are in the loss.")
 _ROLLOUT = flags.DEFINE_integer("rollout_workers", 1, "Processes that roll out.", lower_bound=1)
 _REWARDS = flags.DEFINE_list("reward_workers", [f"{ANY}=1"], "Processes that judge, by domain: any=1,code=4.")
 _TRAINERS = flags.DEFINE_integer("trainer_workers", 1, "Processes that train, as one group.", lower_bound=1)

@@ -49,11 +49,11 @@ def measured_run(folder: Path) -> Measured:
         lengths=[np.array(line["lengths"]) for line in rolled if line["whole"]],
         judging=[line["seconds"] for line in late if line["what"] == "judged"],
         training=[line["seconds"] for line in dones[1:]],
-        iteration_seconds=float(np.median(_iterations(lines))),
+        iteration_seconds=float(np.median(iterations(lines))),
     )
 
 
-def _iterations(lines: list[dict[str, Any]]) -> list[float]:
+def iterations(lines: list[dict[str, Any]]) -> list[float]:
     """Seconds from update to update, where nothing was examined or saved in between; the first one is left out."""
     found, last, starts = [], None, 0
     for line in lines:

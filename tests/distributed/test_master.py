@@ -2,17 +2,22 @@
 
 import json
 import random
+import re
 import threading
 import time
+from dataclasses import replace
 
+import hosted_cases
 import pytest
-from cluster_cases import ThreadCrew, Work
+from cluster_cases import ThreadCrew, Work, task
 
 from flowgrpo import schedule, under_way
 from flowgrpo.distributed.crew import Lost
 from flowgrpo.distributed.event_log import read_events
+from flowgrpo.distributed.orders import Stretch
+from flowgrpo.rollout.hosted import hosted
 from flowgrpo.schedule import REWARD, TRAIN
-from flowgrpo.types import BadInput
+from flowgrpo.types import BadInput, Status
 
 SYNC = schedule.synchronous(3, 6)
 PARTIAL = schedule.partial_rollouts(3, 6, budget=2, staleness=3, spare=3)
@@ -285,3 +290,37 @@ def test_an_event_log_ends_what_a_killed_process_left(tmp_path):
     path.write_text("nonsense\n{}\n")
     with pytest.raises(BadInput, match=r"events.jsonl:1 is no event"):
         list(read_events(path))
+
+
+class WithTools(Work):
+    """Groups of training are hosted rollouts over an engine, whose tool hangs for one trajectory."""
+
+    def __init__(self, engine: hosted_cases.Engine, stuck: str):
+        super().__init__()
+        env, do = hosted_cases.make_env(), hosted_cases.Do({stuck: hosted_cases.hang})
+        self.rollout = hosted(env, engine.submit, do=do, turn_deadline=4.0)
+
+    def play(self, held, order, begun, on_start):
+        if order.kind != "train":
+            return super().play(held, order, begun, on_start)
+        (group,) = order.numbers
+        tasks, keys, _ = hosted_cases.tasks_of(group + 1, self.samples)
+        own = slice(group * self.samples, (group + 1) * self.samples)
+        found = self.rollout(tasks[own], keys[own], [group] * self.samples, on_start=on_start)
+        # The judge of these tests reads numbers.
+        return Stretch(tuple(replace(one, task=task(group), output="7") for one in found.played))
+
+
+def test_S3_a_tool_that_hangs_is_named_and_the_run_goes_on(tmp_path):
+    told: list[str] = []
+    with hosted_cases.Engine() as engine:
+        work = WithTools(engine, stuck="4/1")
+        plan = schedule.synchronous(3, 2)
+        result = work.master(ThreadCrew(), plan, tmp_path, watch_seconds=1.5, tell=told.append).run()
+    assert (result["update"], result["lost"]) == (2, [])
+    named = r"rollout-. \(process \d+\): play group 4 for . s, at trajectory 4\.1 \(tool 'echo'\)"
+    assert any(re.match(named, sentence) for sentence in told), told
+    played = [one for stretch in work.batches[1] for one in stretch.played]
+    assert len(played) == 3 * work.samples
+    late = [(one.group, one.sample) for one in played if one.trajectory.status == Status.TIMEOUT]
+    assert late == [(4, 1)]

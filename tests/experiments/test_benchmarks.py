@@ -79,6 +79,13 @@ def test_exactness_benchmark_runs():
     assert len(result["near_ties"]) == sum(row["parted"] for row in result["widths"])
 
 
+def test_cluster_benchmark_runs():
+    """That both come to the same parameters is its own check."""
+    result = run("experiments.benchmarks.cluster", "--queries=4", "--samples=4", "--updates=3")
+    assert [(row["process"], row["iterations"]) for row in result["rows"]] == [("single", 2), ("cluster", 2)]
+    assert result["over_single"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

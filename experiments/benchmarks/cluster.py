@@ -1,0 +1,78 @@
+"""What a cluster costs where it gains nothing: one worker of each kind beside a single process, on the same cores.
+
+    python -m experiments.benchmarks.cluster
+    python -m experiments.benchmarks.cluster --queries=4 --samples=4 --updates=3 --repeats=1
+
+Both make the same updates, one after the other, and must come to the same parameters. An iteration is from update to
+update, without the first, which compiles; `over_single` is the cluster's median over that of the single process. The
+cluster's own share is what its processes tell each other: trajectories to the trainer, weights back.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from absl import flags
+
+from experiments import common
+from experiments.benchmarks.measured import show_lines
+from experiments.cluster_measured import iterations
+from experiments.same_run import result_of
+from flowgrpo.distributed.event_log import read_events
+from flowgrpo.types import BadInput
+
+_QUERIES = flags.DEFINE_integer("queries", 16, "Queries of an update.", lower_bound=1)
+_SAMPLES = flags.DEFINE_integer("samples", 16, "Trajectories of a query.", lower_bound=2)
+_UPDATES = flags.DEFINE_integer("updates", 6, "Updates of each run; the first one compiles.", lower_bound=3)
+_REPEATS = flags.DEFINE_integer("repeats", 1, "Runs of each, which alternate.", lower_bound=1)
+_SLOTS = flags.DEFINE_integer("slots", 32, "Slots of the engine.", lower_bound=2)
+WARM = ("--warm_steps=250", "--demonstrations=600", "--validation_tasks=8", "--test_tasks=8")
+KINDS = {
+    "single": ("experiments.agentflow",),
+    "cluster": ("experiments.cluster", "--rollout_workers=1", "--reward_workers=any=1", "--trainer_workers=1"),
+}
+
+
+def run(kind: str, folder: Path, cache: Path) -> list[float]:
+    """One run -> the seconds of its iterations."""
+    module, *shape = KINDS[kind]
+    sizes = [f"--queries={_QUERIES.value}", f"--samples={_SAMPLES.value}", f"--slots={_SLOTS.value}"]
+    length = [f"--updates={_UPDATES.value}", f"--checkpoint_every={_UPDATES.value}"]
+    where = [f"--workdir={folder}", f"--compilation_cache={cache}"]
+    command = [sys.executable, "-m", module, *shape, *sizes, *length, *where, *WARM]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BadInput(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-1000:]}")
+    if kind == "cluster":
+        return iterations(list(read_events(folder / "events.jsonl")))
+    lines = [json.loads(line) for line in (folder / "timings.jsonl").read_text().splitlines()]
+    return [line["seconds"] for line in lines if line["phase"] == "train"][1:]
+
+
+def main() -> None:
+    """Run both, and compare."""
+    took: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    shas = set()
+    with tempfile.TemporaryDirectory() as scratch:
+        for repeat in range(_REPEATS.value):
+            for kind in KINDS:
+                folder = Path(scratch) / f"{kind}-{repeat}"
+                took[kind] += run(kind, folder, Path(scratch) / "compiled")
+                shas.add(result_of(folder)["params_sha256"])
+    if len(shas) != 1:
+        raise AssertionError(f"the runs came to different parameters: {sorted(shas)}")
+    median = {kind: statistics.median(found) for kind, found in took.items()}
+    rows = [
+        {"process": kind, "iterations": len(found), "median_s": round(median[kind], 2), "most_s": round(max(found), 2)}
+        for kind, found in took.items()
+    ]
+    show_lines(rows)
+    over = round(median["cluster"] / median["single"], 3)
+    print(json.dumps({"benchmark": "cluster", "over_single": over, "rows": rows}))
+
+
+if __name__ == "__main__":
+    common.run(main)
