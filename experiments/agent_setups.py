@@ -17,8 +17,9 @@ from typing import Any
 
 import optax
 
-from experiments import domains, offline_tasks, offline_warmstart
-from experiments.hosted_work import Draw, HostedSetup, draw_from, make_engine, make_residency
+from experiments import domains, offline_tasks, offline_warmstart, prompts
+from experiments.agent_tasks import tasks_of
+from experiments.hosted_work import HostedSetup, make_engine, make_residency
 from experiments.members import base_of, make_algorithm
 from experiments.planner_setup import PLANNER, frozen, load_start, make_planner
 from flowgrpo import launch, loop
@@ -39,7 +40,6 @@ from flowgrpo.models.hf import Model
 from flowgrpo.rollout.records import Played
 from flowgrpo.rollout.replay import last_state
 from flowgrpo.sandbox import Limits, Sandbox
-from flowgrpo.task_files import read_tasks
 from flowgrpo.text import Text
 from flowgrpo.tools.calculator import calculator
 from flowgrpo.tools.mcp import Stdio, mcp_tools
@@ -157,8 +157,9 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
     for name in ROLES:
         _check_role(name, settings[name])
     with ExitStack() as stack:
-        tasks, names = _tasks(settings)
-        sandbox = stack.enter_context(Sandbox(workers=launch.cores(), preload=domains.preload(names)))
+        source = tasks_of(settings)
+        draw, hard = prompts.choose(settings, source.draw, source.train, groups=settings["queries"])
+        sandbox = stack.enter_context(Sandbox(workers=launch.cores(), preload=domains.preload(source.domains)))
         own = _tools(settings, sandbox, folder, stack)
         tools = stack.enter_context(toolset(own, seconds=settings["tool_seconds"], workers=settings["slots"]))
         make = partial(make_env, schemas=tools.schemas, settings=settings)
@@ -181,7 +182,8 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
             residency=stack.enter_context(make_residency(settings, folder)),
             do=either(tools.do, _speakers(settings, frozen(model, settings), stack)),
             reward=_reward(sandbox),
-            tasks=tasks,
+            tasks=draw,
+            prompts=hard,
             algorithm=algorithm_of(settings),
             optimizer=optimizer_of(settings),
             sizes=loop.Settings(**{name: settings[name] for name in SIZES}, compute_dtype=planner.compute_dtype),
@@ -195,8 +197,7 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
 @contextmanager
 def open_reward(settings: Mapping[str, Any]) -> Iterator[Reward]:
     """The rewards alone, as `open_setup` routes them; their sandbox lives as long as the block."""
-    _, names = _tasks(settings)
-    with Sandbox(workers=launch.cores(), preload=domains.preload(names)) as sandbox:
+    with Sandbox(workers=launch.cores(), preload=domains.preload(tasks_of(settings).domains)) as sandbox:
         yield _reward(sandbox)
 
 
@@ -312,18 +313,6 @@ def _corpus(settings: Mapping[str, Any], folder: Path) -> Path:
     beside.write_text("".join(json.dumps(passage) + "\n" for passage in offline_tasks.passages()))
     beside.replace(path)
     return path
-
-
-def _tasks(settings: Mapping[str, Any]) -> tuple[Draw, tuple[str, ...]]:
-    """`tasks(split, first, count)`, and the domains that they are of."""
-    if settings["tasks"] is None:
-        if settings["model"] is not None:
-            raise BadInput("--model needs --tasks: a .jsonl or .parquet file of tasks, or reasoning_gym:NAME")
-        names = tuple(settings["domains"].split(","))
-        seed = settings["seed"]
-        return lambda split, first, count: offline_tasks.make_tasks(seed, first, count, split, names), names
-    read = read_tasks(settings["tasks"])
-    return draw_from(read, settings["seed"]), tuple({task.domain for task in read})
 
 
 # Learning -----------------------------------------------------------------------------------------------

@@ -32,8 +32,9 @@ from absl import flags
 from experiments import agent_setups, common, planner_flags
 from experiments.benchmarks.measured import show_lines
 from experiments.dry_runs import hosted_rows, parse_memory
-from experiments.hosted_work import HostedSetup, hosted_work, play
+from experiments.hosted_work import HostedSetup, hosted_work, play, training_tasks
 from experiments.members import ALGORITHMS
+from experiments.prompts import PROMPTS, prompt_settings
 from experiments.published import shape_of_model
 from experiments.session import one_run
 from flowgrpo.learner.floor import count_parameters
@@ -58,6 +59,13 @@ _UPDATES = flags.DEFINE_integer("updates", None, "Updates of the reinforcement p
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of everything.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/agentflow-SEED by default.")
 _RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
+_PROMPTS = flags.DEFINE_enum(
+    "prompts", "uniform", PROMPTS, "Which tasks come up: all, those that fail, easy ones first."
+)
+_DIFFICULTY = flags.DEFINE_string("difficulty", None, "Field of a task's metadata: a number, for --prompts=curriculum.")
+_CURRICULUM = flags.DEFINE_integer(
+    "curriculum_updates", None, "Length of the curriculum; --updates by default.", lower_bound=1
+)
 _QUERIES = flags.DEFINE_integer("queries", None, "Queries of an update.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", None, "Trajectories of a query.", lower_bound=2)
 _RATE = flags.DEFINE_float("learning_rate", None, "Of the reinforcement phase.", lower_bound=0.0)
@@ -121,12 +129,14 @@ def chosen_settings() -> dict[str, Any]:
         "test_tasks": _TEST.value,
         **planner_flags.planner_choices(),
     }
-    return agent_setups.settings_of(_MODEL.value, **chosen)
+    settings = agent_setups.settings_of(_MODEL.value, **chosen)
+    own = {"difficulty": _DIFFICULTY.value, "curriculum_updates": _CURRICULUM.value}
+    return settings | prompt_settings(_PROMPTS.value, updates=settings["updates"], **own)
 
 
 def dry_run(setup: HostedSetup) -> None:
     """The first prompts as they are rendered, and one rollout of each domain as it is parsed."""
-    tasks = setup.tasks("train", 0, min(4, setup.sizes.queries))
+    tasks = training_tasks(setup, 0)[:4]
     print(f"model {setup.settings['model'] or setup.folder / agent_setups.START}, tools {', '.join(setup.env.tools)}\n")
     _, said = setup.env.reset(jax.random.key(0), tasks[0], setup.do)
     print(f"the first prompt, {len(said.tokens)} tokens:\n{setup.model.text.decode(said.tokens)}\n")

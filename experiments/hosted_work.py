@@ -23,6 +23,7 @@ import optax
 
 import flowgrpo as fg
 from experiments.planner_setup import OFFLOAD, Planner
+from experiments.prompts import Draw, Hard, open_share
 from experiments.session import Tested, Work
 from experiments.session_files import report, train_line
 from flowgrpo import loop
@@ -44,8 +45,6 @@ from flowgrpo.staged import Rolled, RollOut, Step, Told, make_staged
 from flowgrpo.stuck import Watch
 from flowgrpo.tasks import Tasks, batch_at, split_tasks
 from flowgrpo.types import BadInput, Task
-
-Draw = Callable[[str, int, int], list[Task]]  # (split, first, count) -> tasks
 
 
 class HostedSetup(NamedTuple):
@@ -70,6 +69,7 @@ class HostedSetup(NamedTuple):
     story: Callable[[Played], str]  # a trajectory as text
     solved: Callable[[Scored], bool] = is_solved  # by what a reward said, which `correct` records
     journal: Journal | None = None  # of what the world answers
+    prompts: Hard | None = None  # what chooses the tasks of training, where `tasks` does not
 
 
 def hosted_work(setup: HostedSetup) -> Work:
@@ -95,6 +95,7 @@ def hosted_work(setup: HostedSetup) -> Work:
         test=partial(_test, setup, exam_key(setup, "test")),
         trained=setup.planner.trained,
         frozen=lambda: setup.planner.params,
+        memory=setup.prompts,
     )
 
 
@@ -169,9 +170,8 @@ def make_residency(settings: Mapping[str, Any], folder: Path) -> Residency:
 def _roll_out(run: loop.Run, told: Told, *, setup: HostedSetup) -> Rolled:
     """The trajectories of all groups at once, recorded; the engine's losses are a matter of clocks."""
     sizes, update, lost = setup.sizes, int(run.update), setup.engine.lost
-    count = sizes.queries * sizes.oversample
     setup.engine.swap(setup.planner.serve(run.learner.params), int(run.learner.version))
-    tasks = setup.tasks("train", update * count, count)
+    tasks = training_tasks(setup, update)
 
     def on_played(so_far: Hosted) -> None:
         told.played(dense(setup, so_far).trajectories)
@@ -184,7 +184,18 @@ def _roll_out(run: loop.Run, told: Told, *, setup: HostedSetup) -> Rolled:
     more = {
         f"engine_{fate.name.lower()}": size - lost.fates.get(fate, 0) for fate, size in setup.engine.lost.fates.items()
     }
-    return learned_from(setup, run, played, {"judging_seconds": played.seconds["judging"], **more})
+    rolled = learned_from(setup, run, played, {"judging_seconds": played.seconds["judging"], **more})
+    if setup.prompts is None:
+        return rolled
+    return rolled._replace(metrics={**rolled.metrics, **setup.prompts.learn(update, played.played)})
+
+
+def training_tasks(setup: HostedSetup, update: int) -> list[Task]:
+    """The tasks of an update, one a group."""
+    if setup.prompts is not None:
+        return setup.prompts.tasks(update)
+    count = setup.sizes.queries * setup.sizes.oversample
+    return setup.tasks("train", update * count, count)
 
 
 def learned_from(setup: HostedSetup, run: loop.Run, played: Hosted, timings: Mapping[str, Any] = {}) -> Rolled:
@@ -198,7 +209,7 @@ def learned_from(setup: HostedSetup, run: loop.Run, played: Hosted, timings: Map
     record(setup.folder / "trajectories" / f"{update + 1:06d}.jsonl", first)
     fates = {f"tokens_{fate.name.lower()}": size for fate, size in played.ledger.fates.items()}
     solved = {f"success_{name}": _solved(own) for name, own in domains_of(_valid(played.played)).items()}
-    return Rolled(rollout, {**solved, **fates}, timings)
+    return Rolled(rollout, {**solved, **fates, **open_share(setup.settings, update)}, timings)
 
 
 def _keys(key: jax.Array, update: int) -> jax.Array:

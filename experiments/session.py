@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,18 @@ class Tested(NamedTuple):
     more: dict[str, Any]  # for result.json
 
 
+class Memory(Protocol):
+    """What a run knows beside its state, for its checkpoints."""
+
+    def saved(self, update: int) -> Any:
+        """What a checkpoint of this update is to hold."""
+        ...
+
+    def restore(self, update: int, memory: Any) -> None:
+        """Know what a checkpoint of this update held."""
+        ...
+
+
 class Work(NamedTuple):
     """What a run does at each stage; pure or not."""
 
@@ -62,6 +74,7 @@ class Work(NamedTuple):
     trained: Trained = WHOLE  # the part that changes: what a checkpoint holds
     frozen: Callable[[], Any] = lambda: None  # the parameters that the part belongs into, where it isn't all
     remembers: bool = False  # whether its checkpoints hold the memory of a master
+    memory: Memory | None = None  # or that of the run itself, which is one process then
 
 
 class Standing(NamedTuple):
@@ -125,6 +138,8 @@ class Session:
         tree = self.checkpoints.restore(step, self._template())
         self._start, self.resumed_at = tree["start"], list(tree["resumed_at"])
         self.memory = tree.get("memory")
+        if self.work.memory is not None:
+            self.work.memory.restore(step, self.memory)
         learner = tree["run"].learner
         run = tree["run"].replace(learner=learner.replace(params=self._whole(learner.params)))
         self.at = Standing(self.work.place(run), tree["position"], note.get("validation"))
@@ -138,7 +153,7 @@ class Session:
         blank = jax.eval_shape(self.work.blank)
         run = jax.eval_shape(lambda params, key: self._part(start(params, key=key)), blank, self.work.key)
         host = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), run.learner.params)
-        memory = {"memory": ...} if self.work.remembers else {}
+        memory = {"memory": ...} if self.work.remembers or self.work.memory is not None else {}
         return {"run": run, "start": host, "resumed_at": ..., "position": ..., **memory}
 
     def best_params(self) -> tuple[int | None, Any]:
@@ -156,6 +171,8 @@ class Session:
         """Write a checkpoint of where the run stands, while it goes on."""
         assert self.at is not None
         run, position, validation = self.at
+        if self.work.memory is not None:
+            memory = self.work.memory.saved(int(run.update))
         tree = {"run": self._part(run), "start": self._start, "resumed_at": self.resumed_at, "position": dict(position)}
         tree |= {} if memory is None else {"memory": memory}
         note = {"run": self.identity} | ({} if validation is None else {"validation": validation})

@@ -84,6 +84,9 @@ def test_a_dry_run_shows_prompts_and_rollouts_and_leaves_no_run(command, tmp_pat
         (["--executor=loud"], "loud"),
         (["--turns=0"], "turns"),
         (["--mcp=no-such-command-anywhere"], "no-such-command-anywhere"),
+        (["--prompts=curriculum"], "--prompts=curriculum needs --difficulty"),
+        (["--prompts=curriculum", "--difficulty=level"], "field 'level' is missing"),
+        (["--difficulty=level"], "--difficulty=level needs --prompts=curriculum"),
     ],
 )
 def test_bad_flags_are_one_sentence(command, tmp_path, given, said):
