@@ -33,6 +33,7 @@ import jax
 from absl import flags
 
 from experiments import agentflow, common
+from experiments.agent_tasks import tasks_of
 from experiments.cluster_plan import TAKES, plan_of
 from experiments.cluster_table import Table
 from experiments.cluster_work import ANY, make_worker, pool_of
@@ -40,6 +41,7 @@ from flowgrpo.distributed.crew import RayCrew
 from flowgrpo.distributed.master import Exams, Master
 from flowgrpo.distributed.staff import Shape
 from flowgrpo.learner.folder import begin_anew
+from flowgrpo.priorities import Known, chosen
 from flowgrpo.types import BadInput
 
 _SCHEDULE = flags.DEFINE_enum("schedule", "sync", list(TAKES), "Who waits for whom.")
@@ -99,6 +101,11 @@ def check_trainers(settings: Mapping[str, Any]) -> None:
         )
 
 
+def choose_task(known: Known, group: int, *, seed: int, count: int) -> int:
+    """The number of a group's task, as a single process would choose it."""
+    return chosen(known, seed, group, count)
+
+
 def main() -> None:
     """Master a cluster."""
     jax.config.update("jax_platforms", "cpu")  # the master computes nothing
@@ -121,8 +128,11 @@ def main() -> None:
     exams = Exams(settings["validation_tasks"], settings["test_tasks"])
     make = partial(make_worker, settings=settings, folder=folder, every=shape.every)
     gpus = {"rollout": _ROLLOUT_GPUS.value, "train": _TRAINER_GPUS.value}
+    choose = None
+    if settings.get("prompts") == "hard":
+        choose = partial(choose_task, seed=settings["seed"], count=len(tasks_of(settings).train()))
     with RayCrew(_ADDRESS.value, gpus=gpus) as crew:
-        result = Master(crew, plan, shape, exams, make, folder, on_turn=Table(_SHOWN.value)).run()
+        result = Master(crew, plan, shape, exams, make, folder, choose=choose, on_turn=Table(_SHOWN.value)).run()
     print(json.dumps(result))
 
 

@@ -26,6 +26,7 @@ from flowgrpo.distributed.orders import Stretch
 from flowgrpo.distributed.workers import Begun, about
 from flowgrpo.learner.checkpoint import Checkpoints
 from flowgrpo.learner.folder import run_folder
+from flowgrpo.priorities import EMPTY
 from flowgrpo.report.metrics import Metrics
 from flowgrpo.rollout.hosted import Hosted
 from flowgrpo.rollout.journal import Journal
@@ -67,7 +68,7 @@ class ClusterTrainer:
             own = run_folder(folder, recorded(settings), may_differ=MAY_DIFFER, patience=LOCKED)
             self._stack.enter_context(own)
         self.setup = self._stack.enter_context(agent_setups.open_setup(settings, folder))
-        work = hosted_work(self.setup)._replace(settings=recorded(settings), remembers=True)
+        work = hosted_work(self.setup)._replace(settings=recorded(settings), remembers=True, memory=None)
         self.session = Session(work, folder)
         self._step = make_step(self.setup, self._roll_out)
 
@@ -89,7 +90,11 @@ class ClusterTrainer:
         self._stack.enter_context(session.checkpoints)
         if session.at is None:
             session.warm_start(self._metrics)
-        return Begun(int(session.run.update), session.is_due(self._every), session.memory)
+        update, prompts, memory = int(session.run.update), self.setup.prompts, session.memory
+        if prompts is not None and memory is not None:
+            prompts.restore(update, memory["prompts"])
+        known = EMPTY if prompts is None else prompts.known(update)
+        return Begun(update, session.is_due(self._every), memory, known)
 
     def weights(self) -> tuple[int, Any]:
         """The version, and what is trained, on the host."""
@@ -108,7 +113,8 @@ class ClusterTrainer:
         figures = self.session.advance(self._step, self._metrics)
         version, weights = self.weights()
         told = {name: figures[name] for name in ("update", "success", "seconds") if name in figures}
-        return {**told, "version": version, "due": self.session.is_due(self._every)}, weights
+        known = EMPTY if self.setup.prompts is None else self.setup.prompts.shown(update - 1)
+        return {**told, "version": version, "due": self.session.is_due(self._every), "known": known}, weights
 
     def _roll_out(self, run: loop.Run, told: Told) -> Rolled:
         """What others have played, as the rollout of this update."""
@@ -119,6 +125,8 @@ class ClusterTrainer:
 
     def examined(self, memory: Any, *stretches: Stretch) -> dict[str, Any]:
         """The figures of an examination, written down; a checkpoint, which holds the master's memory too."""
+        if self.setup.prompts is not None:
+            memory = memory | {"prompts": self.setup.prompts.saved(int(self.session.run.update))}
         played = in_order(stretches)
         seen = judge(played, self.setup.env.tools)
         self.session.examined(seen, self._metrics, memory)

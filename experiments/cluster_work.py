@@ -34,6 +34,7 @@ from flowgrpo.rollout.journal import Journal
 from flowgrpo.rollout.judging import is_solved
 from flowgrpo.rollout.records import aborted
 from flowgrpo.schedule import REWARD, ROLLOUT, TRAIN
+from flowgrpo.types import Task
 
 ANY = "any"  # the domain whose reward workers judge what no others do
 
@@ -119,9 +120,16 @@ def _play(setup: HostedSetup, order: Order, begun: Stretch, on_start) -> Stretch
             found = rollout((), (), (), **more)
         else:
             keys = keys_of_group(run_key(setup), update, index, groups=groups, samples=sizes.samples)
-            tasks = setup.tasks("train", number, 1) * sizes.samples
-            found = rollout(tasks, keys, np.full(len(tasks), index), **more)
+            found = rollout([_task(setup, order)] * sizes.samples, keys, np.full(sizes.samples, index), **more)
     return _stretch(begun, found, goes_on=order.budget is not None)
+
+
+def _task(setup: HostedSetup, order: Order) -> Task:
+    """The task of an order's group."""
+    if order.task is None:
+        return setup.tasks("train", order.numbers[0], 1)[0]
+    assert setup.prompts is not None, "a task was chosen, but this run's tasks have no numbers"
+    return setup.prompts.pool[order.task]
 
 
 def _stretch(begun: Stretch, found: Hosted, *, goes_on: bool) -> Stretch:

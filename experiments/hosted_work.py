@@ -184,10 +184,7 @@ def _roll_out(run: loop.Run, told: Told, *, setup: HostedSetup) -> Rolled:
     more = {
         f"engine_{fate.name.lower()}": size - lost.fates.get(fate, 0) for fate, size in setup.engine.lost.fates.items()
     }
-    rolled = learned_from(setup, run, played, {"judging_seconds": played.seconds["judging"], **more})
-    if setup.prompts is None:
-        return rolled
-    return rolled._replace(metrics={**rolled.metrics, **setup.prompts.learn(update, played.played)})
+    return learned_from(setup, run, played, {"judging_seconds": played.seconds["judging"], **more})
 
 
 def training_tasks(setup: HostedSetup, update: int) -> list[Task]:
@@ -209,7 +206,8 @@ def learned_from(setup: HostedSetup, run: loop.Run, played: Hosted, timings: Map
     record(setup.folder / "trajectories" / f"{update + 1:06d}.jsonl", first)
     fates = {f"tokens_{fate.name.lower()}": size for fate, size in played.ledger.fates.items()}
     solved = {f"success_{name}": _solved(own) for name, own in domains_of(_valid(played.played)).items()}
-    return Rolled(rollout, {**solved, **fates, **open_share(setup.settings, update)}, timings)
+    drawn = open_share(setup.settings, update) if setup.prompts is None else setup.prompts.learn(update, played.played)
+    return Rolled(rollout, {**solved, **fates, **drawn}, timings)
 
 
 def _keys(key: jax.Array, update: int) -> jax.Array:

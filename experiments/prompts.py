@@ -54,8 +54,6 @@ def choose(
         return draw, None
     tasks = tuple(train())
     if kind == "hard":
-        if "schedule" in settings:
-            raise BadInput("--prompts=hard needs a run in one process: leave it out of a cluster's command")
         return draw, Hard(tasks, settings["seed"], groups=groups)
     easiest = priorities.by_difficulty(tasks, settings["difficulty"])
     return partial(_eased, draw=draw, easiest=easiest, settings=settings, groups=groups), None
@@ -96,7 +94,7 @@ def success_by_group(played: Sequence[Played]) -> dict[int, float]:
 
 
 class Hard:
-    """The tasks of training by what is known of them, for one process.
+    """The tasks of training by what is known of them, in the process that trains.
 
     It keeps what is known before the last update, too: an update that is interrupted has left no trace (S1).
     """
@@ -104,35 +102,46 @@ class Hard:
     def __init__(self, tasks: Sequence[Task], seed: int, *, groups: int):
         if not tasks:
             raise BadInput("there is no task to train on: give a file that has some")
-        self._tasks, self._seed, self._groups = tasks, seed, groups
+        self.pool, self._seed, self._groups = tasks, seed, groups
+        self._number = {task.id: number for number, task in enumerate(tasks)}
         self._known: dict[int, Known] = {0: priorities.EMPTY}  # by the update that begins with it
 
     def numbers(self, update: int) -> list[int]:
         """Which task each group of an update has."""
         places = range(update * self._groups, (update + 1) * self._groups)
-        return [priorities.chosen(self._known[update], self._seed, place, len(self._tasks)) for place in places]
+        return [priorities.chosen(self._known[update], self._seed, place, len(self.pool)) for place in places]
 
     def tasks(self, update: int) -> list[Task]:
         """The tasks of an update, one a group."""
-        return [self._tasks[number] for number in self.numbers(update)]
+        return [self.pool[number] for number in self.numbers(update)]
 
     def learn(self, update: int, played: Sequence[Played]) -> dict[str, float]:
         """Know what an update's trajectories show; figures of what was drawn, and of all that is known now."""
-        known, numbers = self._known[update], self.numbers(update)
+        known, drawn = self._known[update], {one.group: self._number[one.task.id] for one in played}
+        numbers = [drawn[group] for group in range(len(drawn))]
         after = priorities.learned(known, numbers, success_by_group(played))
         self._known = {update: known, update + 1: after}
-        drawn = [priorities.priority(known, number) for number in numbers]
-        return {"prompt_priority": float(np.mean(drawn)), "tasks_seen": len(after) / len(self._tasks)}
+        rank = [priorities.priority(known, number) for number in numbers]
+        return {"prompt_priority": float(np.mean(rank)), "tasks_seen": len(after) / len(self.pool)}
+
+    def known(self, update: int) -> Known:
+        """What is known where an update begins."""
+        return self._known[update]
+
+    def shown(self, update: int) -> Known:
+        """What an update has changed of that, as it is after it."""
+        before, after = self._known[update], self._known[update + 1]
+        return {number: success for number, success in after.items() if before.get(number) != success}
 
     def saved(self, update: int) -> dict[str, Any]:
         """What a checkpoint of this update is to hold."""
-        return {"tasks": len(self._tasks), "known": json.dumps(priorities.to_json(self._known[update]))}
+        return {"tasks": len(self.pool), "known": json.dumps(priorities.to_json(self._known[update]))}
 
     def restore(self, update: int, memory: Mapping[str, Any]) -> None:
         """Know what a checkpoint held."""
-        if memory["tasks"] != len(self._tasks):
+        if memory["tasks"] != len(self.pool):
             raise BadInput(
                 f"the checkpoint of update {update} knows of {memory['tasks']} tasks of training, but there are "
-                f"{len(self._tasks)}: give the tasks that the run was started with"
+                f"{len(self.pool)}: give the tasks that the run was started with"
             )
         self._known = {update: priorities.from_json(json.loads(memory["known"]))}

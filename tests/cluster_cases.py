@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from flowgrpo import priorities
 from flowgrpo.contracts import Reward, Scored
 from flowgrpo.distributed.crew import Lost
 from flowgrpo.distributed.master import Exams, Master
@@ -128,7 +129,7 @@ class Work:
             ends = [self.go_on(held, one, order.budget) for one in begun.unfinished]
         else:
             news = [
-                Unfinished(task(n), (n, i), n, i, (), (), (), (), (), 0.0)
+                Unfinished(task(n if order.task is None else order.task), (n, i), n, i, (), (), (), (), (), 0.0)
                 for n in order.numbers
                 for i in range(self.samples)
             ]
@@ -164,13 +165,13 @@ class Work:
             Reward(lambda task, output: many([task], [output])[0], many), lambda scored: (scored.value or 0) > 0.5
         )
 
-    def master(self, crew: ThreadCrew, plan: Plan, folder: Path, *, tell=lambda _: None, **shape) -> Master:
+    def master(
+        self, crew: ThreadCrew, plan: Plan, folder: Path, *, tell=lambda _: None, choose=None, **shape
+    ) -> Master:
         shape = Shape(**{"rollout": 2, "rewards": {f"{REWARD}-any": 2}, "every": 2, "room": 2, **shape})
-        return Master(crew, plan, shape, Exams(5, 4), partial(self.make, every=shape.every), folder, tell=tell)
-
-
-def is_half(scored: Scored) -> bool:
-    return (scored.value or 0) > 0.5
+        return Master(
+            crew, plan, shape, Exams(5, 4), partial(self.make, every=shape.every), folder, tell=tell, choose=choose
+        )
 
 
 def task(number: int) -> Task:
@@ -187,6 +188,7 @@ class FakeTrainer:
     def __init__(self, work: Work, every: int):
         self.work, self.every = work, every
         self.params, self.update, self.seen = np.zeros(4, np.float64), 0, False
+        self.known = self.news = priorities.EMPTY
         self.busy = self.begun = False
 
     def about(self):
@@ -206,7 +208,8 @@ class FakeTrainer:
         saved = self.work.saved
         if saved is not None:
             self.params, self.update, self.seen = saved["params"], saved["update"], True
-        return Begun(self.update, self.is_due(), saved and saved["memory"])
+            self.known = saved["known"]
+        return Begun(self.update, self.is_due(), saved and saved["memory"], self.known)
 
     def is_due(self) -> bool:
         return not self.seen and self.update % self.every == 0
@@ -235,10 +238,15 @@ class FakeTrainer:
             for stretch in stretches
             for one in stretch.played
         ]
+        first = [stretch.played[0] for stretch in stretches]
+        success = {group: float(one.trajectory.correct) for group, one in enumerate(first)}
+        after = priorities.learned(self.known, [int(one.task.id) for one in first], success)
+        self.news = {number: share for number, share in after.items() if self.known.get(number) != share}
+        self.known = after
         digest = hashlib.sha256(repr((self.params.tolist(), said)).encode()).digest()
         self.params = np.frombuffer(digest, np.uint64).astype(np.float64)
         self.update, self.seen = self.update + 1, False
-        return {"version": self.update, "due": self.is_due()}, self.params
+        return {"version": self.update, "due": self.is_due(), "known": self.news}, self.params
 
     def examined(self, memory, *stretches: Stretch):
         with self.alone():
@@ -248,7 +256,7 @@ class FakeTrainer:
         assert sum(len(stretch.played) for stretch in stretches) == 5 * self.work.samples
         assert all(one.scored is not None for stretch in stretches for one in stretch.played)
         self.seen = True
-        self.work.saved = {"params": self.params, "update": self.update, "memory": memory}
+        self.work.saved = {"params": self.params, "update": self.update, "memory": memory, "known": self.known}
         return {"update": self.update}
 
     def candidates(self):

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 from flowgrpo import buffer, schedule
 from flowgrpo.distributed.crew import Crew, Lost
 from flowgrpo.distributed.event_log import EventLog
-from flowgrpo.distributed.exam import Exam, deal
+from flowgrpo.distributed.exam import Examiner
 from flowgrpo.distributed.orders import Order, Slip, Stretch, pack_stretch, unpack_stretch, versions
 from flowgrpo.distributed.staff import Doing, Gone, Shape, Staff
 from flowgrpo.distributed.workers import Begun
+from flowgrpo.priorities import EMPTY, Known
 from flowgrpo.schedule import ROLLOUT, TRAIN, Command, Event, Plan
 from flowgrpo.stuck import to_stderr
 from flowgrpo.under_way import State, from_json, is_training, resumed, to_json, trained
@@ -47,19 +48,27 @@ class Master:
         make: Callable[[str, str], Callable[[], Any]],
         folder: Path,
         *,
+        choose: Callable[[Known, int], int] | None = None,
         tell: Callable[[str], None] = to_stderr,
         on_turn: Callable[["Master"], None] = lambda _: None,
     ):
-        """`make(pool, name)` gives what makes a worker in its process; `on_turn` is called again and again."""
-        self.crew, self.plan, self.shape, self.exams, self.on_turn = crew, plan, shape, exams, on_turn
+        """`make(pool, name)` gives what makes a worker in its process; `on_turn` is called again and again.
+
+        `choose(known, group)` gives the number of a group's task, where that depends on what is known of the tasks.
+        """
+        self.crew, self.plan, self.shape, self.exams = crew, plan, shape, exams
+        self.choose, self.on_turn = choose, on_turn
         self.log = EventLog(folder / "events.jsonl")
         self.staff = Staff(crew, shape, make, self.log, tell)
+        self.examiner = Examiner(self.staff)
         self.state, self.buffer = State(), buffer.EMPTY
         self.address = ""  # of the first trainer
         self.going = False  # the schedule has begun
         self.due = False  # an examination is, where the trainer stands
         self.loads, self.weights, self.version = 0, None, -1
-        self.exam: Exam | None = None
+        self.known: Known = EMPTY  # of the tasks, by the weights of now
+        self.learned: Known = EMPTY  # of them by the update that is being made
+        self.tasks: dict[int, int] = {}  # the number of each group's task, where they are chosen
         self.rollout_pids: set[int] = set()
         self.staleness = 0  # versions between the weights of an update and its oldest token, at most
         self.result: dict[str, Any] | None = None
@@ -86,14 +95,15 @@ class Master:
         self.staff.lose(gone)
         trains = self.staff.names[gone.worker] == TRAIN
         if trains:
-            self.exam, self.going = None, False
+            self.examiner.stop()
+            self.going = False
             # Until the trainers stand somewhere again, whatever is answered is to an old ticket.
             self.state = State(version=self.state.version, tickets=self.state.tickets, duplicates=self.state.duplicates)
         players = [name for name in self.staff.of(ROLLOUT) if self.staff.seen[name].hired]
         self.staff.replace([*self.staff.of(TRAIN), *players] if trains else [gone.worker])
         if gone.worker in self.state.workers:
             self._happened(Event("lost", gone.worker))
-        self._examine_on()
+        self.examiner.go_on()
 
     # Beginning, and beginning again -------------------------------------------------------------------
 
@@ -110,7 +120,7 @@ class Master:
             self._load(name)
         if self.going:
             self._join(name)
-        self._examine_on()
+        self.examiner.go_on()
 
     def _on_meet(self, _: Doing, __: None) -> None:
         self.staff.call(FIRST, "open")
@@ -126,11 +136,12 @@ class Master:
 
     def _on_begin(self, _: Doing, begun: Begun) -> None:
         """The trainer stands somewhere: the schedule goes back there."""
-        self.due, before = begun.due, self.state
+        self.due, self.known, self.tasks, before = begun.due, begun.known, {}, self.state
         state, kept = State(version=begun.update), {}
         if begun.memory is not None:
             state = from_json(json.loads(begun.memory["schedule"]))
             kept = {int(number): unpack_stretch(text) for number, text in begun.memory["buffer"].items()}
+            self.tasks = {int(number): task for number, task in begun.memory["tasks"].items()}
         self.buffer = buffer.EMPTY
         for number, stretch in kept.items():
             spoke = min(versions(stretch), default=state.groups[number].began)
@@ -193,7 +204,9 @@ class Master:
         about = {"returns": 2, "what": f"group {number}", "group": number, "ticket": command.ticket}
         if command.kind == "roll":
             begun = [self.buffer[number].item] if number in self.buffer else []
-            order = Order("train", command.groups, self.loads, command.budget)
+            if self.choose is not None and number not in self.tasks:
+                self.tasks[number] = self.choose(self.known, number)
+            order = Order("train", command.groups, self.loads, command.budget, self.tasks.get(number))
             self.staff.call(command.worker, "play", order, *begun, **about)
         elif command.kind == "judge":
             given = (self.buffer[number].item, self.staff.refusal(about["what"]))
@@ -201,6 +214,7 @@ class Master:
         elif command.kind == "train":
             kept, self.buffer = buffer.take(self.buffer, command.groups)
             self.staleness = max(self.staleness, self.version - min(one.version for one in kept))
+            self.tasks = {group: task for group, task in self.tasks.items() if group in self.state.groups}
             self.staff.call_trainers("train", *(one.item for one in kept), returns=2)
         else:
             self.buffer = buffer.drop(self.buffer, command.groups)
@@ -215,8 +229,7 @@ class Master:
         """A stretch has ended: the group goes on later, or is judged, or is ready."""
         self.staff.seen[doing.worker].tokens += sum(slip.lengths)
         if doing.exam is not None:
-            doing.exam.take_played(doing.share, doing.data, slip.pool)
-            self._examine_on()
+            self.examiner.take_played(doing, slip.pool)
             return
         self.rollout_pids.add(slip.pid)
         self._keep(doing, slip.oldest)
@@ -227,8 +240,7 @@ class Master:
     def _on_judge(self, doing: Doing, _: int) -> None:
         """Verdicts are there."""
         if doing.exam is not None:
-            doing.exam.judged[doing.share] = doing.data
-            self._examine_on()
+            self.examiner.take_judged(doing)
             return
         self.log.write("judged", group=doing.group, seconds=round(time.monotonic() - doing.since, 4))
         self._keep(doing, self.version)
@@ -238,12 +250,15 @@ class Master:
         """An update is made; the schedule hears of it when it is examined and saved, where that is due."""
         self.log.write("trained", version=figures["version"], seconds=round(time.monotonic() - doing.since, 4))
         self._publish(doing.data, figures["version"])
+        self.learned = figures["known"]
         if figures["due"]:
             self._validate()
         else:
             self._updated()
 
     def _updated(self) -> None:
+        """The schedule goes on; what begins from here on is chosen by what this update has shown."""
+        self.known = {**self.known, **self.learned}
         self._happened(Event("trained"))
         self._end_when_over()
 
@@ -254,46 +269,21 @@ class Master:
 
     # Examinations -------------------------------------------------------------------------------------
 
-    def _examine(self, kind: str, tasks: int, then: Callable[[list[Any]], None]) -> None:
-        self.exam = deal(kind, tasks, self.shape.rollout, then)
-        self._examine_on()
-
-    def _examine_on(self) -> None:
-        """Give out what nobody does yet; and go on when all is judged."""
-        exam = self.exam
-        if exam is None:
-            return
-        under_way = {doing.share for doing in self.staff.calls.values() if doing.exam is exam}
-        for share, method in exam.left():
-            pool = ROLLOUT if method == "play" else exam.pools[share]
-            there = self.staff.there(pool)
-            if share in under_way or not there:
-                continue
-            what = exam.name(share)
-            if method == "play":
-                given: tuple = (Order(exam.kind, exam.shares[share], self.loads),)
-            else:
-                given = (exam.played[share], self.staff.refusal(what))
-            about = {"returns": 2, "what": what, "exam": exam, "share": share}
-            self.staff.call(there[share % len(there)], method, *given, **about)
-        if exam.is_over():
-            self.exam = None
-            exam.then(exam.stretches())
-
     def _validate(self) -> None:
         """Examine the weights of now, and save."""
 
         def validated(judged: list[Any]) -> None:
             self.staff.call_trainers("examined", self._memory(), *judged)
 
-        self._examine("validation", self.exams.validation, validated)
+        self.examiner.begin("validation", self.exams.validation, self.loads, validated)
 
     def _memory(self) -> dict[str, Any]:
         """What a checkpoint holds of the master: the schedule after this update, and the trajectories in the buffer."""
         state = trained(self.state) if is_training(self.state) else self.state
         held = {str(number): self._text(self.buffer[number].item) for number in state.groups if number in self.buffer}
         there = {number: text for number, text in held.items() if text}
-        return {"schedule": json.dumps(to_json(state)), "buffer": there}
+        tasks = {str(number): self.tasks[number] for number in state.groups if number in self.tasks}
+        return {"schedule": json.dumps(to_json(state)), "buffer": there, "tasks": tasks}
 
     def _text(self, item: Any) -> str:
         """A stretch as text; "" where the host that had it is gone, so that it is rolled out again."""
@@ -316,10 +306,10 @@ class Master:
 
         def tested_before(first: list[Any]) -> None:
             self._publish(after, self.state.version)
-            self._examine("test-after", self.exams.test, lambda second: self._finish(first, second))
+            self.examiner.begin("test-after", self.exams.test, self.loads, lambda second: self._finish(first, second))
 
         self._publish(before, 0)
-        self._examine("test-before", self.exams.test, tested_before)
+        self.examiner.begin("test-before", self.exams.test, self.loads, tested_before)
 
     def _finish(self, before: list[Any], after: list[Any]) -> None:
         cluster = {

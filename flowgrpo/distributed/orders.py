@@ -17,6 +17,7 @@ class Order(NamedTuple):
     numbers: tuple[int, ...]  # of the groups
     loaded: int  # at least so many times weights must have come
     budget: int | None = None  # tokens of a trajectory
+    task: int | None = None  # the number of the group's task, where it does not follow from the group's own
 
 
 class Stretch(NamedTuple):

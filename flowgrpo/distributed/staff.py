@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from flowgrpo.distributed.crew import Crew, Lost
 from flowgrpo.distributed.event_log import EventLog
-from flowgrpo.distributed.exam import Exam
 from flowgrpo.schedule import REWARD, ROLLOUT, TRAIN
 from flowgrpo.types import BadInput
 
@@ -54,8 +53,8 @@ class Doing:
     what: str = ""  # it is about, for people
     group: int = -1
     ticket: int = -1
-    exam: Exam | None = None
-    share: int = -1  # of the examination
+    exam: Any = None  # of which this is a share
+    share: int = -1
     joint: "Joint | None" = None  # of a call that all trainers were given
 
 

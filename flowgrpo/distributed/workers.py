@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from flowgrpo.contracts import Reward, Scored
 from flowgrpo.distributed.orders import Order, Slip, Stretch, lengths, versions
+from flowgrpo.priorities import EMPTY, Known
 from flowgrpo.rollout.judging import judge
 from flowgrpo.rollout.records import Played, awaits_verdict, with_verdict
 from flowgrpo.types import BadInput
@@ -145,6 +146,7 @@ class Begun(NamedTuple):
     update: int
     due: bool  # an examination
     memory: Any  # of the master, from the checkpoint; None where there is none
+    known: Known = EMPTY  # of the tasks, where they are chosen by that
 
 
 class Trainer(Protocol):
@@ -174,7 +176,7 @@ class Trainer(Protocol):
         ...
 
     def train(self, *stretches: Stretch) -> tuple[dict[str, Any], Any]:
-        """One update: its figures, and the weights after it."""
+        """One update: its figures, with what is `known` of its tasks from now on; and the weights after it."""
         ...
 
     def examined(self, memory: Any, *stretches: Stretch) -> dict[str, Any]:

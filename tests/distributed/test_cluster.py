@@ -75,7 +75,14 @@ def test_S2_a_run_whose_order_was_a_matter_of_clocks_is_replayed_to_the_same_par
 
 @pytest.mark.slow
 def test_two_trainers_are_one_process_of_two_devices(tmp_path):
-    sizes = [*SIZES.split(), "--updates=3", f"--compilation_cache={tmp_path / 'compiled'}", "--mesh=data=2"]
+    """With tasks that are chosen by what is known of them, too: the master does that here, and the run itself there."""
+    sizes = [
+        *SIZES.split(),
+        "--updates=3",
+        f"--compilation_cache={tmp_path / 'compiled'}",
+        "--mesh=data=2",
+        "--prompts=hard",
+    ]
     one = run("agentflow", *sizes, "--cpu_devices=2", f"--workdir={tmp_path / 'one'}")
     two = run("cluster", *sizes, "--trainer_workers=2", f"--workdir={tmp_path / 'two'}")
     assert (one.returncode, two.returncode) == (0, 0), (one.stderr + two.stderr)[-3000:]

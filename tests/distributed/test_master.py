@@ -11,7 +11,7 @@ import hosted_cases
 import pytest
 from cluster_cases import ThreadCrew, Work, task
 
-from flowgrpo import schedule, under_way
+from flowgrpo import priorities, schedule, under_way
 from flowgrpo.distributed.crew import Lost
 from flowgrpo.distributed.event_log import read_events
 from flowgrpo.distributed.orders import Stretch
@@ -132,6 +132,28 @@ def test_S1_a_checkpoint_holds_all_that_was_rolled_out(tmp_path):
     work.saved = None
     work.master(ThreadCrew(before), PARTIAL, tmp_path / "partial").run()
     assert met >= {"judging", "ready", "waiting"}
+
+
+def test_S1_tasks_that_are_chosen_by_what_is_known_are_the_same_after_faults(tmp_path):
+    """Four tasks only: what an update shows of one decides what the next one draws."""
+
+    def choose(known, group):
+        return priorities.chosen(known, 0, group, 4)
+
+    def drawn(work):
+        return [one.task.id for _, found in sorted(work.batches.items()) for s in found for one in s.played[:1]]
+
+    whole, unlike = Work(), Work()
+    result = whole.master(ThreadCrew(), SYNC, tmp_path / "whole", choose=choose).run()
+    unlike.master(ThreadCrew(), SYNC, tmp_path / "unlike", choose=lambda _, group: choose({}, group)).run()
+    assert drawn(whole)[:3] == drawn(unlike)[:3]  # nothing is known yet
+    assert drawn(whole) != drawn(unlike)
+    for seed in range(3):
+        work = Work()
+        faulty = work.master(ThreadCrew(faults(seed, 0.06)), SYNC, tmp_path / str(seed), choose=choose).run()
+        assert faulty["lost"]
+        assert faulty["sha"] == result["sha"]
+        assert drawn(work) == drawn(whole)
 
 
 @pytest.mark.parametrize("at", [1, 3, 4, 5])

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +24,13 @@ from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
 from flowgrpo.types import BadInput
 
 
-def played(*groups: tuple) -> list[Any]:
-    """Trajectories by group: True and False are right and wrong, None has no outcome."""
+def played(*groups: tuple, of: Sequence[int] = range(100)) -> list[Any]:
+    """Trajectories by group, of these tasks: True and False are right and wrong, None has no outcome."""
     return [
         SimpleNamespace(
-            group=group, trajectory=SimpleNamespace(outcome=None if right is None else 0.0, correct=bool(right))
+            task=SimpleNamespace(id=str(of[group])),
+            group=group,
+            trajectory=SimpleNamespace(outcome=None if right is None else 0.0, correct=bool(right)),
         )
         for group, own in enumerate(groups)
         for right in own
@@ -64,10 +67,8 @@ def test_a_uniform_draw_is_the_one_that_was_given():
     assert choose({"seed": 0}, tasks, lambda: pytest.fail("nobody needs all tasks"), groups=4) == (tasks, None)
 
 
-def test_a_cluster_and_a_run_without_tasks_are_refused():
+def test_a_run_without_tasks_is_refused():
     settings = {"seed": 0, "prompts": "hard"}
-    with pytest.raises(BadInput, match="--prompts=hard needs a run in one process"):
-        choose(settings | {"schedule": "sync"}, tasks, lambda: tasks("train", 0, 4), groups=4)
     with pytest.raises(BadInput, match="there is no task to train on"):
         choose(settings, tasks, list, groups=4)
 
@@ -124,12 +125,14 @@ def test_what_is_learned_moves_the_next_draw_and_no_earlier_one():
     hard = Hard(tasks("train", 0, 8), 0, groups=4)
     first = hard.numbers(0)
     assert [task.id for task in hard.tasks(0)] == [str(number) for number in first]
-    figures = hard.learn(0, played(*[(True, True)] * 4))
+    figures = hard.learn(0, played(*[(True, True)] * 4, of=first))
     assert figures == {"prompt_priority": 1.0, "tasks_seen": len(set(first)) / 8}
     assert hard.numbers(0) == first
     known = json.loads(hard.saved(1)["known"])
     assert known == {str(number): 1.0 for number in sorted(set(first))}
     assert json.loads(hard.saved(0)["known"]) == {}
+    assert hard.known(0) == {}
+    assert hard.shown(0) == hard.known(1) == dict.fromkeys(first, 1.0)
 
 
 def test_tasks_that_are_solved_come_up_seldom():
@@ -141,7 +144,7 @@ def test_tasks_that_are_solved_come_up_seldom():
 
 def test_a_checkpoint_gives_back_what_was_known_and_is_refused_by_other_tasks():
     hard, other = (Hard(tasks("train", 0, 8), 0, groups=4) for _ in range(2))
-    hard.learn(0, played((True, False), (True, True), (None,), (False,)))
+    hard.learn(0, played((True, False), (True, True), (None,), (False,), of=hard.numbers(0)))
     other.restore(1, hard.saved(1))
     assert other.numbers(1) == hard.numbers(1)
     assert other.saved(1) == hard.saved(1)
