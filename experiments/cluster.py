@@ -11,7 +11,7 @@ with --address it joins a cluster, whose hosts must share the work directory. Ne
     sync            as `experiments.agentflow`, to the bit, whoever plays and judges
     one_step_off    the groups of an update are rolled out during the one before it
     async           rollouts never wait; no group is learned from more than --staleness versions after it began
-    partial         trajectories are cut after --budget tokens, and go on after the update
+    partial         trajectories are cut after --budget tokens, within an action too, and go on after the update
 
 Any process may be killed at any moment. A worker that is lost, silent or late is named and replaced, and its work is
 given to another under the same keys; after a trainer, or the master itself, all goes on from the last checkpoint. Where

@@ -209,31 +209,10 @@ class HostEnv(NamedTuple):
     anchor: Callable[[Any], int] = lambda _: 0  # an integer that is equal where the state is (GiGPO)
 
 
-class Request(NamedTuple):
-    """What a generator is asked for: continue these tokens under this key.
-
-    `chosen` says which of them a generator sampled in earlier turns, so that a cache that was lost is
-    computed again in the same way, to the same bits (E3). The completion ends with the first token among `stop_ids`,
-    or with that which completes one of the strings of `stop` in the text of the sampled tokens.
-    """
-
-    tokens: Sequence[int]
-    key: Any
-    max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 64
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    chosen: Sequence[bool] | None = None  # None: all tokens are given
-    deadline: float | None = None  # seconds from submission
-
-
 class Completion(NamedTuple):
     """What a generator answers: the tokens that it sampled, with what training needs of each.
 
-    `finish_reason` is stop, length, timeout or cancelled; the last two keep what was sampled so far.
+    `finish_reason` is stop, length, budget, timeout or cancelled; the last three keep what was sampled so far.
     """
 
     tokens: Sequence[int]
@@ -243,6 +222,33 @@ class Completion(NamedTuple):
     margin: Sequence[float] = ()  # how near each token was to another one (E3's near-ties)
     kept: Any = None  # [token, k] recorded sets, where the support was cut
     reused: int = 0  # tokens of the prompt whose cache was found
+
+
+class Request(NamedTuple):
+    """What a generator is asked for: continue these tokens under this key.
+
+    `chosen` says which of them a generator sampled in earlier turns, so that a cache that was lost is
+    computed again in the same way, to the same bits (E3). The completion ends with the first token among `stop_ids`,
+    or with that which completes one of the strings of `stop` in the text of the sampled tokens.
+
+    With a `budget` the completion may end before that, as "budget". The same request with that completion as `begun`
+    goes on: what then comes back holds both parts, and is what one request would have got (E3), but for weights that
+    were swapped meanwhile.
+    """
+
+    tokens: Sequence[int]
+    key: Any
+    max_tokens: int  # of the completion, with what was begun
+    temperature: float = 1.0
+    top_k: int = 64
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    chosen: Sequence[bool] | None = None  # None: all tokens are given
+    deadline: float | None = None  # seconds from submission
+    begun: Completion | None = None  # what was sampled before
+    budget: int | None = None  # tokens to sample now at most; None: up to max_tokens
 
 
 class EngineClosed(BadInput):

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from flowgrpo import priorities
-from flowgrpo.contracts import Reward, Scored
+from flowgrpo.contracts import Completion, Reward, Scored
 from flowgrpo.distributed.crew import Lost
 from flowgrpo.distributed.master import Exams, Master
 from flowgrpo.distributed.orders import Order, Stretch, versions
 from flowgrpo.distributed.staff import Shape
 from flowgrpo.distributed.workers import Begun, Judge, Player, RewardWorker, RolloutWorker
+from flowgrpo.rollout import records
 from flowgrpo.rollout.records import Played, Unfinished, make_turn
 from flowgrpo.schedule import REWARD, ROLLOUT, TRAIN, Plan
 from flowgrpo.types import Status, Task, Trajectory
@@ -140,14 +141,20 @@ class Work:
         return Stretch(tuple(played), tuple(unfinished))
 
     def go_on(self, held, one: Unfinished, budget: int | None) -> Played | Unfinished:
-        """A trajectory of a few turns, as many as its key says; each action follows from key and weights."""
-        turns, said = list(one.turns), 0
+        """A trajectory of a few turns, as many as its key says; each token follows from key and weights."""
+        turns, said, begun = list(one.turns), 0, [] if one.begun is None else list(one.begun.sampled.tokens)
+        chose = [] if one.begun is None else list(one.begun.sampled.version)
         while len(turns) < self.turns + one.sample % 2 + 2 * (one.group % 2):
-            if budget is not None and said >= budget:
-                return replace(one, turns=tuple(turns), tools=("",) * len(turns), errors=(False,) * len(turns))
+            if budget is not None and said == budget:
+                sampled = Completion(begun, [-0.5] * len(begun), chose, "budget", [1.0] * len(begun))
+                cut = records.Begun((1,), 0, sampled) if begun else None
+                marks = {"tools": ("",) * len(turns), "errors": (False,) * len(turns)}
+                return replace(one, turns=tuple(turns), lens=(0,) * (len(turns) + 1), begun=cut, **marks)
             digest = hashlib.sha256(f"{one.key} {len(turns)} {held['params'].tobytes().hex()}".encode()).digest()
-            turns.append(make_turn([1], [digest[0], digest[1]], [-0.5, -0.25], held["version"], None, 0))
-            said += 2
+            begun, chose, said = [*begun, digest[len(begun)]], [*chose, held["version"]], said + 1
+            if len(begun) == 2:
+                turns.append(make_turn([1], begun, [-0.5, -0.5], np.array([chose[0], *chose], np.int32), None, 0))
+                begun, chose = [], []
         trajectory = Trajectory(tuple(turns), 0.0, one.group, False, Status.FINISHED, True)
         marks = {"tools": ("",) * len(turns), "errors": (False,) * len(turns), "lens": (0,) * (len(turns) + 1)}
         fields = {"task": one.task, "key": one.key, "group": one.group, "sample": one.sample, "log": ()} | marks

@@ -1,7 +1,7 @@
 """What the tests of hosted rollouts share: an engine without a model, a host environment with a tool, and sums.
 
 The engine answers with tokens that follow from key and context alone, in a thread and by futures that can be cancelled,
-as the real one does; it can be made to wait, to fail and to close.
+as the real one does, at once or in parts; it can be made to wait, to fail and to close.
 """
 
 import json
@@ -29,7 +29,8 @@ class Engine:
 
     def __init__(self, answers: int = -1, longest: int = 1000):
         self.answers, self.longest = answers, longest
-        self.lost, self.asked, self.failure = Ledger(), Counter(), None
+        self.lost, self.asked, self.failure = Ledger(), Counter(), None  # asked: whole actions, by their keys
+        self.version = 5
         self.delivered = 0  # tokens
         self.requests: list = []
         self._wake, self._queue, self._closed, self._held = threading.Condition(), [], False, False
@@ -81,16 +82,24 @@ class Engine:
             self._answer(request, future, "cancelled")
 
     def _answer(self, request, future, reason: str) -> None:
-        tokens, logp = ((), ()) if reason else sampled(request)
+        whole, begun = sampled(request), request.begun or fg.Completion([], [], [], "")
+        before = len(begun.tokens)
+        assert [list(begun.tokens), list(begun.logp)] == [column[:before] for column in whole]
+        assert before < len(whole[0])  # or else it was asked to go on with what has ended
+        end = before if reason else len(whole[0]) if request.budget is None else before + request.budget
+        tokens, logp = (column[:end] for column in whole)
+        new = len(tokens) - before
         if not future.set_running_or_notify_cancel():
-            self.lost += Ledger(len(tokens), {Fate.DROPPED_CANCELLED: len(tokens)})
+            self.lost += Ledger(new, {Fate.DROPPED_CANCELLED: new})
         elif self.failure is not None:
             future.set_exception(self.failure)
         else:
-            self.delivered += len(tokens)
-            self.asked[tuple(np.asarray(jax.random.key_data(request.key)).tolist())] += 1
-            reason = reason or ("stop" if tokens[-1] == STOP else "length")
-            future.set_result(fg.Completion(tokens, logp, [5] * len(tokens), reason))
+            self.delivered += new
+            if len(tokens) == len(whole[0]):
+                self.asked[tuple(np.asarray(jax.random.key_data(request.key)).tolist())] += 1
+                reason = reason or ("stop" if tokens[-1] == STOP else "length")
+            versions = [*begun.version, *[self.version] * new]
+            future.set_result(fg.Completion(tokens, logp, versions, reason or "budget"))
 
 
 def sampled(request) -> tuple[list[int], list[float]]:
@@ -171,7 +180,7 @@ def tasks_of(groups: int, samples: int, seed: int = 0):
 def run(engine: Engine, work, do=answer, *, env: HostEnv | None = None, more=None, **settings) -> Hosted:
     """A rollout whose tokens are held to law A6."""
     before = (engine.delivered, engine.lost.generated)
-    given = sum(tokens_in(one.turns) for one in (more or {}).get("unfinished", ()))
+    given = sum(tokens_in(one.spoken) for one in (more or {}).get("unfinished", ()))
     got = hosted(env or make_env(), engine.submit, do=do, **settings)(*work, **(more or {}))
     check_sums(engine, got, before, given)
     return got
@@ -181,7 +190,7 @@ def check_sums(engine: Engine, got: Hosted, before=(0, 0), given: int = 0) -> No
     """generated = in trajectories + given back + dropped, by what the engine says that it generated (A6)."""
     delivered = engine.delivered - before[0] + given
     held = sum(tokens_in(one.trajectory.turns) for one in got.played) + sum(
-        tokens_in(one.turns) for one in got.unfinished
+        tokens_in(one.spoken) for one in got.unfinished
     )
     assert delivered == held + got.ledger.check().generated
     kept = [one.trajectory for one in got.played if one.trajectory.turns]
@@ -190,7 +199,7 @@ def check_sums(engine: Engine, got: Hosted, before=(0, 0), given: int = 0) -> No
         weights = np.repeat(counts_n[:, None], max(len(one.turns) for one in kept), axis=1)
         batch = fg.pack(kept, weights, weights, row_length=256)
         ledger = fg.account(kept, weights, batch) + got.ledger + engine.lost
-        given_back = sum(tokens_in(one.turns) for one in got.unfinished)
+        given_back = sum(tokens_in(one.spoken) for one in got.unfinished)
         assert ledger.check().generated == delivered + engine.lost.generated - given_back
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flowgrpo.rollout.records import Played, Unfinished, aborted, from_json, to_json, unfinished_of
+from flowgrpo.rollout.records import Played, Unfinished, from_json, to_json, unfinished_from_json, unfinished_to_json
 
 
 class Order(NamedTuple):
@@ -42,7 +42,7 @@ class Slip(NamedTuple):
 def versions(stretch: Stretch) -> set[int]:
     """The weights that spoke in it."""
     turns = [turn for one in stretch.played for turn in one.trajectory.turns]
-    turns += [turn for one in stretch.unfinished for turn in one.turns]
+    turns += [turn for one in stretch.unfinished for turn in one.spoken]
     return {version for turn in turns for version in _of(turn)}
 
 
@@ -54,13 +54,13 @@ def _of(turn) -> Sequence[int]:
 
 def lengths(stretch: Stretch) -> dict[tuple[int, int], int]:
     """The tokens that the policy chose, by group and sample."""
-    every = [(one, one.trajectory.turns) for one in stretch.played] + [(one, one.turns) for one in stretch.unfinished]
+    every = [(one, one.trajectory.turns) for one in stretch.played] + [(one, one.spoken) for one in stretch.unfinished]
     return {(one.group, one.sample): sum(int(turn.chosen.sum()) for turn in turns) for one, turns in every}
 
 
 def pack_stretch(stretch: Stretch) -> str:
     """The stretch as text, for a checkpoint."""
-    held = [to_json(aborted(one, "")) for one in stretch.unfinished]
+    held = [unfinished_to_json(one) for one in stretch.unfinished]
     return json.dumps({"played": [to_json(one) for one in stretch.played], "unfinished": held})
 
 
@@ -68,4 +68,4 @@ def unpack_stretch(text: str) -> Stretch:
     """The stretch that `pack_stretch` wrote."""
     value: dict[str, Any] = json.loads(text)
     played = tuple(from_json(line) for line in value["played"])
-    return Stretch(played, tuple(unfinished_of(from_json(line)) for line in value["unfinished"]))
+    return Stretch(played, tuple(unfinished_from_json(line) for line in value["unfinished"]))

@@ -268,7 +268,7 @@ class Engine:
         """Bring all tokens but the last into the slot's cache, so that its row can go on; returns how many one held."""
         source = max(range(len(self._slots)), key=lambda i: (held_r[i], i == index))
         done = held = held_r[source]
-        turn = Turn(job.tokens[-1], job.request.key, len(job.logp), job.request.max_tokens - len(job.logp))
+        turn = Turn(job.tokens[-1], job.request.key, len(job.logp), job.room)
         pieces = rest(cut(job.chosen, chunk=self.chunk), held, chunk=self.chunk)
         if not pieces or pieces[0].stepwise:
             pieces.insert(0, Piece(held, held, False))  # copies what is held, and lets the row go on
@@ -296,7 +296,7 @@ class Engine:
             if slot.job is not None:
                 outcome = self._take_in(slot.job, sampled, index)
                 if outcome or not active_r[index]:
-                    self._leave(index, outcome or "length")
+                    self._leave(index, outcome or slot.job.limit)
 
     def _take_in(self, job: Job, sampled: Sampled, index: int) -> str | Exception:
         """Add what a row sampled to its job, up to where that stops; returns why it ends, empty where it need not."""
@@ -320,7 +320,7 @@ class Engine:
 
     def _answer(self, job: Job, outcome: str | BaseException) -> None:
         if not job.answer(outcome):
-            self._lose(len(job.logp), Fate.DROPPED_CANCELLED)
+            self._lose(job.own, Fate.DROPPED_CANCELLED)
 
     def _lose(self, count: int, fate: Fate) -> None:
         if count:

@@ -28,11 +28,28 @@ class Job:
     margin: list[float] = field(default_factory=list)
     kept: list[np.ndarray] = field(default_factory=list)
     reused: int = 0
+    before: int = 0  # of the sampled tokens, those that an earlier request got
 
     @property
     def sampled(self) -> list[int]:
-        """The tokens that were sampled."""
+        """The tokens that were sampled, those of an earlier request too."""
         return self.tokens[len(self.request.tokens) :]
+
+    @property
+    def own(self) -> int:
+        """How many tokens were sampled for this request alone; the others are accounted for elsewhere (A6)."""
+        return len(self.logp) - self.before
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be sampled."""
+        most, budget = self.request.max_tokens, self.request.budget
+        return (most if budget is None else min(most, self.before + budget)) - len(self.logp)
+
+    @property
+    def limit(self) -> str:
+        """Why a job ends that has no room left."""
+        return "length" if len(self.logp) >= self.request.max_tokens else "budget"
 
     def ending(self, now: float) -> str:
         """Why the job must end whatever it has; empty where it need not."""
@@ -86,7 +103,34 @@ def make_job(request: Request, now: float, *, slot_length: int, kept: int, reads
     _check(request, slot_length, kept)
     tokens = [int(token) for token in request.tokens]
     chosen = [False] * len(tokens) if request.chosen is None else [bool(x) for x in request.chosen]
-    return Job(request, None if request.deadline is None else now + request.deadline, stops, tokens, chosen)
+    job = Job(request, None if request.deadline is None else now + request.deadline, stops, tokens, chosen)
+    if request.begun is not None:
+        _go_on(job, request.begun, kept)
+    return job
+
+
+def _go_on(job: Job, begun: Completion, kept: int) -> None:
+    """Have the job begin with what an earlier request got; or `BadInput`."""
+    size, most = len(begun.tokens), job.request.max_tokens
+    if begun.finish_reason in ("stop", "length"):
+        raise BadInput(f"what was begun has ended as {begun.finish_reason!r}: nothing comes after it")
+    if not 1 <= size < most:
+        raise BadInput(f"what was begun has {size} tokens, but must have at least one and less than max_tokens={most}")
+    if {len(begun.logp), len(begun.version), len(begun.margin)} != {size}:
+        raise BadInput(
+            f"what was begun has {size} tokens, {len(begun.logp)} log-probabilities, {len(begun.version)} versions and "
+            f"{len(begun.margin)} margins: give it as an engine gave it"
+        )
+    shape = (size, kept) if kept else None
+    if (None if begun.kept is None else np.shape(begun.kept)) != shape:
+        raise BadInput(f"what was begun must come from an engine with kept={kept}, as this one has")
+    job.before = size
+    job.tokens += [int(token) for token in begun.tokens]
+    job.chosen += [True] * size
+    job.logp += [float(logp) for logp in begun.logp]
+    job.version += [int(version) for version in begun.version]
+    job.margin += [float(margin) for margin in begun.margin]
+    job.kept += [] if begun.kept is None else list(np.asarray(begun.kept))
 
 
 def _check(request: Request, slot_length: int, kept: int) -> None:
@@ -98,6 +142,8 @@ def _check(request: Request, slot_length: int, kept: int) -> None:
             f"{size} tokens and max_tokens={request.max_tokens} must fit a slot of {slot_length}: "
             "shorten the request, or raise slot_length"
         )
+    if request.budget is not None and request.budget < 1:
+        raise BadInput(f"budget={request.budget}, but a request samples at least one token")
     if request.chosen is not None and len(request.chosen) != size:
         raise BadInput(f"the request has {size} tokens, but `chosen` has {len(request.chosen)}")
     if not request.temperature > 0:

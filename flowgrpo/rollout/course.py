@@ -1,6 +1,7 @@
 """One trajectory on its way: what its environment said and what the policy chose flow in, a `Played` flows out.
 
     reset -> heard -> request ... acted -> step -> heard -> request ... until its status is known
+                      request ... began, where an action is cut; the next request goes on with it
 
 A course calls nothing by itself: whoever drives it calls the environment (`call_reset`, `call_step`) and the engine and
 tells it what came of that. So a rollout, a resumed one and a replay go the same way.
@@ -11,11 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from flowgrpo.contracts import Do, HostEnv, HostStep, Request, Scored
+from flowgrpo.contracts import Completion, Do, HostEnv, HostStep, Request, Scored
 from flowgrpo.effects import Effect
-from flowgrpo.rollout.records import Played, Unfinished, make_turn
+from flowgrpo.rollout.records import Begun, Played, Unfinished, acted
 from flowgrpo.types import COUNTS, BadInput, Status, Trajectory, Turn
 
 
@@ -71,6 +70,7 @@ class Course:
     tokens: list[int] = field(default_factory=list)  # the context of the next action
     chosen: list[bool] = field(default_factory=list)
     following: Following | None = None
+    begun: Completion | None = None  # of the next action, what was sampled of it before
     appends: bool = True
     output: str | None = None
     correct: bool = False
@@ -117,8 +117,8 @@ class Course:
         self.tokens = self.tokens[:kept] + list(following.said)
         self.chosen = self.chosen[:kept] + [False] * len(following.said)
 
-    def request(self, key, temperature: float) -> Request:
-        """What the engine is asked for now."""
+    def request(self, key, temperature: float, budget: int | None) -> Request:
+        """What the engine is asked for now: an action, or its rest, of at most `budget` more tokens."""
         return Request(
             tokens=tuple(self.tokens),
             key=key,
@@ -126,17 +126,21 @@ class Course:
             temperature=temperature,
             stop_ids=self.env.stop_ids,
             chosen=tuple(self.chosen) if self.appends else None,
+            begun=self.begun,
+            budget=budget,
         )
 
-    def acted(self, action: Sequence[int], logp: Sequence[float], version: Sequence[int]) -> None:
-        """The policy's action; the tokens before it count as of the weights that chose its first."""
+    def began(self, sampled: Completion) -> None:
+        """The policy's action was cut: this much of it is there."""
+        self.begun = sampled
+
+    def acted(self, sampled: Completion) -> None:
+        """The policy's whole action."""
         assert self.following is not None
-        said = self.following.said
-        uniform = len(set(version)) == 1
-        versions = int(version[0]) if uniform else np.array([version[0]] * len(said) + list(version), np.int32)
-        self.turns.append(make_turn(said, action, logp, versions, None, self.following.anchor))
-        self.tokens = self.tokens + list(action)
-        self.chosen = self.chosen + [True] * len(action)
+        self.turns.append(acted(self.following.said, sampled, self.following.anchor))
+        self.begun = None
+        self.tokens = self.tokens + list(sampled.tokens)
+        self.chosen = self.chosen + [True] * len(sampled.tokens)
 
     def end(self, status: Status, reason: str = "") -> None:
         """It has ended here."""
@@ -153,7 +157,11 @@ class Course:
 
     def unfinished(self, seconds: float) -> Unfinished:
         """All of it that can be resumed."""
-        return Unfinished(**self._record(), turns=tuple(self.turns), seconds=seconds)
+        begun = None
+        if self.begun is not None:
+            assert self.following is not None
+            begun = Begun(self.following.said, self.following.anchor, self.begun)
+        return Unfinished(**self._record(), turns=tuple(self.turns), seconds=seconds, begun=begun)
 
     def played(self, scored: Scored | None, correct: bool, *, by_turn: bool, seconds: float) -> Played:
         """The trajectory with its outcome: what a reward said, or else the sum of what was paid."""

@@ -83,8 +83,9 @@ def _rollout(
 ) -> Hosted:
     """Play all; whoever wants to be told is told in the caller's thread, and should be quick.
 
-    With a `budget` each trajectory is given back unfinished at the end of the turn in which its policy has chosen so
-    many tokens, those before this rollout not counted: a later rollout can resume it.
+    With a `budget` each trajectory is given back unfinished where its policy has chosen so many tokens, those before
+    this rollout not counted, be it in the middle of an action: a later rollout goes on with that very action, under the
+    same keys, perhaps with newer weights. `submit` must then be that of an engine that can cut actions.
 
     `on_done` is told of each trajectory when its outcome is known. `on_played` is told once when all turns are there
     and verdicts may still be awaited: the outcomes of those that are not judged yet mean nothing. `on_start` is given a

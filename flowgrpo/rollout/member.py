@@ -1,6 +1,7 @@
 """One trajectory and the thread that plays it: environment and engine are called here, one after the other.
 
-    queued -> reset -> ready <-> step -> ended, or held where a stretch has a budget and it is used up
+    queued -> reset -> ready <-> step -> ended, or held where a stretch has a budget and it is used up: after a step, or
+                                                in the middle of an action
 
 The thread owns the course while it calls the environment or waits for the engine; every change is made under the lock,
 unless the member was stopped meanwhile. From then on the course belongs to whoever stopped it, and the thread, which
@@ -52,6 +53,11 @@ class Member:
     seconds: float = 0.0
     said: int = 0  # tokens that the policy chose in this rollout
 
+    @property
+    def begun(self) -> Sequence[int]:
+        """Of the action that the engine is asked for, the tokens that an earlier rollout got."""
+        return () if self.course.begun is None else self.course.begun.tokens
+
     def advance(self, phase: Phase, change: Callable | None = None, *arguments) -> None:
         """Go on to a phase with a change of the course, which may end it."""
         with self.lock:
@@ -89,11 +95,16 @@ def play(
         do, member.course.log = recorded(partial(_watched, member, do))
         _begin(member, do)
         while member.phase not in ("ended", "held"):
-            if budget is not None and member.said >= budget:
+            left = None if budget is None else budget - member.said
+            if left == 0:
                 member.advance("held")
                 break
-            completion = _ask(member, submit, temperature)
+            completion = _ask(member, submit, temperature, left)
             if completion is not None:
+                _check(member, completion, left)
+                if completion.finish_reason == "budget":
+                    member.advance("held", member.course.began, completion)
+                    break
                 action = _take_in(member, completion)
                 if repeats is not None and _is_repeated(member.course.turns, repeats):
                     why = f"the last {repeats} actions are the same"
@@ -112,7 +123,7 @@ def play(
 def _begin(member: Member, do: Do) -> None:
     """The reset, or all that a member which is resumed has behind it."""
     course = member.course
-    if member.given is None or not (member.given.lens or member.given.turns):
+    if member.given is None or not (member.given.lens or member.given.turns or member.given.begun):
         member.advance("reset")
         _call(member, "reset", call_reset, course.env, key_of(member.keys[0]), course.task, do)
         return
@@ -121,6 +132,10 @@ def _begin(member: Member, do: Do) -> None:
     retrace(behind, key_of(member.keys[0]), member.given.turns, member.given.log, member.given.lens)
     if behind.status is not None or len(behind.turns) != len(member.given.turns):
         raise BadInput(f"an unfinished trajectory has ended in {course.env.name}: resume it with what gave it back")
+    if member.given.begun is not None:
+        if behind.following is None or member.given.begun.said != behind.following.said:
+            raise BadInput(f"{course.env.name} says other tokens before the action that was begun than the record has")
+        behind.began(member.given.begun.sampled)
 
     def take() -> None:
         member.course = behind
@@ -158,10 +173,10 @@ def tool_of(call: Call | None) -> str:
     return call.name if call is not None and call.kind == "tool" else ""
 
 
-def _ask(member: Member, submit: Submit, temperature: float) -> Completion | None:
+def _ask(member: Member, submit: Submit, temperature: float, budget: int | None) -> Completion | None:
     """What the policy chooses; None where the context has grown too long to ask."""
     course = member.course
-    request = course.request(key_of(member.keys[1 + len(course.turns)]), temperature)
+    request = course.request(key_of(member.keys[1 + len(course.turns)]), temperature, budget)
     with member.lock:
         if member.stopped:
             raise Stopped
@@ -170,6 +185,8 @@ def _ask(member: Member, submit: Submit, temperature: float) -> Completion | Non
         except EngineClosed:
             raise
         except BadInput as error:
+            if course.begun is not None:  # its context was not too long when it began
+                raise
             course.end(Status.TOKEN_LIMIT, str(error))
             member._enter("ended")
             return None
@@ -181,20 +198,30 @@ def _ask(member: Member, submit: Submit, temperature: float) -> Completion | Non
         raise BadInput("a request was cancelled by somebody else: leave the futures of a rollout to it") from None
 
 
-def _take_in(member: Member, completion: Completion) -> list[int]:
-    """The action, with which the step begins."""
+def _check(member: Member, completion: Completion, left: int | None) -> None:
+    """Refuse what no rollout can go on with."""
     if member.stopped:
         raise Stopped
-    if completion.finish_reason not in ("stop", "length"):
+    if completion.finish_reason not in ("stop", "length") and (left is None or completion.finish_reason != "budget"):
         raise BadInput(
             f"the engine ended a request as {completion.finish_reason!r}: keep it open until the rollout is over, and "
             "leave deadlines to the rollout"
         )
-    action = [int(token) for token in completion.tokens]
-    if not action:
+    before = list(member.begun)
+    if list(completion.tokens[: len(before)]) != before:
+        raise BadInput("the engine did not go on with the action that was begun: resume it with one that can")
+    new = len(completion.tokens) - len(before)
+    if new < 1:
         raise BadInput("the engine answered without a token: an action has at least one")
-    member.said += len(action)
-    member.advance("step", member.course.acted, action, completion.logp, completion.version)
+    if left is not None and new > left:
+        raise BadInput(f"the engine sampled {new} tokens where {left} were left: a budget needs one that cuts actions")
+
+
+def _take_in(member: Member, completion: Completion) -> list[int]:
+    """The action, with which the step begins."""
+    action = [int(token) for token in completion.tokens]
+    member.said += len(action) - len(member.begun)
+    member.advance("step", member.course.acted, completion._replace(tokens=action))
     return action
 
 

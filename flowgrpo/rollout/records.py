@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowgrpo import effects
-from flowgrpo.contracts import Scored
+from flowgrpo.contracts import Completion, Scored
 from flowgrpo.effects import Effect
 from flowgrpo.ragged import collate
 from flowgrpo.rollout.compiled import Rollout
@@ -42,9 +42,22 @@ class Played:
     seconds: float  # from its start to its end, the verdict not included
 
 
+class Begun(NamedTuple):
+    """An action that was cut: what the environment had said before it, and what was sampled of it so far."""
+
+    said: tuple[int, ...]
+    anchor: int
+    sampled: Completion
+
+    @property
+    def turn(self) -> Turn:
+        """The turn that it has become if nobody goes on with it."""
+        return acted(self.said, self.sampled, self.anchor)
+
+
 @dataclass(frozen=True, eq=False)
 class Unfinished:
-    """A trajectory that can be resumed: whole turns, and the effects of the reset and of each step."""
+    """A trajectory that can be resumed: whole turns, the effects of the reset and of each step, and a cut action."""
 
     task: Any
     key: tuple[int, ...]
@@ -56,6 +69,12 @@ class Unfinished:
     log: tuple[Effect, ...]
     lens: tuple[int, ...]
     seconds: float
+    begun: Begun | None = None  # where the last stretch ended within an action
+
+    @property
+    def spoken(self) -> tuple[Turn, ...]:
+        """All that the policy chose: its turns, and the action that was cut as one more."""
+        return self.turns if self.begun is None else (*self.turns, self.begun.turn)
 
 
 class Hosted(NamedTuple):
@@ -70,7 +89,7 @@ class Hosted(NamedTuple):
 
 def given_up(unfinished: Sequence[Unfinished]) -> Ledger:
     """What becomes of the tokens of trajectories that nobody will resume (A6)."""
-    count = sum(int(np.sum(turn.chosen)) for one in unfinished for turn in one.turns)
+    count = sum(int(np.sum(turn.chosen)) for one in unfinished for turn in one.spoken)
     return Ledger(count, {Fate.DROPPED_CANCELLED: count})
 
 
@@ -106,15 +125,12 @@ def _with_a_turn(trajectory: Trajectory) -> Trajectory:
 
 def aborted(unfinished: Unfinished, reason: str) -> Played:
     """A trajectory that nobody will resume: it takes part in nothing, and its tokens are accounted for."""
-    record = {item.name: getattr(unfinished, item.name) for item in fields(unfinished) if item.name != "turns"}
-    trajectory = Trajectory(unfinished.turns, None, unfinished.group, status=Status.ABORTED)
+    own = ("turns", "begun")
+    record = {item.name: getattr(unfinished, item.name) for item in fields(unfinished) if item.name not in own}
+    if unfinished.begun is not None:  # a turn like any whose step gave nothing
+        record |= {"tools": (*unfinished.tools, ""), "errors": (*unfinished.errors, True)}
+    trajectory = Trajectory(unfinished.spoken, None, unfinished.group, status=Status.ABORTED)
     return Played(**record, trajectory=trajectory, output=None, scored=None, reason=reason)
-
-
-def unfinished_of(played: Played) -> Unfinished:
-    """What `aborted` was made of."""
-    record = {item.name: getattr(played, item.name) for item in fields(Unfinished) if item.name != "turns"}
-    return Unfinished(**record, turns=tuple(played.trajectory.turns))
 
 
 def awaits_verdict(played: Played) -> bool:
@@ -141,43 +157,83 @@ def to_json(played: Played) -> str:
     trajectory = played.trajectory
     record = {item.name: getattr(played, item.name) for item in fields(played) if item.name != "trajectory"}
     record |= {item.name: getattr(trajectory, item.name) for item in fields(trajectory) if item.name != "group"}
-    task = {"Task": _fields(played.task)} if isinstance(played.task, Task) else {"value": played.task}
-    record |= {
-        "task": task,
-        "turns": [_turn_to_json(turn) for turn in trajectory.turns],
-        "status": trajectory.status.name,
-        "log": [effects.to_json(effect) for effect in played.log],
-        "scored": None if played.scored is None else played.scored._asdict() | {"parts": dict(played.scored.parts)},
-    }
-    try:
-        return json.dumps(record)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise BadInput(
-            f"the trajectory of {played.task!r:.120} can't be written as JSON ({error}): make its task and effects of "
-            "JSON's own kinds"
-        ) from None
+    scored = None if played.scored is None else played.scored._asdict() | {"parts": dict(played.scored.parts)}
+    return _write(record | {"status": trajectory.status.name, "scored": scored})
 
 
 def from_json(line: str | bytes) -> Played:
     """The trajectory that `to_json` wrote."""
+    return _read(line, _played_from_json)
+
+
+def unfinished_to_json(unfinished: Unfinished) -> str:
+    """The same of a trajectory that can be resumed, for `unfinished_from_json`."""
+    record = {item.name: getattr(unfinished, item.name) for item in fields(unfinished)}
+    begun = unfinished.begun
+    return _write(record | {"begun": None if begun is None else _begun_to_json(begun)})
+
+
+def unfinished_from_json(line: str | bytes) -> Unfinished:
+    """The trajectory that `unfinished_to_json` wrote."""
+    return _read(line, _unfinished_from_json)
+
+
+def _write(record: dict[str, Any]) -> str:
+    """The line of a record, with what all records hold made JSON."""
+    task = record["task"]
+    common = {
+        "task": {"Task": _fields(task)} if isinstance(task, Task) else {"value": task},
+        "turns": [_turn_to_json(turn) for turn in record["turns"]],
+        "log": [effects.to_json(effect) for effect in record["log"]],
+    }
+    try:
+        return json.dumps(record | common)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadInput(
+            f"the trajectory of {task!r:.120} can't be written as JSON ({error}): make its task and effects of "
+            "JSON's own kinds"
+        ) from None
+
+
+def _read(line: str | bytes, make: Callable[[dict[str, Any]], Any]) -> Any:
+    """What `make` makes of a line's record, in which what all records hold is as it was."""
     try:
         record = json.loads(line)
-        task, status = record.pop("task"), Status[record.pop("status")]
-        turns = tuple(_turn_from_json(turn) for turn in record.pop("turns"))
-        own = {name: record.pop(name) for name in ("outcome", "correct", "appends")}
-        scored = record.pop("scored")
-        record |= {name: tuple(record[name]) for name in ("key", "tools", "errors", "lens")}
-        return Played(
-            **record
-            | {
-                "task": _task_from_json(task),
-                "trajectory": Trajectory(turns, group=record["group"], status=status, **own),
-                "log": tuple(effects.from_json(effect) for effect in record["log"]),
-                "scored": None if scored is None else Scored(**scored),
-            }
-        )
+        common = {
+            "task": _task_from_json(record["task"]),
+            "turns": tuple(_turn_from_json(turn) for turn in record["turns"]),
+            "log": tuple(effects.from_json(effect) for effect in record["log"]),
+        }
+        common |= {name: tuple(record[name]) for name in ("key", "tools", "errors", "lens")}
+        return make(record | common)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise BadInput(f"{line!r:.120} is no recorded trajectory ({error!r:.200}): give what to_json wrote") from None
+
+
+def _played_from_json(record: dict[str, Any]) -> Played:
+    own = {name: record.pop(name) for name in ("turns", "outcome", "correct", "appends")}
+    trajectory = Trajectory(**own, group=record["group"], status=Status[record.pop("status")])
+    scored = record.pop("scored")
+    return Played(**record, trajectory=trajectory, scored=None if scored is None else Scored(**scored))
+
+
+def _unfinished_from_json(record: dict[str, Any]) -> Unfinished:
+    begun = record.pop("begun")
+    return Unfinished(**record, begun=None if begun is None else _begun_from_json(begun))
+
+
+def _begun_to_json(begun: Begun) -> dict[str, Any]:
+    sampled = begun.sampled
+    exact = {name: np.asarray(getattr(sampled, name), np.float64).tolist() for name in ("logp", "margin")}
+    whole = {name: np.asarray(getattr(sampled, name), np.int64).tolist() for name in ("tokens", "version")}
+    kept = None if sampled.kept is None else np.asarray(sampled.kept).tolist()
+    return {"said": begun.said, "anchor": begun.anchor, "sampled": sampled._asdict() | exact | whole | {"kept": kept}}
+
+
+def _begun_from_json(value: Mapping[str, Any]) -> Begun:
+    sampled = Completion(**value["sampled"])
+    kept = None if sampled.kept is None else np.array(sampled.kept, np.int32)
+    return Begun(tuple(value["said"]), value["anchor"], sampled._replace(kept=kept))
 
 
 def _fields(task: Task) -> dict[str, Any]:
@@ -235,3 +291,11 @@ def make_turn(
         reward=reward,
         anchor=anchor,
     )
+
+
+def acted(said: Sequence[int], sampled: Completion, anchor: int) -> Turn:
+    """The turn of what was sampled; the tokens before it count as of the weights that chose its first."""
+    version = sampled.version
+    uniform = len(set(version)) == 1
+    versions = int(version[0]) if uniform else np.array([version[0]] * len(said) + list(version), np.int32)
+    return make_turn(said, sampled.tokens, sampled.logp, versions, None, anchor)

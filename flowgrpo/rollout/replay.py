@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from flowgrpo.contracts import HostEnv
+from flowgrpo.contracts import Completion, HostEnv
 from flowgrpo.effects import Effect, recorded, replayed
 from flowgrpo.rollout.course import Course, call_reset, call_step
 from flowgrpo.rollout.keys import derive, key_of
@@ -76,7 +76,8 @@ def _act(course: Course, turn: Turn) -> list[int]:
         raise BadInput(f"{course.env.name} says other tokens before turn {number} than the record has")
     action = tokens[chosen].tolist()
     version = np.broadcast_to(turn.version, tokens.shape)[chosen].tolist()
-    course.acted(action, np.asarray(turn.logp_sampled)[chosen].tolist(), version)
+    logp = np.asarray(turn.logp_sampled)[chosen].tolist()
+    course.acted(Completion(action, logp, version, "recorded"))
     return action
 
 

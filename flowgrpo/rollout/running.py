@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -266,7 +266,7 @@ class Run:
         """End those that wait for an effect; give back those that wait for the engine, or for their turn to start."""
         # All of them before anything else, so that none goes on while others are seen to.
         stopped = [(member, phase) for member in members if (phase := member.stop(since)) is not None]
-        self._cancel([member.future for member, _ in stopped if member.future is not None])
+        self._cancel([member for member, _ in stopped])
         for member, phase in stopped:
             if phase in ("reset", "step"):
                 self._cut(member, phase, limit)
@@ -287,9 +287,9 @@ class Run:
         reason = f"{awaited} did not return within {limit}: left in the thread flowgrpo-rollout-{member.index}"
         member.course.cut(status, reason, tool_of(call))
 
-    def _cancel(self, futures: Sequence[Future]) -> None:
-        """Cancel what stopped members wait for; count what is delivered all the same."""
-        late = [future for future in futures if not future.cancel()]
+    def _cancel(self, members: Sequence[Member]) -> None:
+        """Cancel what stopped members wait for; count what is delivered all the same, without what they had."""
+        late = {one.future: len(one.begun) for one in members if one.future is not None and not one.future.cancel()}
         for future in wait(late, ANSWERING).done:
             if future.exception() is None:
-                self.unused += len(future.result().tokens)
+                self.unused += len(future.result().tokens) - late[future]

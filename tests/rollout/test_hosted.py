@@ -32,7 +32,15 @@ from hosted_cases import (
 import flowgrpo as fg
 from flowgrpo.contracts import HostStep, Result, Said, Scored
 from flowgrpo.rollout.hosted import hosted
-from flowgrpo.rollout.records import given_up, rollout_of
+from flowgrpo.rollout.records import (
+    Hosted,
+    aborted,
+    given_up,
+    rollout_of,
+    unfinished_from_json,
+    unfinished_to_json,
+)
+from flowgrpo.rollout.replay import replay
 from flowgrpo.types import Status
 
 SOON = 5.0  # seconds: far more than anything here takes, far less than what hangs
@@ -336,28 +344,120 @@ def test_unfinished_trajectories_and_new_ones_roll_out_together(engine):
     assert given_up(first.unfinished).check().generated == sum(tokens_in(one.turns) for one in first.unfinished)
 
 
-@pytest.mark.parametrize("budget", [1, 5])
-def test_stretches_with_a_budget_come_to_what_one_rollout_would(budget):
-    """A stretch ends with the turn in which the budget is used up; no turn is sampled and no effect run twice (A6)."""
-    work, do, calls = tasks_of(3, 4, seed=2), Do(), Do()
+def in_stretches(engine, work, do, budget: int, between=lambda: None, **settings) -> tuple[dict, list[Hosted]]:
+    """What each trajectory came to in the end, and what each stretch gave; no stretch has more than its tokens."""
+    stretches, before = [run(engine, work, do, more={"budget": budget}, **settings)], {}
+    while True:
+        got = stretches[-1]
+        now = {(one.group, one.sample): tokens_in(one.spoken) for one in got.unfinished}
+        ended = {(one.group, one.sample): tokens_in(one.trajectory.turns) for one in got.played}
+        assert all(size - before.get(place, 0) == budget for place, size in now.items())
+        assert all(size - before.get(place, 0) <= budget for place, size in ended.items())
+        if not got.unfinished:
+            break
+        between()
+        before, given = now, [unfinished_from_json(unfinished_to_json(one)) for one in got.unfinished]
+        stretches.append(run(engine, ((), (), ()), do, more={"unfinished": given, "budget": budget}, **settings))
+    return {(one.group, one.sample): value(one) for got in stretches for one in got.played}, stretches
+
+
+@pytest.mark.parametrize("appends", [True, False])
+@pytest.mark.parametrize("budget", [1, 2, 5, MOST + 1])
+def test_E3_stretches_with_a_budget_come_to_what_one_rollout_would(budget, appends):
+    """A stretch ends where the budget is used up; no token is sampled twice, and every effect runs once (A6)."""
+    work, do, calls, env = tasks_of(3, 4, seed=2), Do(), Do(), make_env(appends=appends)
     with Engine() as engine:
-        whole, asked = values(run(engine, work, calls)), engine.asked
+        whole, asked, size = values(run(engine, work, calls, env=env)), engine.asked, engine.delivered
     with Engine() as engine:
-        got, played, stretches = run(engine, work, do, more={"budget": budget}), {}, 1
-        assert got.unfinished
-        while got.unfinished:
-            played |= {(one.group, one.sample): value(one) for one in got.played}
-            before = {(one.group, one.sample): tokens_in(one.turns) for one in got.unfinished}
-            got = run(engine, ((), (), ()), do, more={"unfinished": got.unfinished, "budget": budget})
-            for one in got.unfinished:
-                new = tokens_in(one.turns) - before[one.group, one.sample]
-                assert budget <= new < budget + MOST
-            stretches += 1
-        played |= {(one.group, one.sample): value(one) for one in got.played}
+        played, stretches = in_stretches(engine, work, do, budget, env=env)
     assert [played[g, s] for g in range(3) for s in range(4)] == whole
     assert do.calls == calls.calls
-    assert engine.asked == asked
-    assert stretches > 1
+    assert (engine.asked, engine.delivered) == (asked, size)
+    longest = max(tokens_in(one.trajectory.turns) for got in stretches for one in got.played)
+    assert len(stretches) == -(-longest // budget)
+    assert any(one.begun for got in stretches for one in got.unfinished)
+
+
+def test_the_tokens_of_an_action_that_was_cut_say_which_weights_chose_them():
+    """Those of the context are of the weights that chose the first of them."""
+    work, seen = tasks_of(2, 4, seed=2), set()
+    with Engine() as engine:
+        whole = values(run(engine, work))
+    with Engine() as engine:
+        played, _ = in_stretches(engine, work, Do(), 2, lambda: setattr(engine, "version", engine.version + 1))
+    for now, one in zip([played[g, s] for g in range(2) for s in range(4)], whole, strict=True):
+        said = 0
+        for turn, other in zip(now["turns"], one["turns"], strict=True):
+            size, said = len(turn["action"]), said + len(turn["action"])
+            expected = [5 + at // 2 for at in range(said - size, said)]
+            uniform = len(set(expected)) == 1
+            assert turn["version"] == (expected[0] if uniform else [expected[0]] * len(turn["said"]) + expected)
+            assert turn | {"version": 5} == other
+            seen.add(len(set(expected)))
+    assert seen > {1, 2}
+
+
+def test_an_action_that_was_cut_and_waits_for_the_engine_at_a_deadline_is_given_back_as_it_was():
+    """What the engine had done of its rest is dropped and counted; what was there before is not counted again (A6)."""
+    work = tasks_of(2, 4, seed=2)
+    with Engine() as engine:
+        whole = values(run(engine, work))
+        first = run(engine, work, more={"budget": 1})
+        engine.hold()
+        late = run(engine, ((), (), ()), deadline=0.1, more={"unfinished": first.unfinished})
+        assert (late.played, late.ledger.generated) == ((), 0)
+        given = [unfinished_to_json(replace(one, seconds=0.0)) for one in first.unfinished]
+        assert [unfinished_to_json(replace(one, seconds=0.0)) for one in late.unfinished] == given
+        engine.hold(False)
+        rest = run(engine, ((), (), ()), more={"unfinished": late.unfinished})
+        both = {(one.group, one.sample): value(one) for one in (*first.played, *rest.played)}
+    assert [both[g, s] for g in range(2) for s in range(4)] == whole
+    assert given_up(first.unfinished).check().generated == len(first.unfinished)
+
+
+def test_an_action_that_was_cut_and_that_nobody_resumes_is_a_turn_that_can_be_replayed(engine):
+    got = run(engine, tasks_of(2, 4, seed=2), more={"budget": MOST + 1})
+    cut = [one for one in got.unfinished if one.begun and one.turns]
+    assert len(cut) > 1
+    for one in cut:
+        played = aborted(one, "nobody goes on with it")
+        assert len(played.trajectory.turns) == len(played.tools) == len(played.errors) == len(one.turns) + 1
+        assert tokens_in(played.trajectory.turns) == tokens_in(one.spoken) == MOST + 1
+        assert value(replay(make_env(), played)) == value(played)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tokens, _: tokens + [9] * 3, "the engine sampled [4-9] tokens where 1 were left: a budget needs one"),
+        (lambda tokens, _: [1, *tokens[1:]], "did not go on with the action that was begun"),
+        (lambda _, begun: begun, "answered without a token"),
+    ],
+)
+def test_an_engine_that_can_not_cut_actions_is_refused(engine, change, words):
+    """Or one that has no idea of what was begun."""
+    first = run(engine, tasks_of(1, 3, seed=2), more={"budget": 1})
+    given = [one for one in first.unfinished if one.begun]
+
+    def submit(request):
+        future, done = Future(), engine.submit(request).result()
+        tokens = change(list(done.tokens), list(request.begun.tokens))
+        logp, version = ([x[0]] * len(tokens) for x in (done.logp, done.version))
+        future.set_result(done._replace(tokens=tokens, logp=logp, version=version))
+        return future
+
+    with pytest.raises(fg.BadInput, match=words):
+        hosted(make_env(), submit, do=answer)((), (), (), unfinished=given, budget=1)
+
+
+def test_an_action_that_was_begun_fits_what_is_said_before_it(engine):
+    one = next(one for one in run(engine, tasks_of(1, 3, seed=2), more={"budget": 1}).unfinished if one.begun)
+    other = replace(one, begun=one.begun._replace(said=(*one.begun.said, 4)))
+    for bad in (other, replace(one, lens=(), log=())):
+        with pytest.raises(fg.BadInput, match="says other tokens before the action that was begun"):
+            run(engine, ((), (), ()), more={"unfinished": [bad]})
+    with Engine(longest=MOST) as short, pytest.raises(fg.BadInput, match="must fit a slot"):
+        run(short, ((), (), ()), more={"unfinished": [one]})
 
 
 def test_a_policy_that_repeats_itself_is_stopped_before_its_action_is_carried_out(engine, monkeypatch):
@@ -391,7 +491,7 @@ def test_A6_what_is_delivered_after_a_deadline_is_counted():
 
 def test_a_record_that_does_not_fit_can_not_be_resumed(engine):
     with Engine(answers=3) as held:
-        first = run(held, tasks_of(1, 4, seed=1), deadline=0.4)
+        first = run(held, tasks_of(1, 4, seed=1), deadline=0.4, width=1)  # the third has two turns
     behind = next(one for one in first.unfinished if one.turns)
     other = replace(behind.task, query="9/9")
     with pytest.raises(fg.BadInput, match="the record has"):

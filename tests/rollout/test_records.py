@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 import flowgrpo as fg
 from flowgrpo.contracts import Call, Result, Scored
 from flowgrpo.effects import Effect
-from flowgrpo.rollout.records import Played, Unfinished, aborted, from_json, make_turn, rollout_of, to_json
+from flowgrpo.rollout.records import (
+    Begun,
+    Played,
+    Unfinished,
+    aborted,
+    from_json,
+    make_turn,
+    rollout_of,
+    to_json,
+    unfinished_from_json,
+    unfinished_to_json,
+)
 from flowgrpo.types import Status, Trajectory
 
 words, ids = st.text(max_size=8), st.integers(0, 2**31 - 1)
@@ -74,6 +85,45 @@ def test_A2_a_line_of_json_gives_back_the_same_trajectory(played):
             assert a.shape == b.shape
             assert a.tobytes() == b.astype(a.dtype).tobytes()
         assert (mine.reward, mine.anchor) == (other.reward, other.anchor)
+
+
+@st.composite
+def actions(draw):
+    """An action that was cut."""
+    size = draw(st.integers(1, 4))
+    column = {name: st.lists(x, min_size=size, max_size=size) for name, x in {"id": ids, "float": floats}.items()}
+    sampled = fg.Completion(
+        draw(column["id"]),
+        draw(column["float"]),
+        draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)),
+        "budget",
+        draw(column["float"]),
+        draw(st.sampled_from([None, np.arange(size * 3, dtype=np.int32).reshape(size, 3)])),
+        draw(st.integers(0, 9)),
+    )
+    return Begun(tuple(draw(st.lists(ids, min_size=1, max_size=4))), draw(st.integers(-(2**70), 2**70)), sampled)
+
+
+@given(records(), st.none() | actions())
+def test_S1_a_line_of_json_gives_back_the_same_unfinished_trajectory(played, begun):
+    names = ("task", "key", "group", "sample", "tools", "errors", "log", "lens", "seconds")
+    shared = {name: getattr(played, name) for name in names}
+    left = Unfinished(**shared, turns=tuple(played.trajectory.turns), begun=begun)
+    line = unfinished_to_json(left)
+    assert "\n" not in line
+    again = unfinished_from_json(line)
+    assert unfinished_to_json(again) == line
+    assert {name: getattr(again, name) for name in names} == shared
+    assert to_json(aborted(again, "x")) == to_json(aborted(left, "x"))  # all turns, and the action as one
+    assert (again.begun is None) == (begun is None)
+    if again.begun is not None and begun is not None:
+        np.testing.assert_array_equal(again.begun.sampled.kept, begun.sampled.kept)
+        one, two = (x._replace(sampled=x.sampled._replace(kept=None)) for x in (again.begun, begun))
+        assert one == two
+    with pytest.raises(fg.BadInput, match="is no recorded trajectory"):
+        from_json(line)
+    with pytest.raises(fg.BadInput, match="is no recorded trajectory"):
+        unfinished_from_json(to_json(played))
 
 
 def test_a_rollout_is_recorded_and_read_back():
