@@ -1,6 +1,5 @@
 """What a cluster is doing, as a table in the terminal: the master flows in, lines flow out, every so many seconds."""
 
-import os
 import sys
 import time
 from collections import Counter
@@ -15,42 +14,42 @@ class Table:
 
     def __init__(self, seconds: float):
         self._seconds, self._last = seconds, time.monotonic()
-        self._before: dict[str, tuple[int, float]] = {}
+        self._tokens: dict[str, int] = {}
 
     def __call__(self, master: Master) -> None:
         """Show the table, if it is time."""
         now = time.monotonic()
         if now - self._last < self._seconds:
             return
-        print(self.text(master, now - self._last), file=sys.stderr, flush=True)
+        print("\n".join(["", *head(master), *self._workers(master, now - self._last)]), file=sys.stderr, flush=True)
         self._last = now
 
-    def text(self, master: Master, took: float) -> str:
-        """Queues, staleness, and what each worker does."""
-        state, plan = master.state, master.plan
-        phases = Counter(group.phase for group in state.groups.values())
-        queues = ", ".join(f"{phases[phase]} {phase}" for phase in PHASES if phases[phase]) or "nothing under way"
-        stale = Counter(state.version - group.began for group in state.groups.values())
-        ages = ", ".join(f"{count} of {age}" for age, count in sorted(stale.items())) or "none"
-        lines = [f"\nupdate {state.version} of {plan.updates} ({plan.name}): {queues}; versions behind: {ages}"]
+    def _workers(self, master: Master, took: float) -> list[str]:
+        """What each worker does, and how busy it is; tokens a second since the last table."""
+        doing = {call.worker: f"{call.method} {call.what}" for call in master.staff.calls.values() if call.what}
+        lines = [f"  {'worker':16}{'process':>9}{'CPU':>7}{'GPU':>7}{'tokens/s':>10}  at"]
         for name, seen in master.staff.seen.items():
-            cpu = _cpu_seconds(seen.pid) if seen.there and seen.host == os.uname().nodename else None
-            tokens, before = self._before.get(name, (0, 0.0))
-            share = f"{(cpu - before) / took:6.0%}" if cpu is not None else "     -"
-            self._before[name] = (seen.tokens, cpu or 0.0)
-            calls = (call for call in master.staff.calls.values() if call.worker == name and call.method != "pending")
-            at = next((f"{call.method} {call.what}" for call in calls), "") if seen.there else "starting"
-            lines.append(
-                f"  {name:16} pid {seen.pid:<8} {share} CPU {(seen.tokens - tokens) / took:8.0f} tokens/s  {at}"
-            )
-        return "\n".join(lines)
+            new = seen.tokens - self._tokens.get(name, 0)
+            self._tokens[name] = seen.tokens
+            at = doing.get(name, "") if seen.there else "starting"
+            shares = f"{_share(seen.cpu)}{_share(seen.pulse.gpu)}"
+            lines.append(f"  {name:16}{seen.pid:>9}{shares}{new / took:10.0f}  {at}".rstrip())
+        return lines
 
 
-def _cpu_seconds(pid: int) -> float | None:
-    """Processor time of a process of this machine so far; None where the system doesn't tell."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def head(master: Master) -> list[str]:
+    """Where the run stands: queues, staleness, and what the last update was like."""
+    state, plan, figures = master.state, master.plan, master.figures
+    phases = Counter(group.phase for group in state.groups.values())
+    queues = ", ".join(f"{phases[phase]} {phase}" for phase in PHASES if phases[phase]) or "nothing under way"
+    stale = Counter(state.version - group.began for group in state.groups.values())
+    ages = ", ".join(f"{count} of {age}" for age, count in sorted(stale.items())) or "none"
+    lines = [f"update {state.version} of {plan.updates} ({plan.name}): {queues}; versions behind: {ages}"]
+    if "zero_signal_groups" in figures:
+        dead, success = figures["zero_signal_groups"], figures["success"]
+        lines.append(f"  last update: success {success:.3f}, groups without a signal {dead:.0%}")
+    return lines
+
+
+def _share(value: float | None) -> str:
+    return "      -" if value is None else f"{value:7.0%}"

@@ -23,6 +23,7 @@ from experiments.hosted_work import compare_before_after, hosted_work, judge, le
 from experiments.session import MAY_DIFFER, Session
 from flowgrpo import launch, loop
 from flowgrpo.distributed.orders import Stretch
+from flowgrpo.distributed.pulse import Pulse, take_pulse
 from flowgrpo.distributed.workers import Begun, about
 from flowgrpo.learner.checkpoint import Checkpoints
 from flowgrpo.learner.folder import run_folder
@@ -72,9 +73,9 @@ class ClusterTrainer:
         self.session = Session(work, folder)
         self._step = make_step(self.setup, self._roll_out)
 
-    def pending(self) -> list[str]:
-        """What is under way, in words; the master knows it."""
-        return []
+    def pulse(self) -> Pulse:
+        """How it is; the master knows what it is at."""
+        return take_pulse()
 
     def begin(self) -> Begun:
         """From the checkpoint, or from the warm start."""
@@ -112,7 +113,9 @@ class ClusterTrainer:
         record(self.session.folder / "batches" / f"{update:06d}.jsonl", self._given.played)
         figures = self.session.advance(self._step, self._metrics)
         version, weights = self.weights()
-        told = {name: figures[name] for name in ("update", "success", "seconds") if name in figures}
+        told = {
+            name: figures[name] for name in ("update", "success", "seconds", "zero_signal_groups") if name in figures
+        }
         known = EMPTY if self.setup.prompts is None else self.setup.prompts.shown(update - 1)
         return {**told, "version": version, "due": self.session.is_due(self._every), "known": known}, weights
 

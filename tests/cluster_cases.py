@@ -19,12 +19,15 @@ from flowgrpo.contracts import Completion, Reward, Scored
 from flowgrpo.distributed.crew import Lost
 from flowgrpo.distributed.master import Exams, Master
 from flowgrpo.distributed.orders import Order, Stretch, versions
+from flowgrpo.distributed.pulse import take_pulse
 from flowgrpo.distributed.staff import Shape
 from flowgrpo.distributed.workers import Begun, Judge, Player, RewardWorker, RolloutWorker
 from flowgrpo.rollout import records
 from flowgrpo.rollout.records import Played, Unfinished, make_turn
 from flowgrpo.schedule import REWARD, ROLLOUT, TRAIN, Plan
 from flowgrpo.types import Status, Task, Trajectory
+
+FIGURES = {"success": 0.5, "zero_signal_groups": 0.25}  # of every update
 
 
 class Ref:
@@ -207,8 +210,8 @@ class FakeTrainer:
     def open(self):
         assert self.update == 0
 
-    def pending(self):
-        return []
+    def pulse(self):
+        return take_pulse()
 
     def begin(self) -> Begun:
         self.begun = True
@@ -253,7 +256,7 @@ class FakeTrainer:
         digest = hashlib.sha256(repr((self.params.tolist(), said)).encode()).digest()
         self.params = np.frombuffer(digest, np.uint64).astype(np.float64)
         self.update, self.seen = self.update + 1, False
-        return {"version": self.update, "due": self.is_due(), "known": self.news}, self.params
+        return {"version": self.update, "due": self.is_due(), "known": self.news} | FIGURES, self.params
 
     def examined(self, memory, *stretches: Stretch):
         with self.alone():

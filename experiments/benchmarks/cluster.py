@@ -29,7 +29,7 @@ _SAMPLES = flags.DEFINE_integer("samples", 16, "Trajectories of a query.", lower
 _UPDATES = flags.DEFINE_integer("updates", 6, "Updates of each run; the first one compiles.", lower_bound=3)
 _REPEATS = flags.DEFINE_integer("repeats", 1, "Runs of each, which alternate.", lower_bound=1)
 _SLOTS = flags.DEFINE_integer("slots", 32, "Slots of the engine.", lower_bound=2)
-WARM = ("--warm_steps=250", "--demonstrations=600", "--validation_tasks=8", "--test_tasks=8")
+WARM = ("--warm_steps=250", "--demonstrations=600", "--test_tasks=8")
 KINDS = {
     "single": ("experiments.agentflow",),
     "cluster": ("experiments.cluster", "--rollout_workers=1", "--reward_workers=any=1", "--trainer_workers=1"),

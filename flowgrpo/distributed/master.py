@@ -69,6 +69,7 @@ class Master:
         self.known: Known = EMPTY  # of the tasks, by the weights of now
         self.learned: Known = EMPTY  # of them by the update that is being made
         self.tasks: dict[int, int] = {}  # the number of each group's task, where they are chosen
+        self.figures: Mapping[str, Any] = {}  # of the last update
         self.rollout_pids: set[int] = set()
         self.staleness = 0  # versions between the weights of an update and its oldest token, at most
         self.result: dict[str, Any] | None = None
@@ -249,6 +250,7 @@ class Master:
     def _on_train(self, doing: Doing, figures: Mapping[str, Any]) -> None:
         """An update is made; the schedule hears of it when it is examined and saved, where that is due."""
         self.log.write("trained", version=figures["version"], seconds=round(time.monotonic() - doing.since, 4))
+        self.figures = figures
         self._publish(doing.data, figures["version"])
         self.learned = figures["known"]
         if figures["due"]:

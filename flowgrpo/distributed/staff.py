@@ -10,17 +10,19 @@ Trainers are one: what they are asked to do together is answered once all have.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flowgrpo.distributed.crew import Crew, Lost
 from flowgrpo.distributed.event_log import EventLog
+from flowgrpo.distributed.pulse import Pulse
 from flowgrpo.schedule import REWARD, ROLLOUT, TRAIN
 from flowgrpo.types import BadInput
 
 STARTS = 3  # times that a worker may end while it starts
 PULSE = 1.0  # seconds, at most, in which deadlines are looked after
 REFUSED_AFTER = 2  # times that a reward may be late with the same trajectories
+NO_PULSE = Pulse((), 0.0, None)
 
 
 class Shape(NamedTuple):
@@ -91,8 +93,16 @@ class Seen:
     starts: int = 0  # that failed, one after another
     asked: float = 0.0  # what it is at
     told: float = 0.0  # when it was last spoken of
-    words: list[str] = field(default_factory=list)  # what it was at
     tokens: int = 0
+    pulse: Pulse = NO_PULSE
+    cpu: float | None = None  # share of a core, between its last two pulses
+    felt: float = 0.0  # when the last one came
+
+    def take(self, pulse: Pulse, now: float) -> None:
+        """How it is now."""
+        if 0 < self.pulse.cpu <= pulse.cpu:  # or else it is another process, or the first time
+            self.cpu = (pulse.cpu - self.pulse.cpu) / max(now - self.felt, 1e-3)
+        self.pulse, self.felt = pulse, now
 
 
 class Staff:
@@ -182,8 +192,8 @@ class Staff:
         except Lost as error:
             yield Gone(doing.worker, f"has ended ({' '.join(str(error).split())[:160]})")
             return
-        if doing.method == "pending":
-            self.seen[doing.worker].words = list(value)
+        if doing.method == "pulse":
+            self.seen[doing.worker].take(value, time.monotonic())
         elif doing.joint is None:
             yield Answer(doing, value)
         else:
@@ -210,11 +220,11 @@ class Staff:
         """Ask everybody what they are at, often enough for every deadline, and no more often."""
         shape = self.shape
         between = max(PULSE, min(shape.silent_seconds, shape.judge_seconds, shape.watch_seconds) / 30)
-        asked = {doing.worker for doing in self.calls.values() if doing.method == "pending"}
+        asked = {doing.worker for doing in self.calls.values() if doing.method == "pulse"}
         for name, seen in self.seen.items():
             if seen.there and name not in asked and now - seen.asked >= between:
                 seen.asked = now
-                self.call(name, "pending")
+                self.call(name, "pulse")
 
     def _overdue(self, now: float) -> Iterator[Gone]:
         """Who is silent, and who judges too long; what else takes long is named."""
@@ -222,8 +232,8 @@ class Staff:
             if ref not in self.calls:
                 continue  # of a worker that was replaced just now
             name, seen, took = doing.worker, self.seen[doing.worker], now - doing.since
-            at = f", at {', '.join(seen.words[:3])}" if seen.words else ""
-            if doing.method == "pending" and took > self.shape.silent_seconds:
+            at = f", at {', '.join(seen.pulse.words[:3])}" if seen.pulse.words else ""
+            if doing.method == "pulse" and took > self.shape.silent_seconds:
                 yield Gone(name, f"has been silent for {took:.0f} s{at}")
             elif doing.method == "judge" and took > self.shape.judge_seconds:
                 self.late[doing.what] += 1

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from flowgrpo.contracts import Reward, Scored
 from flowgrpo.distributed.orders import Order, Slip, Stretch, lengths, versions
+from flowgrpo.distributed.pulse import Pulse, take_pulse
 from flowgrpo.priorities import EMPTY, Known
 from flowgrpo.rollout.judging import judge
 from flowgrpo.rollout.records import Played, awaits_verdict, with_verdict
@@ -90,9 +91,9 @@ class RolloutWorker:
             seconds=round(seconds, 4),
         )
 
-    def pending(self) -> list[str]:
-        """What is under way, in words."""
-        return [word for ask in list(self._asked.values()) for word in ask()]
+    def pulse(self) -> Pulse:
+        """What is under way."""
+        return take_pulse([word for ask in list(self._asked.values()) for word in ask()])
 
 
 class RewardWorker:
@@ -134,10 +135,10 @@ class RewardWorker:
             found |= dict(zip(own, said, strict=True))
         return found
 
-    def pending(self) -> list[str]:
-        """What is under way, in words."""
+    def pulse(self) -> Pulse:
+        """What is under way."""
         now = time.monotonic()
-        return [f"{what} for {now - since:.0f} s" for since, what in list(self._since.values())]
+        return take_pulse([f"{what} for {now - since:.0f} s" for since, what in list(self._since.values())])
 
 
 class Begun(NamedTuple):
@@ -183,8 +184,8 @@ class Trainer(Protocol):
         """The figures of an examination, written down; a checkpoint, which holds the master's memory too."""
         ...
 
-    def pending(self) -> list[str]:
-        """What is under way, in words."""
+    def pulse(self) -> Pulse:
+        """How it is."""
         ...
 
 

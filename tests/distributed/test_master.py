@@ -82,7 +82,7 @@ def test_S1_what_is_answered_while_the_trainer_starts_again_is_not_believed(tmp_
         if len(trained) == 3 and method == "judge" and not gone.is_set():  # of the fourth update, without examination
             assert gone.wait(20)
             time.sleep(0.3)
-        if len(trained) == 3 and (worker, method) == ("train-0", "pending") and not gone.is_set():
+        if len(trained) == 3 and (worker, method) == ("train-0", "pulse") and not gone.is_set():
             gone.set()
             raise Lost("killed while it had nothing to do")
         if method == "begin" and gone.is_set():
