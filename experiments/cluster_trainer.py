@@ -35,6 +35,7 @@ from flowgrpo.rollout.records import Played
 from flowgrpo.staged import Rolled, Told
 from flowgrpo.types import Ledger
 
+TOLD = ("update", "success", "seconds", "zero_signal_groups")  # of an update's figures, to the master
 LOCKED = 60.0  # seconds in which processes of a master that was killed may still hold the folder
 
 
@@ -113,9 +114,7 @@ class ClusterTrainer:
         record(self.session.folder / "batches" / f"{update:06d}.jsonl", self._given.played)
         figures = self.session.advance(self._step, self._metrics)
         version, weights = self.weights()
-        told = {
-            name: figures[name] for name in ("update", "success", "seconds", "zero_signal_groups") if name in figures
-        }
+        told = {name: figures[name] for name in TOLD if name in figures}
         known = EMPTY if self.setup.prompts is None else self.setup.prompts.shown(update - 1)
         return {**told, "version": version, "due": self.session.is_due(self._every), "known": known}, weights
 

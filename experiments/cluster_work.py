@@ -25,6 +25,7 @@ from experiments.hosted_work import (
     keys_of_group,
     make_rollout,
     run_key,
+    width_of,
 )
 from flowgrpo import launch
 from flowgrpo.distributed.orders import Order, Stretch
@@ -33,6 +34,7 @@ from flowgrpo.rollout.hosted import Hosted
 from flowgrpo.rollout.journal import Journal
 from flowgrpo.rollout.judging import is_solved
 from flowgrpo.rollout.records import aborted
+from flowgrpo.rollout.width import Width
 from flowgrpo.schedule import REWARD, ROLLOUT, TRAIN
 from flowgrpo.types import Task
 
@@ -84,8 +86,11 @@ def open_player(settings: Mapping[str, Any], folder: Path) -> Iterator[Player]:
 
 def player_of(setup: HostedSetup) -> Player:
     """The same of parts that are open."""
+    width = Width(width_of(setup))  # over all orders that are played at once
     return Player(
-        load=partial(_load, setup), play=partial(_play, setup), pool=partial(_pool, setup.settings["reward_workers"])
+        load=partial(_load, setup),
+        play=partial(_play, setup, width),
+        pool=partial(_pool, setup.settings["reward_workers"]),
     )
 
 
@@ -105,15 +110,15 @@ def pool_of(domain: str) -> str:
     return f"{REWARD}-{domain}"
 
 
-def _play(setup: HostedSetup, order: Order, begun: Stretch, on_start) -> Stretch:
+def _play(setup: HostedSetup, width: Width, order: Order, begun: Stretch, on_start) -> Stretch:
     """Groups of an update, or tasks of an examination; what had begun goes on."""
     if order.kind != "train":
-        return _play_exam(setup, order, on_start)
+        return _play_exam(setup, width, order, on_start)
     sizes, (number,) = setup.sizes, order.numbers
     groups = sizes.queries * sizes.oversample
     update, index = divmod(number, groups)
     journal = Journal(setup.folder / "journal", update)
-    rollout = make_rollout(setup, setup.env, do=journal.effects(setup.do), reward=None)
+    rollout = make_rollout(setup, setup.env, do=journal.effects(setup.do), reward=None, width=width)
     more = {"unfinished": begun.unfinished, "budget": order.budget, "on_start": on_start}
     with journal.at(f"group-{number}", update):
         if begun.played or begun.unfinished:
@@ -140,11 +145,11 @@ def _stretch(begun: Stretch, found: Hosted, *, goes_on: bool) -> Stretch:
     return Stretch(tuple(every), found.unfinished if goes_on else ())
 
 
-def _play_exam(setup: HostedSetup, order: Order, on_start) -> Stretch:
+def _play_exam(setup: HostedSetup, width: Width, order: Order, on_start) -> Stretch:
     split = order.kind.partition("-")[0]
     keys = jax.random.split(exam_key(setup, split), setup.settings[f"{split}_tasks"])
     tasks = [setup.tasks(split, number, 1)[0] for number in order.numbers]
-    rollout = make_rollout(setup, setup.exam_env, do=setup.do, reward=None)
+    rollout = make_rollout(setup, setup.exam_env, do=setup.do, reward=None, width=width)
     found = rollout(tasks, keys[np.array(order.numbers)], order.numbers, on_start=on_start)
     return _stretch(Stretch(), found, goes_on=False)
 

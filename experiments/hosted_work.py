@@ -41,6 +41,7 @@ from flowgrpo.rollout.hosted import Hosted, hosted
 from flowgrpo.rollout.journal import Journal
 from flowgrpo.rollout.judging import is_solved
 from flowgrpo.rollout.records import Played, aborted, rollout_of, to_json
+from flowgrpo.rollout.width import Width
 from flowgrpo.staged import Rolled, RollOut, Step, Told, make_staged
 from flowgrpo.stuck import Watch
 from flowgrpo.tasks import Tasks, batch_at, split_tasks
@@ -246,8 +247,15 @@ def play(
     return in_order(rollout(every, jax.random.split(key, len(every)), groups, **callbacks))
 
 
-def make_rollout(setup: HostedSetup, env: HostEnv, *, do: Do, reward: Reward | None) -> Callable[..., Hosted]:
-    """`hosted` over the setup's engine."""
+def width_of(setup: HostedSetup) -> int:
+    """Trajectories at a time: fewer than slots, so that a conversation that waits for a tool keeps its cache."""
+    return max(setup.settings["slots"] * 3 // 4, 2)
+
+
+def make_rollout(
+    setup: HostedSetup, env: HostEnv, *, do: Do, reward: Reward | None, width: Width | None = None
+) -> Callable[..., Hosted]:
+    """`hosted` over the setup's engine; rollouts that run at once share a `width`."""
     settings = setup.settings
     return hosted(
         env,
@@ -256,8 +264,7 @@ def make_rollout(setup: HostedSetup, env: HostEnv, *, do: Do, reward: Reward | N
         reward=reward,
         solved=setup.solved,
         temperature=settings["temperature"],
-        # Fewer than there are slots, so that a conversation that waits for a tool keeps its cache.
-        width=max(settings["slots"] * 3 // 4, 2),
+        width=width or width_of(setup),
         deadline=settings["group_seconds"],
         turn_deadline=settings["turn_seconds"],
     )

@@ -20,6 +20,7 @@ from flowgrpo.rollout.keys import derive, words_of
 from flowgrpo.rollout.member import Member, Submit
 from flowgrpo.rollout.records import Hosted, Played, Unfinished
 from flowgrpo.rollout.running import Run, Settings, Told
+from flowgrpo.rollout.width import Width
 from flowgrpo.types import BadInput
 
 
@@ -32,7 +33,7 @@ def hosted(
     solved: Callable[[Scored], bool] = is_solved,
     by_turn: bool = False,
     temperature: float = 1.0,
-    width: int = 64,
+    width: int | Width = 64,
     deadline: float | None = None,
     turn_deadline: float | None = None,
     judges: int = 2,
@@ -41,7 +42,8 @@ def hosted(
 ) -> Callable[..., Hosted]:
     """`rollout(tasks, keys, groups, *, unfinished=(), on_done=None, ...) -> Hosted`; `submit` is that of an engine.
 
-    At most `width` trajectories are under way at a time. `deadline` is a group's, in seconds from the start of its
+    At most `width` trajectories are under way at a time; rollouts that run at once over one engine share a `Width`.
+    `deadline` is a group's, in seconds from the start of its
     first member: members that wait for an effect then end as TIMEOUT, those that wait for the engine are given back
     unfinished. `turn_deadline` is that of what follows one action, and of the reset. Without a `reward` the outcome
     is the sum of what the environment paid; with `by_turn` that is paid turn by turn. Groups are judged in at most

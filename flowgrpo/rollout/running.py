@@ -16,6 +16,7 @@ from flowgrpo.contracts import Do, HostEnv, Reward, Scored
 from flowgrpo.rollout.judging import judge_and_post
 from flowgrpo.rollout.member import Member, Submit, play, tool_of
 from flowgrpo.rollout.records import Hosted, Played, Unfinished
+from flowgrpo.rollout.width import Width
 from flowgrpo.types import COUNTS, BadInput, Fate, Ledger, Status
 
 ANSWERING = 1.0  # seconds that a request which can no longer be cancelled is given to be answered
@@ -32,7 +33,7 @@ class Settings:
     solved: Callable[[Scored], bool]
     by_turn: bool
     temperature: float
-    width: int
+    width: int | Width
     deadline: float | None
     turn_deadline: float | None
     judges: int
@@ -40,10 +41,12 @@ class Settings:
     repeats: int | None = None
 
     def __post_init__(self):
-        for name in ("temperature", "width", "deadline", "turn_deadline", "judges", "judge_deadline"):
+        for name in ("temperature", "deadline", "turn_deadline", "judges", "judge_deadline"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise BadInput(f"{name}={value}, but must be greater than 0")
+        if not isinstance(self.width, Width):
+            Width(self.width)  # which says where that can't be
         if self.repeats is not None and self.repeats < 2:
             raise BadInput(f"repeats={self.repeats}, but an action is repeated when it comes at least 2 times")
 
@@ -76,6 +79,7 @@ class Run:
 
     def __init__(self, settings: Settings, members: list[Member], told: Told, budget: int | None = None):
         self.settings, self.members, self.told, self.budget = settings, members, told, budget
+        self.width = settings.width if isinstance(settings.width, Width) else Width(settings.width)
         self.waiting = list(reversed(members))
         self.playing: set[Member] = set()
         self.groups: dict[int, Group] = {}
@@ -149,16 +153,17 @@ class Run:
 
     def abandon(self) -> None:
         """Cancel what is under way; no thread changes or asks for anything from here on."""
-        for member in self.playing:
+        for member in list(self.playing):
             if member.stop() is not None and member.future is not None:
                 member.future.cancel()
+            self._leave(member)
 
     # Starting and ending ------------------------------------------------------------------------------
 
     def _start(self) -> None:
         """Members while there is width, groups to be judged while there are judges."""
         now, settings = time.monotonic(), self.settings
-        while self.waiting and len(self.playing) < settings.width:
+        while self.waiting and self.width.take(self._wake):
             member = self.waiting.pop()
             group = self.groups[member.course.group]
             if settings.deadline is not None and group.ends_at is None:
@@ -184,11 +189,22 @@ class Run:
     def _post(self, kind: str, what: Any) -> None:
         self.events.put((kind, what))
 
+    def _wake(self) -> None:
+        self._post("woken", None)
+
+    def _leave(self, member: Member) -> None:
+        """It is not under way any more: its place is another's."""
+        if member in self.playing:
+            self.playing.remove(member)
+            self.width.give()
+
     def _handle(self, kind: str, what: Any) -> None:
         if kind == "failed":
             raise what
+        if kind == "woken":
+            return
         if kind == "ended":
-            self.playing.discard(what)
+            self._leave(what)
             if what.phase == "held":
                 self.unfinished[what.index] = what.course.unfinished(what.seconds)
             self._settle(what)
@@ -273,7 +289,7 @@ class Run:
             else:
                 whole = member.given if phase in ("queued", "resumed") else None
                 self.unfinished[member.index] = whole or member.course.unfinished(member.seconds)
-            self.playing.discard(member)
+            self._leave(member)
             if member in self.waiting:
                 self.waiting.remove(member)
             self._settle(member)

@@ -1,4 +1,4 @@
-"""How a worker is: its processor time, and the share of its GPUs that the driver's tool tells; what the master shows."""
+"""How a worker is: its processor time, and the share of its GPUs, by the driver's tool; what the master shows."""
 
 import os
 import time

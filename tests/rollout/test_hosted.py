@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import hosted_cases
@@ -41,6 +41,7 @@ from flowgrpo.rollout.records import (
     unfinished_to_json,
 )
 from flowgrpo.rollout.replay import replay
+from flowgrpo.rollout.width import Width
 from flowgrpo.types import Status
 
 SOON = 5.0  # seconds: far more than anything here takes, far less than what hangs
@@ -53,6 +54,31 @@ def engine():
 
 
 # Keys alone decide ------------------------------------------------------------------------------------
+
+
+def test_rollouts_that_share_a_width_have_so_many_trajectories_under_way_together(engine):
+    """Also those that are abandoned give their places back."""
+    width, under_way, most, lock = Width(3), set(), [], threading.Lock()
+
+    def counted(call):
+        me = threading.get_ident()
+        with lock:
+            under_way.add(me)
+            most.append(len(under_way))
+        time.sleep(0.002)
+        with lock:
+            under_way.discard(me)
+        return answer(call)
+
+    works = [tasks_of(3, 4, seed=seed) for seed in range(3)]
+    whole = [values(run(engine, work)) for work in works]
+    with pytest.raises(ZeroDivisionError):
+        hosted(make_env(), engine.submit, do=answer, width=width)(*works[0], on_done=lambda _: 1 / 0)
+    rollout = hosted(make_env(), engine.submit, do=counted, width=width)
+    with ThreadPoolExecutor(3) as pool:
+        got = list(pool.map(lambda work: values(rollout(*work)), works))
+    assert got == whole
+    assert max(most) == 3
 
 
 @pytest.mark.parametrize("appends", [True, False])
@@ -690,14 +716,23 @@ print(sorted(one.trajectory.status.name for one in got.played)[-1])
 
 
 def test_while_one_waits_for_a_tool_the_others_go_on():
-    """16 trajectories whose tools take 0.1 s: no longer than the slowest alone, and some."""
+    """Four tools return only once all four were called, which takes four trajectories that are under way."""
+    work = tasks_of(4, 4)
     with Engine() as engine:
-        work = tasks_of(4, 4)
-        began = time.monotonic()
-        got = run(engine, work, Do(seconds=0.1))
-        took = time.monotonic() - began
-    assert max(len(one.log) for one in got.played) == 5
-    assert took < 0.1 * sum(len(one.log) for one in got.played) / 4
+        whole = run(engine, work)
+        meeting = threading.Barrier(4)
+        callers = [one.task.query for one in whole.played if "echo" in one.tools][:4]
+        left = set(callers)
+
+        def meet(call):
+            if call.arguments["query"] in left:  # the first time
+                left.discard(call.arguments["query"])
+                meeting.wait(30)
+            return answer(call)
+
+        got = run(engine, work, Do(dict.fromkeys(callers, meet)))
+    assert (len(callers), left) == (4, set())
+    assert values(got) == values(whole)
 
 
 @pytest.mark.parametrize(
