@@ -6,6 +6,9 @@
 Both make the same updates, one after the other, and must come to the same parameters. An iteration is from update to
 update, without the first, which compiles; `over_single` is the cluster's median over that of the single process. The
 cluster's own share is what its processes tell each other: trajectories to the trainer, weights back.
+
+Measured on two cores, with --queries=32 --samples=32: 22.7 and 25.4 s an iteration, 1.12; the defaults are a quarter of
+that, and were measured beside other work only.
 """
 
 import json
