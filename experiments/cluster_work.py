@@ -118,7 +118,8 @@ def _play(setup: HostedSetup, width: Width, order: Order, begun: Stretch, on_sta
     groups = sizes.queries * sizes.oversample
     update, index = divmod(number, groups)
     journal = Journal(setup.folder / "journal", update)
-    rollout = make_rollout(setup, setup.env, do=journal.effects(setup.do), reward=None, width=width)
+    own = {"width": width, "journal": journal if order.budget is None else None}  # what goes on is stopped elsewhere
+    rollout = make_rollout(setup, setup.env, do=journal.effects(setup.do), reward=None, **own)
     more = {"unfinished": begun.unfinished, "budget": order.budget, "on_start": on_start}
     with journal.at(f"group-{number}", update):
         if begun.played or begun.unfinished:

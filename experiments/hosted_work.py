@@ -36,6 +36,7 @@ from flowgrpo.learner.residency import DISK, Residency, places
 from flowgrpo.models.hf import Model
 from flowgrpo.packing import pack
 from flowgrpo.rollout.compiled import Rollout
+from flowgrpo.rollout.deadlines import NOTHING
 from flowgrpo.rollout.exam import shuffled_rewards
 from flowgrpo.rollout.hosted import Hosted, hosted
 from flowgrpo.rollout.journal import Journal
@@ -241,7 +242,7 @@ def play(
     setup: HostedSetup, env: HostEnv, tasks: Sequence[Task], key: jax.Array, *, samples: int, **callbacks
 ) -> Hosted:
     """So many trajectories of each task, all at once, in the order of tasks and samples; callbacks as in `hosted`."""
-    rollout = make_rollout(setup, env, do=setup.do, reward=setup.reward)
+    rollout = make_rollout(setup, env, do=setup.do, reward=setup.reward, journal=setup.journal)
     every = [task for task in tasks for _ in range(samples)]
     groups = np.repeat(np.arange(len(tasks)), samples)
     return in_order(rollout(every, jax.random.split(key, len(every)), groups, **callbacks))
@@ -253,9 +254,15 @@ def width_of(setup: HostedSetup) -> int:
 
 
 def make_rollout(
-    setup: HostedSetup, env: HostEnv, *, do: Do, reward: Reward | None, width: Width | None = None
+    setup: HostedSetup,
+    env: HostEnv,
+    *,
+    do: Do,
+    reward: Reward | None,
+    width: Width | None = None,
+    journal: Journal | None = None,
 ) -> Callable[..., Hosted]:
-    """`hosted` over the setup's engine; rollouts that run at once share a `width`."""
+    """`hosted` over the setup's engine; rollouts that run at once share a `width`, the journal has their deadlines."""
     settings = setup.settings
     return hosted(
         env,
@@ -267,6 +274,7 @@ def make_rollout(
         width=width or width_of(setup),
         deadline=settings["group_seconds"],
         turn_deadline=settings["turn_seconds"],
+        fired=NOTHING if journal is None else journal.deadlines(),
     )
 
 

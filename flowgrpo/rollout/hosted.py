@@ -15,11 +15,13 @@ from typing import Any
 from flowgrpo.contracts import Do, HostEnv, Reward, Scored
 from flowgrpo.effects import no_effects
 from flowgrpo.rollout.course import Course
+from flowgrpo.rollout.deadlines import NOTHING, Fired
 from flowgrpo.rollout.judging import is_solved
 from flowgrpo.rollout.keys import derive, words_of
 from flowgrpo.rollout.member import Member, Submit
 from flowgrpo.rollout.records import Hosted, Played, Unfinished
-from flowgrpo.rollout.running import Run, Settings, Told
+from flowgrpo.rollout.running import Run
+from flowgrpo.rollout.settings import Settings, Told
 from flowgrpo.rollout.width import Width
 from flowgrpo.types import BadInput
 
@@ -39,6 +41,7 @@ def hosted(
     judges: int = 2,
     judge_deadline: float = 600.0,
     repeats: int | None = None,
+    fired: Fired = NOTHING,
 ) -> Callable[..., Hosted]:
     """`rollout(tasks, keys, groups, *, unfinished=(), on_done=None, ...) -> Hosted`; `submit` is that of an engine.
 
@@ -49,7 +52,8 @@ def hosted(
     is the sum of what the environment paid; with `by_turn` that is paid turn by turn. Groups are judged in at most
     `judges` threads, each group within `judge_deadline` seconds. Where contexts append, the engine should have `width`
     slots: a conversation whose cache was evicted is computed again token by token. A trajectory whose last `repeats`
-    actions are the same ends as REPETITION.
+    actions are the same ends as REPETITION. Deadlines that fire are noted in `fired`, and those that it knows from an
+    earlier attempt stop the same trajectories at the same place.
     """
     return partial(
         _rollout,
@@ -67,6 +71,7 @@ def hosted(
             judges=judges,
             judge_deadline=judge_deadline,
             repeats=repeats,
+            fired=fired,
         ),
     )
 

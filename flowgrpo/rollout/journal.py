@@ -1,7 +1,7 @@
 """What the world answered in a rollout, in a file as it comes: a run that was killed hears the same again (S1).
 
     journal = Journal(folder, 10)       # a run that goes on from the checkpoint of update 10
-    do, reward = journal.effects(do), journal.verdicts(reward)
+    do, reward, fired = journal.effects(do), journal.verdicts(reward), journal.deadlines()
     with journal.at("train", 11):
         rollout(...)                    # what was answered before the process was killed is not asked for again
     with journal.at("validation"):      # after the same update
@@ -10,7 +10,8 @@
 
 A rollout draws everything else from keys, so with the same answers it becomes the same rollout, whatever a clock, a
 server or another program had to do with them. A call carries the seed of its trajectory, turn and speaker, and is
-told from all others by it; verdicts are kept by group. What answers too late for its rollout is not kept.
+told from all others by it; verdicts are kept by group. What answers too late for its rollout is not kept, but that it
+was late is.
 """
 
 import json
@@ -27,6 +28,7 @@ from typing import Any
 
 from flowgrpo.contracts import Call, Do, Result, Reward, Scored
 from flowgrpo.effects import Effect, to_json
+from flowgrpo.rollout.deadlines import Fired
 from flowgrpo.types import BadInput, Task
 
 
@@ -68,6 +70,17 @@ class Journal:
         """The reward, whose verdicts are kept."""
         many = partial(self._judge, reward)
         return Reward(partial(_one, many), many)
+
+    def deadlines(self) -> Fired:
+        """Those that fired."""
+        return Fired(self._find, self._note)
+
+    def _find(self, what: Sequence[Any]) -> Any:
+        return None if self._page is None else self._page.find(_key(what))
+
+    def _note(self, what: Sequence[Any], found: Any) -> None:
+        if self._page is not None:
+            self._page.write(_key(what), found)
 
     def _do(self, do: Do, call: Call) -> Result:
         page = self._page

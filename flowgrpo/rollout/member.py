@@ -22,6 +22,7 @@ import numpy as np
 from flowgrpo.contracts import Call, Completion, Do, EngineClosed, Request, Result
 from flowgrpo.effects import recorded
 from flowgrpo.rollout.course import Course, call_reset, call_step
+from flowgrpo.rollout.deadlines import Late
 from flowgrpo.rollout.keys import key_of
 from flowgrpo.rollout.records import Unfinished
 from flowgrpo.rollout.replay import retrace
@@ -29,6 +30,10 @@ from flowgrpo.types import BadInput, Status, Turn
 
 Submit = Callable[[Request], "Future[Completion]"]
 Phase = Literal["queued", "resumed", "reset", "ready", "step", "held", "ended"]
+
+
+class Overdue(BaseException):
+    """The member has come to where a deadline stopped it, before its process was killed."""
 
 
 class Stopped(BaseException):
@@ -43,6 +48,7 @@ class Member:
     course: Course
     keys: np.ndarray  # words of the reset's key, then of each turn's
     given: Unfinished | None = None  # what it is resumed from
+    late: Late | None = None  # where a deadline stopped it, in an earlier attempt
     lock: Any = field(default_factory=threading.Lock)
     phase: Phase = "queued"
     since: float = 0.0  # when the phase began
@@ -80,6 +86,14 @@ class Member:
                 self.seconds += time.monotonic() - self.started
             return self.phase
 
+    def check_late(self, effects: int) -> None:
+        """Raise where a deadline stopped it before, after so many effects; -1 where the environment is called."""
+        late = self.late
+        if late is None or (late.turns, late.phase) != (len(self.course.turns), self.phase):
+            return
+        if effects >= late.effects:
+            raise Overdue
+
     def _enter(self, phase: Phase) -> None:
         self.since, self.future = time.monotonic(), None
         self.phase = phase if self.course.status is None else "ended"
@@ -113,6 +127,8 @@ def play(
                 _call(member, "step", call_step, member.course.env, member.course.state, action, do)
     except Stopped:
         return
+    except Overdue:
+        post("late", member)
     except BaseException as error:
         if not member.stopped:
             post("failed", error)
@@ -146,8 +162,9 @@ def _begin(member: Member, do: Do) -> None:
 def _call(member: Member, name: str, function: Callable, *arguments) -> None:
     """A call of the environment; whatever it raises ends this trajectory and no other."""
     try:
+        member.check_late(-1)
         following = function(*arguments)
-    except Stopped:
+    except (Stopped, Overdue):
         raise
     except BaseException as error:
         said = " ".join(traceback.format_exception_only(error)).strip()
@@ -161,6 +178,7 @@ def _watched(member: Member, do: Do, call: Call) -> Result:
     if member.stopped:
         raise Stopped
     member.call = call
+    member.check_late(len(member.course.log))
     result = do(call)
     if member.stopped:
         raise Stopped
@@ -176,6 +194,7 @@ def tool_of(call: Call | None) -> str:
 def _ask(member: Member, submit: Submit, temperature: float, budget: int | None) -> Completion | None:
     """What the policy chooses; None where the context has grown too long to ask."""
     course = member.course
+    member.check_late(len(course.log))
     request = course.request(key_of(member.keys[1 + len(course.turns)]), temperature, budget)
     with member.lock:
         if member.stopped:

@@ -10,52 +10,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from flowgrpo.contracts import Do, HostEnv, Reward, Scored
+from flowgrpo.contracts import Scored
+from flowgrpo.rollout.deadlines import Late, late_of, note_late, note_unjudged, unjudged
 from flowgrpo.rollout.judging import judge_and_post
-from flowgrpo.rollout.member import Member, Submit, play, tool_of
+from flowgrpo.rollout.member import Member, play, tool_of
 from flowgrpo.rollout.records import Hosted, Played, Unfinished
+from flowgrpo.rollout.settings import Settings, Told
 from flowgrpo.rollout.width import Width
-from flowgrpo.types import COUNTS, BadInput, Fate, Ledger, Status
+from flowgrpo.types import COUNTS, Fate, Ledger, Status
 
 ANSWERING = 1.0  # seconds that a request which can no longer be cancelled is given to be answered
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How trajectories are rolled out; `hosted` says what each means."""
-
-    env: HostEnv
-    submit: Submit
-    do: Do
-    reward: Reward | None
-    solved: Callable[[Scored], bool]
-    by_turn: bool
-    temperature: float
-    width: int | Width
-    deadline: float | None
-    turn_deadline: float | None
-    judges: int
-    judge_deadline: float
-    repeats: int | None = None
-
-    def __post_init__(self):
-        for name in ("temperature", "deadline", "turn_deadline", "judges", "judge_deadline"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise BadInput(f"{name}={value}, but must be greater than 0")
-        if not isinstance(self.width, Width):
-            Width(self.width)  # which says where that can't be
-        if self.repeats is not None and self.repeats < 2:
-            raise BadInput(f"repeats={self.repeats}, but an action is repeated when it comes at least 2 times")
-
-
-class Told(NamedTuple):
-    """Who is told of what, in the caller's thread; `hosted` says when."""
-
-    on_done: Callable[[Played], None] | None = None
-    on_played: Callable[[Hosted], None] | None = None
 
 
 @dataclass(eq=False)
@@ -65,6 +31,7 @@ class Group:
     members: list[Member] = field(default_factory=list)
     left: int = 0  # members that have not yet ended
     ends_at: float | None = None
+    has_fired: bool = False  # its deadline, in an earlier attempt: each member stops where it did
     to_judge: list[Member] = field(default_factory=list)
     judged_since: float = 0.0
 
@@ -72,6 +39,11 @@ class Group:
     def name(self) -> str:
         """For people."""
         return f"group {self.members[0].course.group}"
+
+    @property
+    def keys(self) -> list[list[int]]:
+        """Of those that are judged."""
+        return [list(member.course.key) for member in self.to_judge]
 
 
 class Run:
@@ -96,6 +68,8 @@ class Run:
             group = self.groups.setdefault(member.course.group, Group())
             group.members.append(member)
             group.left += 1
+            member.late = late_of(settings.fired, member.course.key) if member.given is None else None
+            group.has_fired |= member.late is not None and member.late.of_group
 
     def finish(self) -> Hosted:
         """Play and judge until nothing is left."""
@@ -166,16 +140,25 @@ class Run:
         while self.waiting and self.width.take(self._wake):
             member = self.waiting.pop()
             group = self.groups[member.course.group]
-            if settings.deadline is not None and group.ends_at is None:
+            self.playing.add(member)
+            if member.late is not None and member.late.phase == "queued":
+                self._stop_again(member)
+                self._wake()  # since no thread will say that something has ended
+                continue
+            if settings.deadline is not None and group.ends_at is None and not group.has_fired:
                 group.ends_at = now + settings.deadline
             member.started = now
-            self.playing.add(member)
             rest = (settings.submit, settings.do, settings.temperature, self.budget, settings.repeats)
             self._thread(f"{member.index}", play, member, *rest)
         while self.ready and len(self.judging) < settings.judges:
             group = self.ready.pop(0)
             group.judged_since = now
             self.judging.add(group)
+            why = unjudged(settings.fired, group.keys)
+            if why is not None:
+                self._judged(group, [Scored(None, why)] * len(group.to_judge))
+                self._wake()
+                continue
             outputs = [member.course.output or "" for member in group.to_judge]
             tasks = [member.course.task for member in group.to_judge]
             self._thread("judge", judge_and_post, group, settings.reward, tasks, outputs)
@@ -202,6 +185,9 @@ class Run:
         if kind == "failed":
             raise what
         if kind == "woken":
+            return
+        if kind == "late":
+            self._stop_again(what)
             return
         if kind == "ended":
             self._leave(what)
@@ -276,36 +262,56 @@ class Run:
         for group in list(self.judging):
             if now >= group.judged_since + settings.judge_deadline:
                 why = f"the reward did not return within {settings.judge_deadline:g} s"
+                note_unjudged(settings.fired, group.keys, why)
                 self._judged(group, [Scored(None, why)] * len(group.to_judge))
 
     def _stop(self, members: Sequence[Member], limit: str, since: float | None = None) -> None:
         """End those that wait for an effect; give back those that wait for the engine, or for their turn to start."""
         # All of them before anything else, so that none goes on while others are seen to.
         stopped = [(member, phase) for member in members if (phase := member.stop(since)) is not None]
-        self._cancel([member for member, _ in stopped])
+        dropped = self._cancel([member for member, _ in stopped])
         for member, phase in stopped:
-            if phase in ("reset", "step"):
-                self._cut(member, phase, limit)
-            else:
-                whole = member.given if phase in ("queued", "resumed") else None
-                self.unfinished[member.index] = whole or member.course.unfinished(member.seconds)
-            self._leave(member)
-            if member in self.waiting:
-                self.waiting.remove(member)
-            self._settle(member)
+            calls = phase in ("reset", "step")
+            late = Late(
+                turns=len(member.course.turns),
+                phase=phase,
+                effects=-1 if calls and member.call is None else len(member.course.log),
+                of_group=since is None,
+                reason=_reason(member, phase, limit) if calls else "",
+                dropped=dropped.get(member, 0),
+            )
+            if member.given is None:
+                note_late(self.settings.fired, member.course.key, late)
+            self._end_late(member, late)
 
-    def _cut(self, member: Member, phase: str, limit: str) -> None:
+    def _stop_again(self, member: Member) -> None:
+        """A member has come to where a deadline stopped it before."""
+        assert member.late is not None
+        if member.stop() is not None:
+            self._end_late(member, member.late)
+
+    def _end_late(self, member: Member, late: Late) -> None:
         """What was started did not return: a tool that the policy called is its doing, all else is not (F5)."""
-        call = member.call
-        awaited = f"{call.kind} {call.name!r}" if call else f"the environment's {phase}"
-        own = phase == "step" and (call is None or call.kind == "tool")
-        status = Status.TIMEOUT if own else Status.TOOL_FAILURE
-        reason = f"{awaited} did not return within {limit}: left in the thread flowgrpo-rollout-{member.index}"
-        member.course.cut(status, reason, tool_of(call))
+        self.unused += late.dropped
+        if late.phase in ("reset", "step"):
+            own = late.phase == "step" and (member.call is None or member.call.kind == "tool")
+            status = Status.TIMEOUT if own else Status.TOOL_FAILURE
+            member.course.cut(status, late.reason, tool_of(member.call))
+        else:
+            whole = member.given if late.phase in ("queued", "resumed") else None
+            self.unfinished[member.index] = whole or member.course.unfinished(member.seconds)
+        self._leave(member)
+        if member in self.waiting:
+            self.waiting.remove(member)
+        self._settle(member)
 
-    def _cancel(self, members: Sequence[Member]) -> None:
-        """Cancel what stopped members wait for; count what is delivered all the same, without what they had."""
-        late = {one.future: len(one.begun) for one in members if one.future is not None and not one.future.cancel()}
-        for future in wait(late, ANSWERING).done:
-            if future.exception() is None:
-                self.unused += len(future.result().tokens) - late[future]
+    def _cancel(self, members: Sequence[Member]) -> dict[Member, int]:
+        """Cancel what stopped members wait for; tokens of what is delivered all the same, without what they had."""
+        late = {one.future: one for one in members if one.future is not None and not one.future.cancel()}
+        done = [future for future in wait(late, ANSWERING).done if future.exception() is None]
+        return {late[future]: len(future.result().tokens) - len(late[future].begun) for future in done}
+
+
+def _reason(member: Member, phase: str, limit: str) -> str:
+    awaited = f"{member.call.kind} {member.call.name!r}" if member.call else f"the environment's {phase}"
+    return f"{awaited} did not return within {limit}: left in the thread flowgrpo-rollout-{member.index}"

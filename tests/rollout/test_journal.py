@@ -6,9 +6,10 @@ from itertools import count
 
 import numpy as np
 import pytest
-from hosted_cases import Engine, run, tasks_of, value, values
+from hosted_cases import Engine, answer, hang, make_env, run, tasks_of, value, values
 
 from flowgrpo.contracts import Call, Result, Reward, Scored
+from flowgrpo.rollout.hosted import hosted
 from flowgrpo.rollout.journal import Journal
 from flowgrpo.types import BadInput, Task
 
@@ -218,3 +219,68 @@ def test_S1_a_rollout_that_is_stopped_in_the_middle_and_begins_again_is_the_one_
     assert third.asked == 0
     assert len((tmp_path / "000001-train.jsonl").read_text().splitlines()) > kept
     assert rollout(Journal(tmp_path / "other"), Fickle(4), work) != again
+
+
+# Deadlines --------------------------------------------------------------------------------------------------
+
+
+def attempt(folder, engine, work, do, *, env=None, **deadlines):
+    """One attempt at the rollout of an update: what each trajectory became, those given back, and the tokens lost."""
+    journal = Journal(folder)
+    more = {"fired": journal.deadlines(), "width": 5, **deadlines}
+    with journal.at("train", 1):
+        got = hosted(env or make_env(), engine.submit, do=journal.effects(do), **more)(*work)
+    back = [(one.group, one.sample, len(one.turns), one.lens) for one in got.unfinished]
+    return values(got), back, got.ledger
+
+
+@pytest.mark.parametrize("kind", ["tool", "role"])
+def test_S1_a_call_that_was_late_is_late_again(tmp_path, kind):
+    """Its tool would answer now; the reasons, statuses and turns are those of the first attempt."""
+    work = tasks_of(4, 4)
+    with Engine() as engine:
+        whole = values(run(engine, work))
+        stuck = {one["task"]["Task"]["query"] for one in whole if "echo" in one["tools"]}
+        stuck = set(sorted(stuck)[:3])
+
+        def late(call):
+            return hang(call) if call.kind == kind and call.arguments["query"] in stuck else answer(call)
+
+        first = attempt(tmp_path, engine, work, late, turn_deadline=0.5)
+        again = attempt(tmp_path, engine, work, answer, turn_deadline=60.0)
+        fresh = attempt(tmp_path / "fresh", engine, work, answer, turn_deadline=60.0)
+    status = "TIMEOUT" if kind == "tool" else "TOOL_FAILURE"
+    assert {one["task"]["Task"]["query"] for one in first[0] if one["status"] == status} >= stuck
+    assert again == first
+    assert fresh[0] == whole
+
+
+def test_S1_what_a_groups_deadline_gave_back_is_given_back_again(tmp_path):
+    """Those that waited for the engine, and those that had not started."""
+    work = tasks_of(3, 4)
+    with Engine(answers=9) as slow, Engine() as engine:
+        first = attempt(tmp_path, slow, work, answer, deadline=0.5)
+        assert first[1]
+        assert len({turns for _, _, turns, _ in first[1]}) > 1
+        again = attempt(tmp_path, engine, work, answer, deadline=60.0)
+    assert again == first
+
+
+def test_S1_a_verdict_that_was_late_is_late_again(tmp_path):
+    work, ended = tasks_of(2, 2), threading.Event()
+
+    def judge(seconds: float) -> Reward:
+        def many(tasks, outputs):
+            if tasks[0].query.startswith("1/"):
+                ended.wait(seconds)
+            return [Scored(0.5)] * len(outputs)
+
+        return Reward(lambda task, output: many([task], [output])[0], many)
+
+    with Engine() as engine:
+        first = attempt(tmp_path, engine, work, answer, reward=judge(20.0), judge_deadline=0.5)
+        again = attempt(tmp_path, engine, work, answer, reward=judge(0.0), judge_deadline=60.0)
+    ended.set()
+    late = [one for one in first[0] if one["status"] == "VERIFIER_FAILURE"]
+    assert {one["group"] for one in late} == {1}
+    assert again == first
