@@ -80,7 +80,7 @@ def test_exactness_benchmark_runs():
 
 
 def test_cluster_benchmark_runs():
-    """That both come to the same parameters is its own check. A cluster's first iteration ends with its second update."""
+    """Both come to the same parameters by its own check; a cluster's first iteration ends with its second update."""
     result = run("experiments.benchmarks.cluster", "--queries=4", "--samples=4", "--updates=3")
     assert [(row["process"], row["iterations"]) for row in result["rows"]] == [("single", 2), ("cluster", 1)]
     assert result["over_single"] > 0
