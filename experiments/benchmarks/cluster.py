@@ -31,8 +31,9 @@ _QUERIES = flags.DEFINE_integer("queries", 16, "Queries of an update.", lower_bo
 _SAMPLES = flags.DEFINE_integer("samples", 16, "Trajectories of a query.", lower_bound=2)
 _UPDATES = flags.DEFINE_integer("updates", 6, "Updates of each run; the first one compiles.", lower_bound=3)
 _REPEATS = flags.DEFINE_integer("repeats", 1, "Runs of each, which alternate.", lower_bound=1)
+_WARM = flags.DEFINE_integer("warm_steps", 250, "Steps of the warm start.", lower_bound=1)
+_DEMONSTRATIONS = flags.DEFINE_integer("demonstrations", 600, "That it is made from.", lower_bound=1)
 _SLOTS = flags.DEFINE_integer("slots", 32, "Slots of the engine.", lower_bound=2)
-WARM = ("--warm_steps=250", "--demonstrations=600", "--test_tasks=8")
 KINDS = {
     "single": ("experiments.agentflow",),
     "cluster": ("experiments.cluster", "--rollout_workers=1", "--reward_workers=any=1", "--trainer_workers=1"),
@@ -45,7 +46,8 @@ def run(kind: str, folder: Path, cache: Path) -> list[float]:
     sizes = [f"--queries={_QUERIES.value}", f"--samples={_SAMPLES.value}", f"--slots={_SLOTS.value}"]
     length = [f"--updates={_UPDATES.value}", f"--checkpoint_every={_UPDATES.value}"]
     where = [f"--workdir={folder}", f"--compilation_cache={cache}"]
-    command = [sys.executable, "-m", module, *shape, *sizes, *length, *where, *WARM]
+    warm = [f"--warm_steps={_WARM.value}", f"--demonstrations={_DEMONSTRATIONS.value}", "--test_tasks=8"]
+    command = [sys.executable, "-m", module, *shape, *sizes, *length, *where, *warm]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise BadInput(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-1000:]}")

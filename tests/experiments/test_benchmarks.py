@@ -81,7 +81,8 @@ def test_exactness_benchmark_runs():
 
 def test_cluster_benchmark_runs():
     """Both come to the same parameters by its own check; a cluster's first iteration ends with its second update."""
-    result = run("experiments.benchmarks.cluster", "--queries=4", "--samples=4", "--updates=3")
+    sizes = ["--queries=2", "--samples=2", "--updates=3", "--warm_steps=20", "--demonstrations=64"]
+    result = run("experiments.benchmarks.cluster", *sizes)
     assert [(row["process"], row["iterations"]) for row in result["rows"]] == [("single", 2), ("cluster", 1)]
     assert result["over_single"] > 0
 
