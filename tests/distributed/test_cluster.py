@@ -2,17 +2,14 @@
 
 import builtins
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from experiments.cluster_kills import run_cluster_soak
-from flowgrpo.distributed.crew import Lost, RayCrew
+from flowgrpo.distributed.crew import RayCrew
 from flowgrpo.distributed.event_log import read_events
 from flowgrpo.types import BadInput
 
@@ -127,29 +124,10 @@ def test_a_replay_needs_a_clusters_run(tmp_path):
     assert "run.json can't be read" in ran.stderr
 
 
-class Sleeper:
-    """A worker that says where it is."""
-
-    def about(self) -> int:
-        return os.getpid()
-
-
 @pytest.mark.slow
 def test_S3_a_process_that_is_stopped_is_ended_and_its_calls_are_lost():
     """It can't end by itself: somebody else has to."""
-    with RayCrew() as crew:
-        crew.start("rollout-0", Sleeper, threads=2)
-        pid = crew.get(crew.call("rollout-0", "about")[0])
-        os.kill(pid, signal.SIGSTOP)
-        (asked,) = crew.call("rollout-0", "about")
-        assert crew.wait([asked], 1.0) == []
-        crew.kill("rollout-0")
-        crew.start("rollout-0", Sleeper, threads=2)
-        assert crew.get(crew.call("rollout-0", "about")[0]) != pid
-        assert crew.wait([asked], 60.0) == [asked]
-        with pytest.raises(Lost):
-            crew.get(asked)
-        until = time.monotonic() + 60
-        while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
-            time.sleep(0.2)
-        assert not Path(f"/proc/{pid}").exists()
+    command = [sys.executable, "-m", "tests.distributed.stopped"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.split() == ["lost", "ended"]
