@@ -19,7 +19,7 @@ import optax
 
 from experiments import domains, offline_tasks, offline_warmstart, prompts
 from experiments.agent_tasks import tasks_of
-from experiments.hosted_work import HostedSetup, make_engine, make_residency
+from experiments.hosted_setup import HostedSetup, make_engine, make_residency
 from experiments.members import base_of, make_algorithm
 from experiments.planner_setup import PLANNER, frozen, load_start, make_planner
 from flowgrpo import launch, loop

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments import offline_tasks
-from experiments.hosted_work import draw_from
+from experiments.hosted_setup import draw_from
 from experiments.prompts import Draw
 from flowgrpo.task_files import read_tasks
 from flowgrpo.tasks import split_tasks

@@ -32,7 +32,8 @@ from absl import flags
 from experiments import agent_setups, common, planner_flags
 from experiments.benchmarks.measured import show_lines
 from experiments.dry_runs import hosted_rows, parse_memory
-from experiments.hosted_work import HostedSetup, hosted_work, play, training_tasks
+from experiments.hosted_setup import HostedSetup, play
+from experiments.hosted_work import hosted_work, training_tasks
 from experiments.members import ALGORITHMS
 from experiments.prompts import PROMPTS, prompt_settings
 from experiments.published import shape_of_model

@@ -19,7 +19,9 @@ import jax
 from jax.experimental import multihost_utils
 
 from experiments import agent_setups
-from experiments.hosted_work import compare_before_after, hosted_work, judge, learned_from, make_step, record
+from experiments.hosted_exam import compare_before_after, judge
+from experiments.hosted_setup import record
+from experiments.hosted_work import hosted_work, learned_from, make_step
 from experiments.session import MAY_DIFFER, Session
 from flowgrpo import launch, loop
 from flowgrpo.distributed.orders import Stretch

@@ -19,14 +19,8 @@ import numpy as np
 
 from experiments import agent_setups
 from experiments.cluster_trainer import ClusterTrainer
-from experiments.hosted_work import (
-    HostedSetup,
-    exam_key,
-    keys_of_group,
-    make_rollout,
-    run_key,
-    width_of,
-)
+from experiments.hosted_setup import HostedSetup, make_rollout, width_of
+from experiments.hosted_work import exam_key, keys_of_group, run_key
 from flowgrpo import launch
 from flowgrpo.distributed.orders import Order, Stretch
 from flowgrpo.distributed.workers import Judge, Player, RewardWorker, RolloutWorker

@@ -18,7 +18,8 @@ from absl import flags
 
 import flowgrpo as fg
 from experiments import agent_setups, common, setups
-from experiments.hosted_work import compare_before_after, examine, hosted_work
+from experiments.hosted_exam import compare_before_after, examine
+from experiments.hosted_work import hosted_work
 from experiments.plays import right_tool_share
 from experiments.pure_work import judge, play_test, pure_work
 from experiments.session import Tested, open_session

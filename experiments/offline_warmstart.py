@@ -14,13 +14,12 @@ import jax
 import numpy as np
 
 import flowgrpo as fg
-from experiments.hosted_work import imitation_rows
 from experiments.offline_demos import demonstrate
 from experiments.offline_model import write_model
 from experiments.offline_tasks import make_tasks, passages
 from flowgrpo.contracts import Do, HostEnv
 from flowgrpo.learner.state import init_learner, make_optimizer
-from flowgrpo.learner.warmstart import make_supervised, make_validation, train_to_minimum
+from flowgrpo.learner.warmstart import make_supervised, make_validation, packed_imitation, train_to_minimum
 from flowgrpo.models.decoder import matrices
 from flowgrpo.models.hf import Model
 from flowgrpo.text import Text, load_text
@@ -90,7 +89,7 @@ def _sizes(settings: Mapping[str, Any]) -> dict[str, int]:
 
 def _rows(model: Model, env: HostEnv, do: Do, settings: Mapping[str, Any], split: str, size: int) -> fg.Batch:
     records = demonstrate(env, model.text, _tasks(settings, split, size), do, seed=settings["seed"])
-    return imitation_rows(records, row_length=settings["context_tokens"])
+    return packed_imitation(records, row_length=settings["context_tokens"])
 
 
 def _batches(rows: fg.Batch, size: int, seed: int) -> Iterator[fg.Batch]:

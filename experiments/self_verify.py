@@ -35,7 +35,9 @@ import jax
 from absl import flags
 
 from experiments import common, planner_flags
-from experiments.hosted_work import HostedSetup, exam_key, examine, hosted_work, record
+from experiments.hosted_exam import examine
+from experiments.hosted_setup import HostedSetup, record
+from experiments.hosted_work import exam_key, hosted_work
 from experiments.self_verify_report import Verified, comparison, draw, figures, sentence, warning
 from experiments.self_verify_setup import open_setup, settings_of
 from experiments.session import Session, Tested, Work, one_run

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.hosted_work import judge
+from experiments.hosted_exam import judge
 from flowgrpo.evaluate import Evaluation
 from flowgrpo.report.metrics import METRICS, read_metrics
 from flowgrpo.report.plots import COLOURS, CURVES, curve

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 import flowgrpo as fg
 from experiments import domains, self_verify_tasks
-from experiments.hosted_work import Draw, HostedSetup, draw_from, make_engine, make_residency
+from experiments.hosted_setup import Draw, HostedSetup, draw_from, make_engine, make_residency
 from experiments.members import base_of
 from experiments.planner_setup import PLANNER, frozen, load_start, make_planner
 from flowgrpo import launch, loop

@@ -23,13 +23,12 @@ import jax
 import numpy as np
 
 import flowgrpo as fg
-from experiments.hosted_work import imitation_rows
 from experiments.offline_model import phrases, write_model
 from flowgrpo.agent.question import question
 from flowgrpo.effects import no_effects
 from flowgrpo.learner.folder import differing
 from flowgrpo.learner.state import init_learner, make_optimizer
-from flowgrpo.learner.warmstart import make_supervised, make_validation, train_to_minimum
+from flowgrpo.learner.warmstart import make_supervised, make_validation, packed_imitation, train_to_minimum
 from flowgrpo.models.decoder import matrices
 from flowgrpo.models.hf import Model, load_model, save_model
 from flowgrpo.rewards.judge import ask_alone
@@ -177,7 +176,7 @@ def warm_start(model: Model, settings: Mapping[str, Any], tell: Callable[[int, f
         "validation": make_tasks(seed, "validation", SHOWN_FROM, HELD),
     }
     rows = {
-        name: imitation_rows(demonstrations(model.text, tasks, settings), row_length=ROW)
+        name: packed_imitation(demonstrations(model.text, tasks, settings), row_length=ROW)
         for name, tasks in shown.items()
     }
     optimizer = make_optimizer(

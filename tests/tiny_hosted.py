@@ -9,7 +9,7 @@ import numpy as np
 from tiny_env import tiny_env
 
 import flowgrpo as fg
-from experiments.hosted_work import HostedSetup, make_residency
+from experiments.hosted_setup import HostedSetup, make_residency
 from experiments.planner_setup import Planner
 from flowgrpo import loop
 from flowgrpo.contracts import Scored

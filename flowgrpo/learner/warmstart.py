@@ -8,7 +8,7 @@ micro-batch, and `make_validation` gives the loss of rows that were kept back. `
 lowest.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,9 @@ from flowgrpo.contracts import Algorithm, Env, Metrics, Observation, Policy, Sco
 from flowgrpo.layouts import rows_by_trajectory
 from flowgrpo.learner.state import LearnerState
 from flowgrpo.learner.update import make_score, make_update, score_batch
-from flowgrpo.types import BadInput, Batch, Status, Trajectories
+from flowgrpo.packing import pack
+from flowgrpo.ragged import collate
+from flowgrpo.types import BadInput, Batch, Status, Trajectories, Trajectory
 
 Step = Callable[[LearnerState, Batch], tuple[LearnerState, Array]]
 Act = Callable[[Array, Any], tuple[Array, Array]]  # (key, state) -> (tokens, length)
@@ -111,6 +113,15 @@ def _in_slots(seen: Observation, slots: int) -> Observation:
 def imitation_rows(trajectories: Trajectories) -> Batch:
     """One trajectory per row; every chosen token of a valid trajectory is to be imitated."""
     return rows_by_trajectory(trajectories, _no_advantage(trajectories), _token_weights(trajectories))
+
+
+def packed_imitation(records: Sequence[Trajectory], *, row_length: int) -> Batch:
+    """Demonstrations of any lengths, packed into rows on the host; every chosen token is to be imitated."""
+    if not records:
+        raise BadInput("there is no demonstration to imitate")
+    trajectories = collate(records)
+    adv_nt = np.zeros(trajectories.turns.shape, np.float32)
+    return pack(records, adv_nt, np.asarray(_token_weights(trajectories)), row_length=row_length)
 
 
 def _no_advantage(trajectories: Trajectories) -> Array:

@@ -3,7 +3,7 @@
 import pytest
 
 import flowgrpo as fg
-from experiments.hosted_work import draw_from
+from experiments.hosted_setup import draw_from
 from flowgrpo.types import BadInput
 
 

@@ -7,7 +7,8 @@ import pytest
 from tiny_hosted import ENV, POLICY, make_setup
 
 import flowgrpo as fg
-from experiments.hosted_work import make_residency, make_step
+from experiments.hosted_setup import make_residency
+from experiments.hosted_work import make_step
 from flowgrpo import loop
 from flowgrpo.envs.env import PAD
 from flowgrpo.generate.engine import Engine
