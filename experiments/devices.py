@@ -12,7 +12,9 @@ from flowgrpo.spread import data_mesh, divides, place, share
 
 
 def mesh_of(text: str | None) -> Mesh | None:
-    """All devices side by side, or as `data=2,fsdp=4` says."""
+    """All devices side by side, or as `data=2,fsdp=4` says; `none` leaves everything where it is."""
+    if text == "none":
+        return None
     return data_mesh() if text is None else make_mesh(parse_mesh(text, jax.device_count()))
 
 

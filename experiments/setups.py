@@ -110,12 +110,12 @@ def settings_of(env: str, **chosen: Any) -> dict[str, Any]:
     return {"env": env, "seed": 0} | preset | {name: value for name, value in chosen.items() if value is not None}
 
 
-def build(settings: dict[str, Any]) -> Setup:
-    """The parts that these settings describe."""
-    env = ENVIRONMENTS[settings["env"]]()
+def build(settings: dict[str, Any], *, env: fg.Env | None = None, algorithm: fg.Algorithm | None = None) -> Setup:
+    """The parts that these settings describe, or those that are given in their place."""
+    env = ENVIRONMENTS[settings["env"]]() if env is None else env
     config = shape(env, settings)
     policy = make_policy(config, unroll=True)
-    algorithm = _algorithm(settings, env)
+    algorithm = _algorithm(settings, env) if algorithm is None else algorithm
     steps = settings["decay_updates"] * settings["mini_batches"] * settings["epochs"]
     fall = {"decay_steps": steps, "final_share": settings["decay"]} if settings["decay"] < 1 else {}
     optimizer = make_optimizer(learning_rate=settings["learning_rate"], **fall)

@@ -1,0 +1,171 @@
+"""Studies: tables and pages of known runs; a real study, interrupted, resumed, made larger; bad flags."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import flowgrpo as fg
+from experiments import arms, compare_page, studies
+from experiments.arms import Arm
+from experiments.compare import chosen_arms, compare, read_runs
+from experiments.studies import STUDIES, Study
+from flowgrpo.learner.warmstart import demonstrate
+from flowgrpo.rollout.compiled import Rollout, repeat
+from flowgrpo.rollout.exam import draw_tasks
+from flowgrpo.statistics import iqm
+
+ROOT = Path(__file__).parent.parent.parent
+TWO = Study("Is it so?", "one", {"one": Arm(), "other": Arm()}, worlds={"lookup": {}, "maze": {}})
+
+
+def known_runs() -> dict:
+    """Of `one` all runs end at 0.5, of `other` at 0.6 to 0.9 on one environment and at 0.4 on the other."""
+    ends = {
+        "one": {"lookup": [0.5] * 4, "maze": [0.5] * 4},
+        "other": {"lookup": [0.6, 0.7, 0.8, 0.9], "maze": [0.4] * 4},
+    }
+    return {
+        (arm, env, seed): {"updates": [0, 10], "success": [0.2, end], "turns": [4.0, 3.0]}
+        for arm, envs in ends.items()
+        for env, own in envs.items()
+        for seed, end in enumerate(own)
+    }
+
+
+def test_a_row_has_estimate_interval_and_how_often_it_beats_the_baseline():
+    one, other = compare_page.tabulate(TWO, known_runs(), range(4))
+    assert (one["iqm"], one["low"], one["high"], one["seeds"], one["start"]) == (0.5, 0.5, 0.5, 4, 0.2)
+    assert "beats_baseline" not in one
+    assert other["iqm"] == pytest.approx(iqm(np.array([0.6, 0.7, 0.8, 0.9, 0.4, 0.4, 0.4, 0.4])))
+    assert other["beats_baseline"] == 0.5  # always on the one environment, never on the other
+    assert other["low"] <= other["iqm"] <= other["high"]
+
+
+def test_the_page_needs_nothing_beside_it_and_says_everything(tmp_path):
+    study = TWO._replace(question="Is a < b & c?")
+    rows = compare_page.tabulate(study, known_runs(), range(4))
+    compare_page.write(tmp_path, study, rows, known_runs(), range(4), expected="a < b", name="mine")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "curves.png",
+        "curves.svg",
+        "index.html",
+        "table.jsonl",
+        "table.md",
+    ]
+    page = (tmp_path / "index.html").read_text()
+    assert "Is a &lt; b &amp; c?" in page
+    assert page.count("<tr>") == 3
+    assert "<svg" in page
+    assert 'src="' not in page
+    lines = [json.loads(line) for line in (tmp_path / "table.jsonl").read_text().splitlines()]
+    assert [line["arm"] for line in lines] == ["one", "other"]
+    assert {"arm", "iqm", "low", "high", "seeds"} <= set(lines[0])
+    pictures = [(tmp_path / name).read_bytes() for name in ("curves.svg", "table.md")]
+    compare_page.write(tmp_path, study, rows, known_runs(), range(4), expected="a < b", name="mine")
+    assert [(tmp_path / name).read_bytes() for name in ("curves.svg", "table.md")] == pictures
+
+
+@pytest.mark.parametrize("name", list(STUDIES))
+def test_every_study_is_built_and_says_what_to_expect(name):
+    study = STUDIES[name]()
+    assert study.baseline in study.arms
+    assert len(study.arms) >= 3
+    assert "Expected: " in (STUDIES[name].__doc__ or "")
+    for arm in study.arms.values():
+        if arm.algorithm is not None:
+            assert arm.algorithm().advantages is not None
+
+
+def test_pay_by_turn_is_for_calls_that_were_answered_and_the_outcome_at_the_end():
+    env = fg.lookup(hops=(1, 1))
+    rollout = _played(env)
+    paid = arms._with_pay(rollout).trajectories
+    for n in range(len(paid.outcome)):
+        turns = int(paid.turns[n].sum())
+        for turn in range(turns):
+            called = bool(rollout.tool[n, turn] >= 0) and not bool(rollout.error[n, turn])
+            expected = float(called) + (float(paid.outcome[n]) if turn == turns - 1 else 0.0)
+            assert float(paid.reward[n, turn]) == expected
+    adv_nt = np.asarray(arms.by_turn_zscore(paid, None, paid.valid, fg.Options()))
+    assert adv_nt.shape == paid.turns.shape
+    assert (adv_nt[~np.asarray(paid.turns)] == 0).all()
+    own = np.asarray(paid.group) == 0
+    rows = np.asarray(paid.reward)[own][np.asarray(paid.turns)[own]]
+    seen = adv_nt[own][np.asarray(paid.turns)[own]]
+    np.testing.assert_allclose(seen, (rows - rows.mean()) / (rows.std(ddof=1) + 1e-6), atol=1e-5)
+
+
+def _played(env: fg.Env):
+    """Eight trajectories of two tasks, by a planner that knows nothing but the forms of a call."""
+    tasks, group_n = repeat(draw_tasks(env, jax.random.key(0), 2, "train"), 4)
+    shown = demonstrate(env, tasks, jax.random.split(jax.random.key(1), 8)).replace(group=group_n)
+    calls = np.asarray(shown.turns) & (
+        np.arange(shown.turns.shape[1])[None] < np.asarray(shown.turns).sum(1)[:, None] - 1
+    )
+    return Rollout(shown, np.where(calls, 0, -1), np.zeros(calls.shape, bool))
+
+
+def test_some_arms_and_always_the_baseline():
+    study = STUDIES["credit"]()
+    assert list(chosen_arms(study, ["GiGPO"]).arms) == ["broadcast", "GiGPO"]
+    assert chosen_arms(study, None) is study
+    with pytest.raises(fg.BadInput, match="'gigpo' is no arm of this study; they are broadcast"):
+        chosen_arms(study, ["gigpo"])
+
+
+SIZES = {"updates": 3, "warm_steps": 4, "d": 32, "layers": 1, "queries": 2, "samples": 4, "warm_rows": 8}
+SMALL = Study(
+    "Does it run?",
+    "broadcast",
+    {
+        "broadcast": Arm(),
+        "late": Arm(algorithm=studies.stale().arms["4 late, corrected"].algorithm, program=arms.stale(2)),
+        "imitates": Arm(program=arms.imitating(play_oracle=True)),
+    },
+    settings=SIZES,
+    worlds={"lookup": {"hops": (1, 1)}},
+)
+
+
+@pytest.mark.slow
+def test_a_study_goes_on_where_it_was_stopped_and_takes_more_seeds(tmp_path):
+    one = compare(SMALL._replace(arms={"broadcast": Arm()}), tmp_path, seeds=range(2), every=2, tasks=16)
+    assert {key[0] for key in one} == {"broadcast"}
+    line = one["broadcast", "lookup", 1]
+    assert line["updates"] == [0, 2, 3]
+    assert len(line["success"]) == 3
+    assert len(line["train"]["success"]) == 3
+    kept = (tmp_path / "runs.jsonl").read_text()
+    runs = compare(SMALL, tmp_path, seeds=range(3), every=2, tasks=16)
+    assert len(runs) == 9
+    assert (tmp_path / "runs.jsonl").read_text().startswith(kept)
+    again = compare(SMALL, tmp_path, seeds=range(3), every=2, tasks=16)
+    assert again == runs == read_runs(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_command_makes_the_table_and_refuses_another_study(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.compare",
+        "--study=credit",
+        "--arms=last turn only",
+        f"--workdir={tmp_path}",
+    ]
+    sizes = ["--num_seeds=2", "--updates=2", "--warm_steps=4", "--test_tasks=16"]
+    ran = subprocess.run([*command, *sizes], capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert [row["arm"] for row in json.loads(ran.stdout.splitlines()[-1])] == ["broadcast", "last turn only"]
+    assert "| last turn only |" in ran.stdout
+    assert (tmp_path / "index.html").exists()
+    other = subprocess.run(
+        [*command, *sizes, "--study=clip", "--arms=no clip"], capture_output=True, text=True, cwd=ROOT, timeout=600
+    )
+    assert other.returncode == 1
+    assert 'holds another run: study: there "credit", here "clip"' in other.stderr
