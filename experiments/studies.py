@@ -3,7 +3,7 @@
     STUDIES["credit"]()  ->  Study(question, baseline, arms, settings, worlds)
 
 All of a study's arms start from the same planners, seed by seed, see as many trajectories, and are examined on the
-same tasks. A study of your own is a function like these, called by `compare.compare(study, folder, ...)`.
+same tasks. A study of your own is a function like these, called by `compare_runs.compare(study, folder, ...)`.
 """
 
 from collections.abc import Callable, Mapping

@@ -12,7 +12,8 @@ import pytest
 import flowgrpo as fg
 from experiments import arms, compare_page, studies
 from experiments.arms import Arm
-from experiments.compare import chosen_arms, compare, read_runs
+from experiments.compare import chosen_arms
+from experiments.compare_runs import compare, read_runs
 from experiments.studies import STUDIES, Study
 from flowgrpo.learner.warmstart import demonstrate
 from flowgrpo.rollout.compiled import Rollout, repeat
