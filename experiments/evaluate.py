@@ -18,6 +18,7 @@ from absl import flags
 
 import flowgrpo as fg
 from experiments import agent_setups, common, setups
+from experiments.headings import heading
 from experiments.hosted_exam import compare_before_after, examine
 from experiments.hosted_work import hosted_work
 from experiments.plays import right_tool_share
@@ -26,11 +27,14 @@ from experiments.session import Tested, open_session
 from experiments.session_files import report
 from flowgrpo.learner.folder import RUN
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
-_SEED = flags.DEFINE_integer("seed", 1000, "Seed of the tasks and of the sampling.")
-_TASKS = flags.DEFINE_integer("num_tasks", 1000, "Test tasks.", lower_bound=1)
 FIRST = 1 << 20  # test tasks of an agent run from this one on: others than those of its own table
+heading("What is run")
+_SEED = flags.DEFINE_integer("seed", 1000, "Seed of the tasks and of the sampling.")
+heading("Sizes")
+_TASKS = flags.DEFINE_integer("num_tasks", 1000, "Test tasks.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Trajectories of each task.", lower_bound=1)
+heading("Files and resuming")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
 
 
 def main() -> None:

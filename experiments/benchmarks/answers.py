@@ -16,10 +16,12 @@ from absl import flags
 
 from experiments import common
 from experiments.benchmarks.measured import show_lines
+from experiments.headings import heading
 from experiments.pairs import PAIRS, Judge, Pair, matcher, math_verify_alone, plain_comparison, read_pairs
 from flowgrpo.rewards.symbolic import PRELOAD
 from flowgrpo.sandbox import Sandbox
 
+heading("What is run")
 _PAIRS = flags.DEFINE_string("pairs", str(PAIRS), "File of pairs.")
 _SHOW = flags.DEFINE_bool("show", False, "List each disagreement of ours.")
 _SECONDS = flags.DEFINE_float("seconds", 5.0, "Deadline of a check.", lower_bound=0.1)

@@ -23,10 +23,12 @@ from absl import flags
 from experiments import common
 from experiments.benchmarks.measured import show_lines
 from experiments.cluster_measured import iterations
+from experiments.headings import heading
 from experiments.same_run import result_of
 from flowgrpo.distributed.event_log import read_events
 from flowgrpo.types import BadInput
 
+heading("Sizes")
 _QUERIES = flags.DEFINE_integer("queries", 16, "Queries of an update.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 16, "Trajectories of a query.", lower_bound=2)
 _UPDATES = flags.DEFINE_integer("updates", 6, "Updates of each run; the first one compiles.", lower_bound=3)

@@ -27,6 +27,7 @@ from jax import Array
 from experiments import common
 from experiments.benchmarks import ceilings
 from experiments.benchmarks.measured import seconds, show_lines, significant
+from experiments.headings import heading
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.generate.sampler import logprobs
 from flowgrpo.models.config import DecoderConfig, Rope
@@ -34,7 +35,9 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model
 from flowgrpo.types import BadInput
 
+heading("What is run")
 _MODELS = flags.DEFINE_list("models", list(ceilings.SHAPES), "Any of them, model folders, or hub ids.")
+heading("Sizes")
 _ROWS = flags.DEFINE_integer("rows", 64, "Rows that are scored together.", lower_bound=1)
 _LENGTH = flags.DEFINE_integer("length", 96, "Tokens of a row.", lower_bound=2)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)

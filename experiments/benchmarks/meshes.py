@@ -26,6 +26,7 @@ from absl import flags
 import flowgrpo as fg
 from experiments import common
 from experiments.benchmarks.measured import show_lines, significant, timed
+from experiments.headings import heading
 from flowgrpo import launch
 from flowgrpo.learner import sharding
 from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
@@ -34,10 +35,13 @@ from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.spread import place, share
 
+heading("What is run")
 _MESHES = flags.DEFINE_list(
     "mesh", None, "What to run: whole, pmap, or a mesh as data:4/tensor:2; by default one of each."
 )
+heading("Sizes")
 _UPDATES = flags.DEFINE_integer("updates", 5, "Updates, each on a batch of its own.", lower_bound=1)
+heading("Devices and memory")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, where several processes take part.")
 _PROCESSES = flags.DEFINE_integer("num_processes", 1, "How many processes take part.", lower_bound=1)
 _PROCESS = flags.DEFINE_integer("process_id", 0, "Which of them this is.", lower_bound=0)

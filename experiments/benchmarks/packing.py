@@ -15,7 +15,9 @@ from absl import flags
 
 import flowgrpo as fg
 from experiments import common
+from experiments.headings import heading
 
+heading("Sizes")
 _SIZES = flags.DEFINE_list("sizes", ["1000", "10000", "100000"], "Numbers of trajectories.")
 _MEAN = flags.DEFINE_integer("mean", 48, "Mean tokens of a trajectory.", lower_bound=6)
 _SIGMA = flags.DEFINE_float("sigma", 0.5, "Spread of the logarithm of the lengths.", lower_bound=0.0)
