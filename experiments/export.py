@@ -18,6 +18,7 @@ from absl import flags
 
 import flowgrpo as fg
 from experiments import common
+from experiments.endings import command, contents, ending
 from experiments.headings import heading
 from experiments.planner_files import export, export_adapter
 from flowgrpo.learner.folder import RUN
@@ -37,12 +38,10 @@ def main() -> None:
     if not (folder / RUN).exists():
         raise fg.BadInput(f"{folder} holds no run: {RUN} is missing; give the --workdir of one")
     written = (export_adapter if _ADAPTER.value else export)(folder, out, which=_WHICH.value)
-    print(f"{_WHICH.value} planner of {folder}, update {written['update']}: {', '.join(_files(out))}")
+    print(f"{_WHICH.value} planner of {folder}, update {written['update']}")
+    talk = [] if _ADAPTER.value else [(command("chat", model=out), "talks to it, where it has a chat template")]
+    print(ending(f"written to {out}: {contents(out)}", talk))
     print(json.dumps(written))
-
-
-def _files(out: Path) -> list[str]:
-    return sorted(path.name for path in out.iterdir())
 
 
 if __name__ == "__main__":

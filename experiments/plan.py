@@ -31,6 +31,7 @@ from flowgrpo.learner.floor import Job, count_parameters
 from flowgrpo.learner.optimizers import make_optimizer
 from flowgrpo.learner.sharding import make_mesh, parse_mesh
 from flowgrpo.models.config import DecoderConfig
+from flowgrpo.report.progress import counted
 from flowgrpo.types import BadInput
 
 _DTYPES = ["float32", "bfloat16"]
@@ -168,7 +169,7 @@ def main() -> None:
         show_lines(others[: _SHOWN.value])
     # A single mesh is compiled even where it does not fit, to show by how much.
     chosen = (fitting or (found if given else []))[: _TOP.value]
-    compiled = [compile_one(config, x, memory) for x in chosen]
+    compiled = [compile_one(config, x, memory) for x in counted("compile", chosen)]
     result = {"plan": _MODEL.value, "parameters": count_parameters(config), "devices": _COUNT.value, "memory": memory}
     result |= {"job": asdict(job), "fitting": [row_of(x) for x in fitting[: _SHOWN.value]]}
     print(json.dumps(result | {"not_fitting": others[: _SHOWN.value], "compiled": compiled}))

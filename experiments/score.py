@@ -269,7 +269,7 @@ def main() -> None:
             write_scores(score_all(reward, todo, workers=workers), file, len(todo), progress)
     domain_of = {task.id: task.domain for task in tasks}
     found = summary(read_scores(out), lambda identity: domain_of.get(identity, "no task"))
-    print(report(found))
+    print(f"{report(found)}\n\nwritten to {out}: {len(read_scores(out))} scores")
     counts = {
         "unknown": len(unknown),
         "unanswered": len(without),

@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from experiments.benchmarks.measured import show_lines, significant
 from experiments.cluster_measured import costs_of, measured_run
 from experiments.headings import heading
 from flowgrpo import schedule
+from flowgrpo.report.progress import counted
 from flowgrpo.simulation import Costs, Figures, simulate
 from flowgrpo.types import BadInput
 
@@ -109,15 +111,14 @@ def main() -> None:
     if len(sizes) < len(_WORKERS.value):
         raise BadInput(f"--workers={','.join(_WORKERS.value)}: give whole numbers above 0")
     rows = []
-    for name in _SCHEDULES.value:
-        for workers in sizes:
-            plan = plan_called(name, workers * _PER_WORKER.value)
-            judges = max(workers // 8, 1)
-            began = time.monotonic()
-            found = simulate(plan, given, workers=workers, room=_ROOM.value, judges=judges, seed=_SEED.value)
-            rows.append(row(name, workers, found))
-            took = f"{found.events} events in {time.monotonic() - began:.1f} s"
-            print(f"{name}, {workers} workers: {took}", file=sys.stderr, flush=True)
+    for name, workers in counted("simulate", list(product(_SCHEDULES.value, sizes))):
+        plan = plan_called(name, workers * _PER_WORKER.value)
+        judges = max(workers // 8, 1)
+        began = time.monotonic()
+        found = simulate(plan, given, workers=workers, room=_ROOM.value, judges=judges, seed=_SEED.value)
+        rows.append(row(name, workers, found))
+        took = f"{found.events} events in {time.monotonic() - began:.1f} s"
+        print(f"{name}, {workers} workers: {took}", file=sys.stderr, flush=True)
     show_lines(rows)
     compared = None
     if run is not None:

@@ -18,6 +18,7 @@ from experiments import common
 from experiments.benchmarks.measured import show_lines
 from experiments.headings import heading
 from experiments.pairs import PAIRS, Judge, Pair, matcher, math_verify_alone, plain_comparison, read_pairs
+from flowgrpo.report.progress import counted
 from flowgrpo.rewards.symbolic import PRELOAD
 from flowgrpo.sandbox import Sandbox
 
@@ -50,7 +51,7 @@ def main() -> None:
             "math-verify": lambda pair: math_verify_alone(sandbox.call, pair, seconds=_SECONDS.value),
             "plain": plain_comparison,
         }
-        said = {name: agreement(pairs, judge) for name, judge in judges.items()}
+        said = {name: agreement(pairs, judge) for name, judge in counted("judge", judges.items())}
         show_lines(make_rows(pairs, {name: agreed for name, (agreed, _, _) in said.items()}))
         for pair in said["ours"][1] if _SHOW.value else ():
             print(f"line {pair.line}: teacher {pair.right}, gold {pair.golds}, output {pair.output!r}: {match(pair)}")

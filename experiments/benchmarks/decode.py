@@ -38,6 +38,7 @@ from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.jobs import MAX_STOPS
 from flowgrpo.generate.sampler import MAX_KEPT, decode, prefill, sampling, start_rows
 from flowgrpo.models.hf import Model
+from flowgrpo.report.progress import counted
 from flowgrpo.types import BadInput
 
 heading("What is run")
@@ -232,9 +233,9 @@ def main() -> None:
     model = ceilings.open_model(_MODEL.value)
     peer = open_peer(model) if _TORCH.value else None
     most = ceilings.measure()
-    measured = [measure_block(model, rows, tokens, most, peer) for rows, tokens in pairs]
+    measured = [measure_block(model, rows, tokens, most, peer) for rows, tokens in counted("block", pairs)]
     show_columns(measured)
-    engine = [measure_engine(model)] if _REQUESTS.value else []
+    engine = [measure_engine(model) for _ in counted("engine", [model] if _REQUESTS.value else [])]
     show_columns(engine)
     result = {"benchmark": "decode", "model": _MODEL.value, "params": ceilings.count(model.params)}
     result |= {"gflops": round(most.flops / 1e9, 1), "gbytes": round(most.bandwidth / 1e9, 1)}

@@ -24,6 +24,7 @@ rounding error at its embeddings a hundredfold, so that a single sum in another 
 import json
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +41,7 @@ from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.sampler import logprobs
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import init_model, load_model
+from flowgrpo.report.progress import counted
 
 heading("What is run")
 _MODELS = flags.DEFINE_list("models", ["small", "tiny"], "small, tiny, model folders, or hub ids.")
@@ -190,13 +192,12 @@ def main() -> None:
     ratios, widths, ties = [], [], []
     counts = {"float32": _TOKENS.value, "bfloat16": _HALF_TOKENS.value}
     subjects = [open_subject(name, dtype) for name in _MODELS.value for dtype in counts if counts[dtype]]
-    for subject in subjects:
-        ratios += [measure_ratio(subject, counts[subject.dtype], support) for support in SUPPORTS]
+    for subject, support in counted("ratio", list(product(subjects, SUPPORTS))):
+        ratios.append(measure_ratio(subject, counts[subject.dtype], support))
     show_lines(ratios)
-    for subject in subjects:
-        if subject.dtype == "float32":
-            found, parted = measure_widths(subject)
-            widths, ties = widths + found, ties + [{"model": subject.name} | tie for tie in parted]
+    for subject in counted("widths", [one for one in subjects if one.dtype == "float32"]):
+        found, parted = measure_widths(subject)
+        widths, ties = widths + found, ties + [{"model": subject.name} | tie for tie in parted]
     show_lines(widths)
     show_lines(ties)
     print(json.dumps({"benchmark": "exactness", "bar": BAR, "ratio": ratios, "widths": widths, "near_ties": ties}))

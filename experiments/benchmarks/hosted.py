@@ -20,6 +20,7 @@ import json
 import time
 from concurrent.futures import Future
 from functools import partial
+from itertools import product
 from threading import Event
 
 import jax
@@ -33,6 +34,7 @@ from experiments.headings import heading
 from flowgrpo.contracts import Call, Completion, HostEnv, HostStep, Request, Result, Said
 from flowgrpo.generate.engine import Engine
 from flowgrpo.models.decoder import make_policy
+from flowgrpo.report.progress import counted
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.types import BadInput
 
@@ -171,7 +173,8 @@ def main() -> None:
     slots, chunk, steps = _SLOTS.value, _CHUNK.value, _STEPS.value
     params = policy.init(jax.random.key(0))
     with Engine(policy, params, slots=slots, slot_length=longest, chunk=chunk, steps=steps) as engine:
-        rows = [measure(engine, count, latency) for latency in numbers("latency", _LATENCY.value) for count in counts]
+        cases = list(product(numbers("latency", _LATENCY.value), counts))
+        rows = [measure(engine, count, latency) for latency, count in counted("rollout", cases)]
     show_lines(rows)
     result = {"benchmark": "hosted", "appends": _APPENDS.value, "slots": slots, "chunk": chunk, "steps": steps}
     print(json.dumps(result | {"rows": rows}))

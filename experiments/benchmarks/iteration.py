@@ -41,6 +41,7 @@ from experiments.headings import heading
 from flowgrpo import loop
 from flowgrpo.contracts import Metrics
 from flowgrpo.packing import pack
+from flowgrpo.report.progress import counted
 from flowgrpo.spread import share
 from flowgrpo.types import BadInput, Batch, Trajectories
 
@@ -218,7 +219,7 @@ def main() -> None:
     parts = [part for part in PARTS if part in _PARTS.value]
     params = imitate(prototype()) if {"iteration", "prefill"} & set(parts) else None
     result: dict[str, Any] = {"benchmark": "iteration"}
-    for part in parts:
+    for part in counted("part", parts):
         result[part] = measure(part, params=params)
         show_columns(result[part])
     print(json.dumps(result))

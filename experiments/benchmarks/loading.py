@@ -37,6 +37,7 @@ from flowgrpo.models.families import Source
 from flowgrpo.models.hf import Model, init_model, load_model, save_model
 from flowgrpo.models.placed import STAGED
 from flowgrpo.models.stored import find_tensors
+from flowgrpo.report.progress import counted
 from flowgrpo.types import BadInput
 
 heading("What is run")
@@ -128,7 +129,7 @@ def measure_cases(scratch: Path, stored: str) -> list[dict]:
     first = [tensor for name, tensor in find_tensors(large).items() if name.startswith("model.layers.0.")]
     layer = sum(int(np.prod(tensor.shape)) for tensor in first) * jnp.dtype(stored).itemsize
     allowed, rows = max(shards) + layer, []
-    for dtype, devices in product(_DTYPES.value, _DEVICES.value):
+    for dtype, devices in counted(f"files of {stored}", list(product(_DTYPES.value, _DEVICES.value))):
         took: Memory = apart(measure, large, small, dtype, devices)
         sizes = {"params": took.held, "largest_shard": max(shards), "layer": layer, "beyond": took.beyond}
         row = {"stored": stored, "dtype": dtype, "devices": devices, "shards": len(shards)}

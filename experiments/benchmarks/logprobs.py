@@ -33,6 +33,7 @@ from flowgrpo.generate.sampler import logprobs
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model
+from flowgrpo.report.progress import counted
 from flowgrpo.types import BadInput
 
 heading("What is run")
@@ -123,7 +124,7 @@ def main() -> None:
     models = {name: ceilings.open_model(name) for name in _MODELS.value}
     memory = measure_memory()
     rate = ceilings.measure().flops
-    rows = [row for name, model in models.items() for row in measure_speed(name, model, rate)]
+    rows = [row for name, model in counted("model", models.items()) for row in measure_speed(name, model, rate)]
     if rows:
         show_lines(rows)
     show_lines([memory])

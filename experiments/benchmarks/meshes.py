@@ -33,6 +33,7 @@ from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
 from flowgrpo.learner.update import make_score, make_update
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
+from flowgrpo.report.progress import counted
 from flowgrpo.spread import place, share
 
 heading("What is run")
@@ -166,7 +167,7 @@ def main() -> None:
     expected, seconds, held = on_one(batches)
     rows = [_line("one device", 0.0, seconds, held)]
     ways = {"whole": partial(on_one, micro_rows=ROWS), "pmap": by_pmap}
-    for name in _MESHES.value or WAYS:
+    for name in counted("mesh", _MESHES.value or WAYS):
         name = name.replace("/", ",").replace(":", "=")
         params, seconds, held = ways.get(name, partial(on_mesh, sizes=name))(batches)
         rows.append(_line(name, apart(params, expected, before), seconds, held))

@@ -32,6 +32,7 @@ import flowgrpo as fg
 from experiments import common
 from experiments.benchmarks.measured import show_lines
 from experiments.headings import heading
+from flowgrpo.report.progress import counted
 from flowgrpo.rewards.answer import answer
 from flowgrpo.rewards.code import code
 from flowgrpo.rewards.drawing import drawing_reward, make_drawings, oracle
@@ -252,7 +253,7 @@ def main() -> None:
     cores = [int(number) for number in _CORES.value]
     measures = {"sandbox": sandbox_rows, "members": member_rows, "hanging": hanging_rows, "overlap": overlap_rows}
     found: dict[str, list[dict]] = {}
-    for part in (part for part in PARTS if part in _PARTS.value):
+    for part in counted("part", [part for part in PARTS if part in _PARTS.value]):
         counts = cores if part in ("sandbox", "members") else cores[-1:]
         found[part] = [line for count in counts for line in measures[part](count)]
         show_lines(found[part])

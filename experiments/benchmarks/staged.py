@@ -37,6 +37,7 @@ from flowgrpo.generate.engine import Engine
 from flowgrpo.learner.residency import Residency, places
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.hf import Model
+from flowgrpo.report.progress import counted
 from flowgrpo.rollout.compiled import Rollout
 from flowgrpo.rollout.hosted import Hosted, hosted
 from flowgrpo.rollout.records import rollout_of
@@ -220,7 +221,7 @@ def main() -> None:
     model = open_model(_MODEL.value)
     sizes = {"slots": _SLOTS.value, "slot_length": row_length() + 8, "chunk": 32, "steps": 8, "banned": (0,)}
     with Engine(model.policy, model.params, **sizes) as engine:
-        stages = [measure_stages(model, engine, offload) for offload in _OFFLOAD.value]
+        stages = [measure_stages(model, engine, offload) for offload in counted("stages", _OFFLOAD.value)]
         names = {name: None for one in stages for name in one}
         show_columns([{name: one.get(name, "-") for name in names} for one in stages])
         rewards = measure_rewards(model, engine)

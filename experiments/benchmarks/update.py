@@ -46,6 +46,7 @@ from flowgrpo.learner.state import init_learner
 from flowgrpo.learner.update import make_update
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import make_policy
+from flowgrpo.report.progress import counted
 from flowgrpo.spread import DEALT, data_mesh, share
 from flowgrpo.types import BadInput, Batch
 
@@ -270,11 +271,10 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     check_flags()
     result: dict[str, Any] = {"benchmark": "update"}
-    for part in PARTS:
-        if part in _PARTS.value:
-            result[part] = measure(part)
-            show = show_columns if part in ("speed", "torch") else show_lines
-            show(result[part])
+    for part in counted("part", [part for part in PARTS if part in _PARTS.value]):
+        result[part] = measure(part)
+        show = show_columns if part in ("speed", "torch") else show_lines
+        show(result[part])
     print(json.dumps(result))
 
 

@@ -60,3 +60,4 @@ def test_the_table_tells_queues_staleness_and_what_everybody_does(tmp_path, caps
     worker = next(line.split() for line in said.splitlines() if line.split()[:1] == ["rollout-0"])
     assert worker[1] == str(os.getpid())
     assert "train-0" in said
+    assert cluster_table.head(master, 65.0)[0].endswith("; 1:05 left")

@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 from absl import flags
@@ -22,7 +23,7 @@ def own(monkeypatch):
     values = flags.FlagValues()
     monkeypatch.setattr(flags, "FLAGS", values)
     monkeypatch.setattr(headings, "_begun", [])
-    into = {"flag_values": values}
+    into: dict[str, Any] = {"flag_values": values}
     flags.DEFINE_string("library", "x", "Of somebody else.", **into)
     heading("Sizes")
     flags.DEFINE_integer("queries", 32, "Queries of an update.", lower_bound=1, **into)
