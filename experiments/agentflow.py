@@ -38,9 +38,9 @@ from experiments.hosted_work import hosted_work, training_tasks
 from experiments.members import ALGORITHMS
 from experiments.prompts import PROMPTS, prompt_settings
 from experiments.published import shape_of_model
-from experiments.session import one_run
+from experiments.session import MAY_DIFFER, one_run
 from flowgrpo.learner.floor import count_parameters
-from flowgrpo.learner.folder import begin_anew
+from flowgrpo.learner.folder import begin_anew, check_own
 
 heading("What is run")
 _MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id; without one, a small model is made.")
@@ -181,6 +181,7 @@ def main() -> None:
         return
     if not _RESUME.value and _DRY.value == "false":
         begin_anew(folder)  # here, since the model to start with and the corpus lie there too
+    check_own(folder, settings, may_differ=MAY_DIFFER)  # before a model to start with is written there
     with agent_setups.open_setup(settings, folder) as setup:
         if _DRY.value == "true":
             dry_run(setup)

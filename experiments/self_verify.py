@@ -41,9 +41,9 @@ from experiments.hosted_setup import HostedSetup, record
 from experiments.hosted_work import exam_key, hosted_work
 from experiments.self_verify_report import Verified, comparison, draw, figures, sentence, warning
 from experiments.self_verify_setup import open_setup, settings_of
-from experiments.session import Session, Tested, Work, one_run
+from experiments.session import MAY_DIFFER, Session, Tested, Work, one_run
 from experiments.session_files import train_line
-from flowgrpo.learner.folder import begin_anew
+from flowgrpo.learner.folder import begin_anew, check_own
 from flowgrpo.report.metrics import METRICS, read_metrics
 
 heading("What is run")
@@ -157,6 +157,7 @@ def main() -> None:
     folder = Path(_WORKDIR.value or f"runs/self_verify-{_SEED.value}")
     if not _RESUME.value:
         begin_anew(folder)  # here, since the model to start with lies there too
+    check_own(folder, settings, may_differ=MAY_DIFFER)  # before a model to start with is made there
     with open_setup(settings, folder) as setup:
         result = one_run(self_verify_work(setup), folder, every=_EVERY.value)
     draw(folder, title="P(Yes) of the frozen start as the reward")
