@@ -37,6 +37,8 @@ def main() -> None:
     folder, out = Path(_WORKDIR.value), Path(_OUT.value)
     if not (folder / RUN).exists():
         raise fg.BadInput(f"{folder} holds no run: {RUN} is missing; give the --workdir of one")
+    if (out / RUN).exists():
+        raise fg.BadInput(f"--out={out} is the folder of a run: give another one, such as {out / 'model'}")
     written = (export_adapter if _ADAPTER.value else export)(folder, out, which=_WHICH.value)
     print(f"{_WHICH.value} planner of {folder}, update {written['update']}")
     talk = [] if _ADAPTER.value else [(command("chat", model=out), "talks to it, where it has a chat template")]

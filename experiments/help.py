@@ -143,8 +143,8 @@ def complaint(error: flags.Error) -> str:
         negated = [f"no{flag}" for flag in flags.FLAGS if flags.FLAGS[flag].boolean]
         near = difflib.get_close_matches(name, [*flags.FLAGS, *negated], n=1)
         return f"--{name} is no flag{f'; did you mean --{near[0]}?' if near else ''} (--help lists them)"
-    missing = [flag for flag in _own() if is_required(flag) and flag.value is None]
-    if isinstance(error, flags.IllegalFlagValueError) and missing:
+    if str(error).endswith("must have a value other than None."):
+        missing = [flag for flag in _own() if is_required(flag) and flag.value is None]
         return "; ".join(f"--{flag.name} must be given ({plain(flag).rstrip('.')})" for flag in missing)
     return str(error)
 

@@ -21,6 +21,7 @@ from experiments.pairs import PAIRS, Judge, Pair, matcher, math_verify_alone, pl
 from flowgrpo.report.progress import counted
 from flowgrpo.rewards.symbolic import PRELOAD
 from flowgrpo.sandbox import Sandbox
+from flowgrpo.types import BadInput
 
 heading("What is run")
 _PAIRS = flags.DEFINE_string("pairs", str(PAIRS), "File of pairs.")
@@ -43,6 +44,8 @@ def agreement(pairs: list[Pair], judge: Judge) -> tuple[dict[str, int], list[Pai
 
 def main() -> None:
     """Judge every pair by each of the three, print the table and one JSON line."""
+    if not Path(_PAIRS.value).is_file():
+        raise BadInput(f"--pairs={_PAIRS.value} is no file: experiments/pairs.py says what one holds")
     pairs = read_pairs(Path(_PAIRS.value))
     with Sandbox(preload=PRELOAD) as sandbox:
         match = matcher(sandbox.call, seconds=_SECONDS.value)

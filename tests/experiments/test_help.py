@@ -95,6 +95,9 @@ def test_a_flag_that_is_missing_is_named_with_what_it_is(own, monkeypatch):
     with pytest.raises(flags.IllegalFlagValueError) as raised:
         own(["prog"])
     assert complaint(raised.value) == "--data must be given (The examples)"
+    with pytest.raises(flags.IllegalFlagValueError) as raised:
+        own(["prog", "--env=chess"])
+    assert complaint(raised.value) == "flag --env=chess: value should be one of <lookup|maze>"
 
 
 @pytest.mark.parametrize("path", DEFINING, ids=lambda path: path.relative_to(EXPERIMENTS).as_posix())
