@@ -148,7 +148,11 @@ def settings_of(model: str | None, **chosen: Any) -> dict[str, Any]:
     unknown = sorted(set(chosen) - set(preset))
     if unknown:
         raise BadInput(f"{unknown[0]!r} is no setting of this run; they are {', '.join(preset)}")
-    return preset | {name: value for name, value in chosen.items() if value is not None}
+    settings = preset | {name: value for name, value in chosen.items() if value is not None}
+    if settings["max_tokens"] >= settings["context_tokens"]:
+        room = f"--context_tokens={settings['context_tokens']}, which holds both"
+        raise BadInput(f"--max_tokens={settings['max_tokens']} leaves no room for a context within {room}")
+    return settings
 
 
 @contextmanager

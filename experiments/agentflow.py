@@ -32,34 +32,22 @@ from absl import flags
 from experiments import agent_setups, common, planner_flags
 from experiments.benchmarks.measured import show_lines
 from experiments.dry_runs import hosted_rows, parse_memory
+from experiments.headings import heading
 from experiments.hosted_setup import HostedSetup, play
 from experiments.hosted_work import hosted_work, training_tasks
 from experiments.members import ALGORITHMS
 from experiments.prompts import PROMPTS, prompt_settings
 from experiments.published import shape_of_model
-from experiments.session import one_run
+from experiments.session import MAY_DIFFER, one_run
 from flowgrpo.learner.floor import count_parameters
-from flowgrpo.learner.folder import begin_anew
+from flowgrpo.learner.folder import begin_anew, check_own
 
+heading("What is run")
 _MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id; without one, a small model is made.")
 _TASKS = flags.DEFINE_string("tasks", None, "Task file (.jsonl, .parquet) or reasoning_gym:NAME; needed with --model.")
 _CORPUS = flags.DEFINE_string("corpus", None, "What search looks through: a .jsonl, .txt or .md file, or a folder.")
-_TOOLS = flags.DEFINE_string("tools", None, "Tools, by commas: calculator, python, search.")
-_MCP = flags.DEFINE_multi_string("mcp", [], "An MCP server: a command, or the URL of one. May be given again.")
-_DOMAINS = flags.DEFINE_string("domains", None, "Domains of the offline tasks, by commas.")
-_RENDERING = flags.DEFINE_enum(
-    "rendering", None, list(agent_setups.RENDERINGS), "Contexts afresh, or one that appends."
-)
-_ROLES = {
-    name: flags.DEFINE_string(name, None, f"Who plays the {name}: rule, model, or the URL of a server (URL#model).")
-    for name in agent_setups.ROLES
-}
 _ALGORITHM = flags.DEFINE_enum("algorithm", None, list(ALGORITHMS), "Member of the family; flow_grpo by default.")
 _CONTROL = flags.DEFINE_enum("control", None, agent_setups.CONTROLS, "Shuffle the rewards within groups.")
-_UPDATES = flags.DEFINE_integer("updates", None, "Updates of the reinforcement phase.", lower_bound=0)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of everything.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/agentflow-SEED by default.")
-_RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
 _PROMPTS = flags.DEFINE_enum(
     "prompts", "uniform", PROMPTS, "Which tasks come up: all, those that fail, easy ones first."
 )
@@ -67,20 +55,7 @@ _DIFFICULTY = flags.DEFINE_string("difficulty", None, "Field of a task's metadat
 _CURRICULUM = flags.DEFINE_integer(
     "curriculum_updates", None, "Length of the curriculum; --updates by default.", lower_bound=1
 )
-_QUERIES = flags.DEFINE_integer("queries", None, "Queries of an update.", lower_bound=1)
-_SAMPLES = flags.DEFINE_integer("samples", None, "Trajectories of a query.", lower_bound=2)
-_RATE = flags.DEFINE_float("learning_rate", None, "Of the reinforcement phase.", lower_bound=0.0)
-_BETA = flags.DEFINE_float("beta", None, "Weight of the KL term.", lower_bound=0.0)
-_TEMPERATURE = flags.DEFINE_float("temperature", None, "Of the planner's words.", lower_bound=0.0)
-_TURNS = flags.DEFINE_integer("turns", None, "Turns of the planner in training.", lower_bound=1)
-_EXAM_TURNS = flags.DEFINE_integer("exam_turns", None, "Turns of the planner in examinations.", lower_bound=1)
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "New tokens of an action.", lower_bound=1)
-_CONTEXT = flags.DEFINE_integer("context_tokens", None, "Tokens of a context with its action.", lower_bound=2)
-_SLOTS = flags.DEFINE_integer("slots", None, "Requests that decode together.", lower_bound=2)
-_WARM = flags.DEFINE_integer("warm_steps", None, "Steps of imitation at most, in the offline run.", lower_bound=0)
-_SHOWN = flags.DEFINE_integer("demonstrations", None, "How many are imitated, in the offline run.", lower_bound=20)
-_EVERY = flags.DEFINE_integer("checkpoint_every", 10, "Updates between validations and checkpoints.", lower_bound=1)
-_TEST = flags.DEFINE_integer("test_tasks", None, "Test tasks of the final table.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of everything.")
 _DRY = flags.DEFINE_flag(
     flags.Flag(
         name="dry_run",
@@ -92,7 +67,40 @@ _DRY = flags.DEFINE_flag(
         boolean=True,  # which may stand without a value
     )
 )
+heading("The agents")
+_TOOLS = flags.DEFINE_string("tools", None, "Tools, by commas: calculator, python, search.")
+_MCP = flags.DEFINE_multi_string("mcp", [], "An MCP server: a command, or the URL of one.")
+_DOMAINS = flags.DEFINE_string("domains", None, "Domains of the offline tasks, by commas.")
+_RENDERING = flags.DEFINE_enum(
+    "rendering", None, list(agent_setups.RENDERINGS), "Contexts afresh, or one that appends."
+)
+_ROLES = {
+    name: flags.DEFINE_string(name, None, f"Who plays the {name}: rule, model, or the URL of a server (URL#model).")
+    for name in agent_setups.ROLES
+}
+heading("Sizes")
+_UPDATES = flags.DEFINE_integer("updates", None, "Updates of the reinforcement phase.", lower_bound=0)
+_QUERIES = flags.DEFINE_integer("queries", None, "Queries of an update.", lower_bound=1)
+_SAMPLES = flags.DEFINE_integer("samples", None, "Trajectories of a query.", lower_bound=2)
+_TURNS = flags.DEFINE_integer("turns", None, "Turns of the planner in training.", lower_bound=1)
+_EXAM_TURNS = flags.DEFINE_integer("exam_turns", None, "Turns of the planner in examinations.", lower_bound=1)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "New tokens of an action.", lower_bound=1)
+_CONTEXT = flags.DEFINE_integer("context_tokens", None, "Tokens of a context with its action.", lower_bound=2)
+_TEST = flags.DEFINE_integer("test_tasks", None, "Test tasks of the final table.", lower_bound=1)
+heading("Learning")
+_RATE = flags.DEFINE_float("learning_rate", None, "Of the reinforcement phase.", lower_bound=0.0)
+_BETA = flags.DEFINE_float("beta", None, "Weight of the KL term.", lower_bound=0.0)
+_WARM = flags.DEFINE_integer("warm_steps", None, "Steps of imitation at most, in the offline run.", lower_bound=0)
+_SHOWN = flags.DEFINE_integer("demonstrations", None, "How many are imitated, in the offline run.", lower_bound=20)
+heading("Sampling")
+_TEMPERATURE = flags.DEFINE_float("temperature", None, "Of the planner's words.", lower_bound=0.0)
+heading("Devices and memory")
+_SLOTS = flags.DEFINE_integer("slots", None, "Requests that decode together.", lower_bound=2)
 _MEMORY = flags.DEFINE_string("device_memory", None, "Of a device, for --dry_run=compile: 80GiB, 24GB.")
+heading("Files and resuming")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/agentflow-SEED by default.")
+_RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
+_EVERY = flags.DEFINE_integer("checkpoint_every", 10, "Updates between validations and checkpoints.", lower_bound=1)
 flags.adopt_module_key_flags(planner_flags)
 
 
@@ -173,6 +181,7 @@ def main() -> None:
         return
     if not _RESUME.value and _DRY.value == "false":
         begin_anew(folder)  # here, since the model to start with and the corpus lie there too
+    check_own(folder, settings, may_differ=MAY_DIFFER)  # before a model to start with is written there
     with agent_setups.open_setup(settings, folder) as setup:
         if _DRY.value == "true":
             dry_run(setup)

@@ -25,20 +25,25 @@ import numpy as np
 from absl import flags
 
 from experiments import common
+from experiments.headings import heading
 from experiments.stopping import Terminated
 from flowgrpo.generate.sampler import MAX_KEPT, Sampling, decode, prefill, sampling, start_rows
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.text import Conversation, Text, add_action, add_messages, start
 from flowgrpo.types import BadInput
 
+heading("What is run")
 _MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id.")
 _SYSTEM = flags.DEFINE_string("system", None, "What the system message says; none by default.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the answers.")
+heading("Sizes")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 512, "Tokens of an answer at most.")
+_CONTEXT = flags.DEFINE_integer("context", 4096, "Tokens of a conversation at most.")
+heading("Sampling")
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Temperature; greedy is --top_k=1.")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from this many tokens at most; 0 does not cut.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the smallest set with this probability.")
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 512, "Tokens of an answer at most.")
-_CONTEXT = flags.DEFINE_integer("context", 4096, "Tokens of a conversation at most.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the answers.")
+heading("Devices and memory")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "What the weights are held in.")
 
 CHUNK, STEPS = 64, 4  # tokens of a prefill, and of a stretch of decoding between two prints

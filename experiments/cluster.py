@@ -37,6 +37,7 @@ from experiments.agent_tasks import tasks_of
 from experiments.cluster_plan import TAKES, plan_of
 from experiments.cluster_table import Table
 from experiments.cluster_work import ANY, make_worker, pool_of
+from experiments.headings import heading
 from flowgrpo.distributed.crew import RayCrew
 from flowgrpo.distributed.master import Exams, Master
 from flowgrpo.distributed.staff import Shape
@@ -44,22 +45,26 @@ from flowgrpo.learner.folder import begin_anew
 from flowgrpo.priorities import Known, chosen
 from flowgrpo.types import BadInput
 
+heading("What is run")
 _SCHEDULE = flags.DEFINE_enum("schedule", "sync", list(TAKES), "Who waits for whom.")
 _STALENESS = flags.DEFINE_integer("staleness", None, "Versions at most, for async and partial.", lower_bound=0)
 _BUDGET = flags.DEFINE_integer("budget", None, "Tokens of a trajectory in one stretch, for partial.", lower_bound=1)
 _SPARE = flags.DEFINE_integer("spare", None, "Groups under way beyond those of an update.", lower_bound=0)
-_CORRECTION = flags.DEFINE_float("correction", 2.0, "Bound of the correction for stale tokens; 0: none.", lower_bound=0)
-_LEARN_FROM = flags.DEFINE_enum("learn_from", "all", ["all", "newest"], "Versions whose tokens are in the loss.")
+heading("The cluster")
 _ROLLOUT = flags.DEFINE_integer("rollout_workers", 1, "Processes that roll out.", lower_bound=1)
 _REWARDS = flags.DEFINE_list("reward_workers", [f"{ANY}=1"], "Processes that judge, by domain: any=1,code=4.")
 _TRAINERS = flags.DEFINE_integer("trainer_workers", 1, "Processes that train, as one group.", lower_bound=1)
 _ROOM = flags.DEFINE_integer("room", 4, "Groups that a rollout worker plays at a time.", lower_bound=1)
 _ADDRESS = flags.DEFINE_string("address", None, "Of a Ray cluster, such as auto; without one, Ray runs here alone.")
-_ROLLOUT_GPUS = flags.DEFINE_float("rollout_gpus", 0.0, "GPUs of a rollout worker.", lower_bound=0.0)
-_TRAINER_GPUS = flags.DEFINE_float("trainer_gpus", 0.0, "GPUs of a trainer.", lower_bound=0.0)
 _JUDGE = flags.DEFINE_float("judge_seconds", 600.0, "Of a group's reward, until its process is ended.", lower_bound=0.1)
 _SILENT = flags.DEFINE_float("silent_seconds", 120.0, "Until a worker that says nothing is ended.", lower_bound=1.0)
 _SHOWN = flags.DEFINE_float("table_seconds", 10.0, "Between two tables of what goes on.", lower_bound=0.5)
+heading("Learning")
+_CORRECTION = flags.DEFINE_float("correction", 2.0, "Bound of the correction for stale tokens; 0: none.", lower_bound=0)
+_LEARN_FROM = flags.DEFINE_enum("learn_from", "all", ["all", "newest"], "Versions whose tokens are in the loss.")
+heading("Devices and memory")
+_ROLLOUT_GPUS = flags.DEFINE_float("rollout_gpus", 0.0, "GPUs of a rollout worker.", lower_bound=0.0)
+_TRAINER_GPUS = flags.DEFINE_float("trainer_gpus", 0.0, "GPUs of a trainer.", lower_bound=0.0)
 flags.adopt_module_key_flags(agentflow)
 
 

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 
 from flowgrpo.distributed.master import Master
+from flowgrpo.report.progress import Progress, clock_time
 
 PHASES = ("waiting", "rolling", "held", "rolled", "judging", "ready", "training")
 
@@ -15,13 +16,18 @@ class Table:
     def __init__(self, seconds: float):
         self._seconds, self._last = seconds, time.monotonic()
         self._tokens: dict[str, int] = {}
+        self._progress = Progress(0)
 
     def __call__(self, master: Master) -> None:
         """Show the table, if it is time."""
         now = time.monotonic()
         if now - self._last < self._seconds:
             return
-        print("\n".join(["", *head(master), *self._workers(master, now - self._last)]), file=sys.stderr, flush=True)
+        version, updates = master.state.version, master.plan.updates
+        left = self._progress.left("train", version, updates) if master.going and version < updates else None
+        print(
+            "\n".join(["", *head(master, left), *self._workers(master, now - self._last)]), file=sys.stderr, flush=True
+        )
         self._last = now
 
     def _workers(self, master: Master, took: float) -> list[str]:
@@ -37,14 +43,15 @@ class Table:
         return lines
 
 
-def head(master: Master) -> list[str]:
-    """Where the run stands: queues, staleness, and what the last update was like."""
+def head(master: Master, left: float | None = None) -> list[str]:
+    """Where the run stands: queues, staleness, seconds that are left, and what the last update was like."""
     state, plan, figures = master.state, master.plan, master.figures
     phases = Counter(group.phase for group in state.groups.values())
     queues = ", ".join(f"{phases[phase]} {phase}" for phase in PHASES if phases[phase]) or "nothing under way"
     stale = Counter(state.version - group.began for group in state.groups.values())
     ages = ", ".join(f"{count} of {age}" for age, count in sorted(stale.items())) or "none"
-    lines = [f"update {state.version} of {plan.updates} ({plan.name}): {queues}; versions behind: {ages}"]
+    time_left = "" if left is None else f"; {clock_time(left)} left"
+    lines = [f"update {state.version} of {plan.updates} ({plan.name}): {queues}; versions behind: {ages}{time_left}"]
     if "zero_signal_groups" in figures:
         dead, success = figures["zero_signal_groups"], figures["success"]
         lines.append(f"  last update: success {success:.3f}, groups without a signal {dead:.0%}")

@@ -3,9 +3,15 @@
     if __name__ == "__main__":
         common.run(main)
 
-`run` parses the flags, sets up JAX before its backend starts, and calls `main()`. Bad input becomes one sentence on
-stderr and status 1, Ctrl-C one line and status 130, SIGTERM one line and status 143. Only what is a bug shows its
-traceback.
+`run` parses the flags, sets up JAX before its backend starts, and calls `main()`. How a command ends, everywhere:
+
+    0      it did what was asked, or printed the help that was asked for
+    1      bad input, which is one sentence on stderr, or a bug, which alone shows its traceback
+    2      flags that can't be read, which is one sentence on stderr; nothing has run
+    130    Ctrl-C, one line; a run was saved where that is possible, and the same command goes on
+    143    SIGTERM, likewise
+
+Results are on stdout, the last line of it one of JSON; how far it is, and what was said, are on stderr.
 """
 
 import os
@@ -17,10 +23,13 @@ from typing import Never
 
 from absl import app, flags, logging
 
+from experiments.headings import heading
+from experiments.help import USAGE, complaint, define_help
 from experiments.stopping import listening, number_of
 from flowgrpo import launch
 from flowgrpo.types import BadInput
 
+heading("Every command")
 _CACHE = flags.DEFINE_string("compilation_cache", None, "Folder that keeps compiled programs from run to run.")
 _PROFILE = flags.DEFINE_string("profile_dir", None, "Folder for a trace of the run, for XProf or Perfetto.")
 _DEVICES = flags.DEFINE_integer(
@@ -35,10 +44,9 @@ BY_SIGNAL = 128  # and its number: the status of what a signal ended, as shells 
 def run(main: Callable[[], None], *, cpu_devices: int = 1) -> None:
     """Run an experiment as a command; doesn't return. It suits it to have so many CPU devices."""
 
-    def guarded(argv: Sequence[str]) -> None:
+    def guarded(_argv: Sequence[str]) -> None:
         try:
             with listening(signal.SIGTERM):
-                _check_rest(argv)
                 launch.configure(
                     compilation_cache=_CACHE.value,
                     deterministic=_DETERMINISTIC.value,
@@ -68,19 +76,23 @@ def _leave(status: int) -> Never:
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
-    """absl's parsing, with one sentence for a bad flag; libraries log warnings only, unless `--verbosity` says more."""
+    """absl's parsing, with our help, and one sentence for bad flags; libraries log warnings only, or --verbosity's."""
+    define_help()
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
-        sys.exit(f"{_name()}: {error}")
+        unreadable(complaint(error))
+    if len(rest) > 1:
+        unreadable(f"{rest[1]!r} is not a flag: settings are given as --name=value (--help lists them)")
     if not flags.FLAGS["verbosity"].present:
         flags.FLAGS.verbosity = logging.WARNING
     return rest
 
 
-def _check_rest(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise BadInput(f"{argv[1]!r} is not a flag: settings are given as --name=value (--help lists them)")
+def unreadable(sentence: str) -> Never:
+    """End a command whose words can't be read."""
+    print(f"{_name()}: {sentence}", file=sys.stderr)
+    sys.exit(USAGE)
 
 
 def _name() -> str:

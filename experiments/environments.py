@@ -14,15 +14,18 @@ from absl import flags
 
 import flowgrpo as fg
 from experiments import common
+from experiments.headings import heading
 from experiments.members import ENVIRONMENTS
 from experiments.plays import PLAYERS, draw_tasks, play_many, tabulate, transcript
 from flowgrpo.envs.env import SPLITS
 
+heading("What is run")
 _ENVIRONMENTS = flags.DEFINE_list("environments", list(ENVIRONMENTS), f"Any of {', '.join(ENVIRONMENTS)}.")
 _SPLIT = flags.DEFINE_enum("split", "train", SPLITS, "Whose tasks.")
-_EPISODES = flags.DEFINE_integer("episodes", 20_000, "Episodes of each player.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of tasks and players.")
 _SHOW = flags.DEFINE_integer("show", 0, "Episodes of each player to print in words.", lower_bound=0)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of tasks and players.")
+heading("Sizes")
+_EPISODES = flags.DEFINE_integer("episodes", 20_000, "Episodes of each player.", lower_bound=1)
 
 
 def main() -> None:

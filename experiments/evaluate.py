@@ -18,6 +18,7 @@ from absl import flags
 
 import flowgrpo as fg
 from experiments import agent_setups, common, setups
+from experiments.headings import heading
 from experiments.hosted_exam import compare_before_after, examine
 from experiments.hosted_work import hosted_work
 from experiments.plays import right_tool_share
@@ -25,12 +26,16 @@ from experiments.pure_work import judge, play_test, pure_work
 from experiments.session import Tested, open_session
 from experiments.session_files import report
 from flowgrpo.learner.folder import RUN
+from flowgrpo.report.progress import counted
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
-_SEED = flags.DEFINE_integer("seed", 1000, "Seed of the tasks and of the sampling.")
-_TASKS = flags.DEFINE_integer("num_tasks", 1000, "Test tasks.", lower_bound=1)
 FIRST = 1 << 20  # test tasks of an agent run from this one on: others than those of its own table
+heading("What is run")
+_SEED = flags.DEFINE_integer("seed", 1000, "Seed of the tasks and of the sampling.")
+heading("Sizes")
+_TASKS = flags.DEFINE_integer("num_tasks", 1000, "Test tasks.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Trajectories of each task.", lower_bound=1)
+heading("Files and resuming")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
 
 
 def main() -> None:
@@ -75,6 +80,7 @@ def evaluate_pure(settings: Mapping[str, Any], folder: Path) -> tuple[int | None
     best, final = session.best_params()
     env, samples = setup.env, _SAMPLES.value
     key = jax.random.key(_SEED.value)
+    session.progress.say(f"playing {_TASKS.value} test tasks with the start, and with update {best}")
     rollouts = play_test(setup, (session.start, final), key, tasks=_TASKS.value, samples=samples)
     before, after = (judge(rollout, env, samples=samples, ks=_ks()) for rollout in rollouts)
     words = report(before, after, [right_tool_share(env, rollout) for rollout in rollouts])
@@ -88,7 +94,7 @@ def evaluate_agent(settings: Mapping[str, Any], folder: Path) -> tuple[int | Non
         best, final = session.best_params()
         key, samples = jax.random.key(_SEED.value), _SAMPLES.value
         sizes = {"tasks": _TASKS.value, "samples": samples, "first": FIRST}
-        played = [examine(setup, one, key, "test", **sizes).played for one in (session.start, final)]
+        played = [examine(setup, one, key, "test", **sizes).played for one in counted("play", (session.start, final))]
         return best, compare_before_after(setup, played, samples=samples, ks=_ks())
 
 

@@ -18,14 +18,18 @@ from absl import flags
 
 import flowgrpo as fg
 from experiments import common
+from experiments.endings import command, contents, ending
+from experiments.headings import heading
 from experiments.planner_files import export, export_adapter
 from flowgrpo.learner.folder import RUN
 
 WHICH = ("best", "last", "start")
-_WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
-_OUT = flags.DEFINE_string("out", None, "The folder to write.", required=True)
+heading("What is run")
 _WHICH = flags.DEFINE_enum("which", "best", WHICH, "Best in validation, last, or the start of the training.")
 _ADAPTER = flags.DEFINE_bool("adapter", False, "Write the adapter alone, in PEFT's format.")
+heading("Files and resuming")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
+_OUT = flags.DEFINE_string("out", None, "The folder to write.", required=True)
 
 
 def main() -> None:
@@ -33,13 +37,13 @@ def main() -> None:
     folder, out = Path(_WORKDIR.value), Path(_OUT.value)
     if not (folder / RUN).exists():
         raise fg.BadInput(f"{folder} holds no run: {RUN} is missing; give the --workdir of one")
+    if (out / RUN).exists():
+        raise fg.BadInput(f"--out={out} is the folder of a run: give another one, such as {out / 'model'}")
     written = (export_adapter if _ADAPTER.value else export)(folder, out, which=_WHICH.value)
-    print(f"{_WHICH.value} planner of {folder}, update {written['update']}: {', '.join(_files(out))}")
+    print(f"{_WHICH.value} planner of {folder}, update {written['update']}")
+    talk = [] if _ADAPTER.value else [(command("chat", model=out), "talks to it, where it has a chat template")]
+    print(ending(f"written to {out}: {contents(out)}", talk))
     print(json.dumps(written))
-
-
-def _files(out: Path) -> list[str]:
-    return sorted(path.name for path in out.iterdir())
 
 
 if __name__ == "__main__":

@@ -19,8 +19,10 @@ from absl import flags
 
 import flowgrpo as fg
 from experiments import common
+from experiments.headings import heading
 from experiments.members import ALGORITHMS
 
+heading("What is run")
 _REWARDS = flags.DEFINE_list("rewards", ["1", "1", "0", "0"], "Outcome of each trajectory of the group.")
 _TURNS = flags.DEFINE_list("turns", ["2", "2", "6", "6"], "Turns of each trajectory.")
 _TOKENS = flags.DEFINE_integer("tokens", 8, "Tokens that the policy chooses in a turn.", lower_bound=1)

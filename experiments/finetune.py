@@ -31,27 +31,33 @@ import flowgrpo as fg
 from experiments import common
 from experiments.finetune_lessons import METHODS
 from experiments.finetune_run import finetune
+from experiments.headings import heading
 from flowgrpo.learner.folder import begin_anew
 
+heading("What is run")
 _METHOD = flags.DEFINE_enum(
     "method", None, list(METHODS), "Imitate demonstrations, or learn preferences.", required=True
 )
 _DATA = flags.DEFINE_string("data", None, "The examples, a .jsonl file.", required=True)
 _MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id.", required=True)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/METHOD-SEED by default.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the order of the examples, and of which are held out.")
+heading("Sizes")
 _EPOCHS = flags.DEFINE_float("epochs", 1.0, "How often every example is seen.", lower_bound=0.0)
 _BATCH = flags.DEFINE_integer("batch", 16, "Examples of a step.", lower_bound=1)
-_RATE = flags.DEFINE_float("learning_rate", None, "1e-5 for sft and 1e-6 for dpo by default.", lower_bound=0.0)
-_BETA = flags.DEFINE_float("beta", 0.1, "How strongly DPO holds on to the model that it begins with.", lower_bound=0.0)
 _TOKENS = flags.DEFINE_integer("max_tokens", 1024, "Tokens of a conversation at most.", lower_bound=2)
 _HELD = flags.DEFINE_float(
     "held_out", 0.1, "The share of examples that are held out.", lower_bound=0.0, upper_bound=0.9
 )
+heading("Learning")
+_RATE = flags.DEFINE_float("learning_rate", None, "1e-5 for sft and 1e-6 for dpo by default.", lower_bound=0.0)
+_BETA = flags.DEFINE_float("beta", 0.1, "How strongly DPO holds on to the model that it begins with.", lower_bound=0.0)
+heading("Devices and memory")
 _MICRO = flags.DEFINE_integer("micro_rows", 8, "Rows that go through the model together.", lower_bound=1)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "What the weights are held in.")
-_EVERY = flags.DEFINE_integer("checkpoint_every", 50, "Steps between validations and checkpoints.", lower_bound=1)
+heading("Files and resuming")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/METHOD-SEED by default.")
 _RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
+_EVERY = flags.DEFINE_integer("checkpoint_every", 50, "Steps between validations and checkpoints.", lower_bound=1)
 
 
 def read_flags() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import flowgrpo as fg
+from experiments.endings import command, contents, ending
 from experiments.finetune_lessons import METHODS, Lesson, lesson_of, split
 from experiments.session import RESULT
 from experiments.session_files import write_result
@@ -69,7 +70,16 @@ def finetune(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         }
         write_result(folder / RESULT, result)
         progress.end()
+        print(ending(f"written to {folder}: {contents(folder)}", _next(folder)))
     return result
+
+
+def _next(folder: Path) -> list[tuple[str, str]]:
+    """What can be done with the model."""
+    return [
+        (command("chat", model=folder / "model"), "talks to it"),
+        (command("agentflow", model=folder / "model", tasks="TASKS"), "trains it inside the agent system"),
+    ]
 
 
 def load_masters(settings: Mapping[str, Any]) -> Model:

@@ -17,6 +17,7 @@ from experiments.same_run import differences, result_of
 from flowgrpo import launch
 from flowgrpo.learner.checkpoint import UNFINISHED, Checkpoints
 from flowgrpo.report.metrics import METRICS, read_metrics
+from flowgrpo.report.progress import counted
 from flowgrpo.types import BadInput
 
 # What is going on between two lines of the metrics, by the second; the order in which moments are drawn.
@@ -201,8 +202,7 @@ def run_soak(command: Sequence[str], base: Path, *, kills: int, seed: int, name:
         raise BadInput(f"{base} holds an earlier soak: remove it, or choose another --workdir")
     began = time.monotonic()
     launch.make_folder(base)
-    undisturbed(command, whole)
-    timeline = undisturbed(command, again)
+    _, timeline = (undisturbed(command, folder) for folder in counted("undisturbed run", (whole, again)))
     same = differences(whole, again)
     if same:
         raise BadInput(f"two undisturbed runs differ in {same}: what differs between them is no matter of kills")

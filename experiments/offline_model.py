@@ -3,15 +3,19 @@
 write_model(folder, texts, seed=0)  ->  a folder that `load_model` and transformers open
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from flowgrpo.learner.folder import differing
 from flowgrpo.models.hf import init_model, save_model
 from flowgrpo.text import load_text
+from flowgrpo.types import BadInput
 
+NOTE = "made_with.json"  # beside the model
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -93,3 +97,22 @@ def write_model(
     }
     model = init_model(source, jax.random.key(seed))
     save_model(folder, model._replace(text=text))
+
+
+# What it was made with ----------------------------------------------------------------------------------
+
+
+def note_made(folder: Path, made: Mapping[str, Any]) -> None:
+    """Write down the settings that a model was made with."""
+    (folder / NOTE).write_text(json.dumps(made) + "\n")
+
+
+def check_made(folder: Path, made: Mapping[str, Any]) -> None:
+    """Raise `BadInput` where the model that is there was made with other settings."""
+    path = folder / NOTE
+    try:
+        there = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path} can't be read ({error}): remove its folder, or choose another --workdir") from None
+    if differences := differing(there, json.loads(json.dumps(made))):
+        raise BadInput(f"{folder} was made otherwise: {'; '.join(differences)}. Choose another --workdir")

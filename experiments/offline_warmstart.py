@@ -15,7 +15,7 @@ import numpy as np
 
 import flowgrpo as fg
 from experiments.offline_demos import demonstrate
-from experiments.offline_model import write_model
+from experiments.offline_model import check_made, note_made, write_model
 from experiments.offline_tasks import make_tasks, passages
 from flowgrpo.contracts import Do, HostEnv
 from flowgrpo.learner.state import init_learner, make_optimizer
@@ -27,6 +27,9 @@ from flowgrpo.types import Trajectory
 
 FIRST = 400  # demonstrations from which the tokenizer is learned
 ROOM = 4  # times as many tokens as the tokenizer that is learned from them needs
+# Settings that what planner and tools say to each other depends on.
+MADE_WITH = ("seed", "domains", "tools", "mcp", "turns", "rendering", "executor", "verifier", "generator", "analyst")
+MADE_WITH += ("max_tokens", "context_tokens", "memory_tokens", "passages")
 ASKED_EVERY, PATIENCE = 50, 6  # steps between two validations; how many may bring nothing
 
 
@@ -34,9 +37,11 @@ def write_start(folder: Path, make_env: Callable[..., HostEnv], do: Do, settings
     """The model folder, unless it is there: its tokenizer is learned from what planner and tools say to each other.
 
     What they say depends on no tokenizer, but to write it down takes one: a first one, learned from the queries alone.
-    The folder appears when it is whole.
+    The folder appears when it is whole. One that other settings made is refused.
     """
+    made = {name: settings[name] for name in MADE_WITH}
     if folder.exists():
+        check_made(folder, made)
         return
     tasks = _tasks(settings, "train", FIRST)
     queries = [task.query for task in tasks]
@@ -50,6 +55,7 @@ def write_start(folder: Path, make_env: Callable[..., HostEnv], do: Do, settings
     beside = folder.with_name(f".{folder.name}-whole")
     shutil.rmtree(beside, ignore_errors=True)
     write_model(beside, [*queries, *(_spoken(text, talk) for talk in talks), *entries], seed=settings["seed"])
+    note_made(beside, made)
     beside.replace(folder)
 
 

@@ -21,6 +21,7 @@ from experiments import common
 from experiments.benchmarks.measured import show_lines
 from experiments.candidates import GIB, Candidate, Machine, Run, candidates, meshes
 from experiments.dry_runs import parse_memory, program_rows
+from experiments.headings import heading
 from experiments.members import ALGORITHMS
 from experiments.published import shape_of_model
 from flowgrpo import launch
@@ -30,12 +31,19 @@ from flowgrpo.learner.floor import Job, count_parameters
 from flowgrpo.learner.optimizers import make_optimizer
 from flowgrpo.learner.sharding import make_mesh, parse_mesh
 from flowgrpo.models.config import DecoderConfig
+from flowgrpo.report.progress import counted
 from flowgrpo.types import BadInput
 
+_DTYPES = ["float32", "bfloat16"]
+heading("What is run")
 _MODEL = flags.DEFINE_string("model", "qwen2.5-7b", "Folder with a config.json, or the name of a published shape.")
-_COUNT = flags.DEFINE_integer("devices", 8, "How many devices there are.", lower_bound=1, upper_bound=512)
-_MEMORY = flags.DEFINE_string("memory", "80GiB", "Memory of each: a number with GiB, GB, MiB or MB.")
-_MESH = flags.DEFINE_string("mesh", None, "The only mesh to look at, as data=2,fsdp=4,tensor=1.")
+_ALGORITHM = flags.DEFINE_string("algorithm", "flow_grpo", "Member of the family.")
+_BETA = flags.DEFINE_float("beta", 0.001, "Weight of the KL term; 0 needs no reference.", lower_bound=0.0)
+_PROGRAMS = flags.DEFINE_list("programs", None, "Which programs to compile; by default all.")
+_TOP = flags.DEFINE_integer("compile_top", 1, "How many of the best are compiled.", lower_bound=0)
+_SHOWN = flags.DEFINE_integer("shown", 8, "Lines of each table.", lower_bound=1)
+_ROLLOUT = flags.DEFINE_bool("rollout", True, "The same devices decode; --norollout plans the update alone.")
+heading("Sizes")
 _QUERIES = flags.DEFINE_integer("queries", 32, "Queries of an update.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 8, "Trajectories of a query.", lower_bound=1)
 _ROWS = flags.DEFINE_integer("rows", None, "Packed rows of an update; by default one a trajectory.", lower_bound=1)
@@ -43,26 +51,24 @@ _LENGTH = flags.DEFINE_integer("length", 4096, "Tokens of a row, and of a slot t
 _PROMPT = flags.DEFINE_integer("prompt", 512, "Tokens of a prompt.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 128, "Tokens of a stretch of decoding.", lower_bound=1)
 _SLOTS = flags.DEFINE_integer("slots", 256, "Trajectories that decode together, on all devices.", lower_bound=1)
-_MICRO = flags.DEFINE_integer(
-    "micro_rows", None, "The only size of a device's micro-batches to look at.", lower_bound=1
-)
-_REMAT = flags.DEFINE_bool("remat", None, "Only with, or only without, computing layers again.")
-_CHUNK = flags.DEFINE_integer("chunk", 1024, "Tokens of which all logits are there at once.", lower_bound=1)
-_DTYPES = ["float32", "bfloat16"]
-_DTYPE = flags.DEFINE_enum("dtype", "float32", _DTYPES, "What parameters are held in.")
-_COMPUTE = flags.DEFINE_enum("compute_dtype", "bfloat16", _DTYPES, "What the update computes in.")
-_ALGORITHM = flags.DEFINE_string("algorithm", "flow_grpo", "Member of the family.")
-_BETA = flags.DEFINE_float("beta", 0.001, "Weight of the KL term; 0 needs no reference.", lower_bound=0.0)
-_OFFLOAD = flags.DEFINE_bool("offload", True, "Models that a stage does not read are moved off the device.")
-_ROLLOUT = flags.DEFINE_bool("rollout", True, "The same devices decode; --norollout plans the update alone.")
-_TOP = flags.DEFINE_integer("compile_top", 1, "How many of the best are compiled.", lower_bound=0)
-_PROGRAMS = flags.DEFINE_list("programs", None, "Which programs to compile; by default all.")
-_SHOWN = flags.DEFINE_integer("shown", 8, "Lines of each table.", lower_bound=1)
+heading("Costs")
 _TFLOPS = flags.DEFINE_float(
     "tflops", 300.0, "Operations a second of a device, in 10^12; ranks only.", lower_bound=1e-3
 )
 _BANDWIDTH = flags.DEFINE_float("bandwidth", 2000.0, "GB a second of its memory; ranks only.", lower_bound=1e-3)
 _LINK = flags.DEFINE_float("link", 100.0, "GB a second between devices; ranks only.", lower_bound=1e-3)
+heading("Devices and memory")
+_COUNT = flags.DEFINE_integer("devices", 8, "How many devices there are.", lower_bound=1, upper_bound=512)
+_MEMORY = flags.DEFINE_string("memory", "80GiB", "Memory of each: a number with GiB, GB, MiB or MB.")
+_MESH = flags.DEFINE_string("mesh", None, "The only mesh to look at, as data=2,fsdp=4,tensor=1.")
+_MICRO = flags.DEFINE_integer(
+    "micro_rows", None, "The only size of a device's micro-batches to look at.", lower_bound=1
+)
+_REMAT = flags.DEFINE_bool("remat", None, "Only with, or only without, computing layers again.")
+_CHUNK = flags.DEFINE_integer("chunk", 1024, "Tokens of which all logits are there at once.", lower_bound=1)
+_DTYPE = flags.DEFINE_enum("dtype", "float32", _DTYPES, "What parameters are held in.")
+_COMPUTE = flags.DEFINE_enum("compute_dtype", "bfloat16", _DTYPES, "What the update computes in.")
+_OFFLOAD = flags.DEFINE_bool("offload", True, "Models that a stage does not read are moved off the device.")
 
 
 # Flags ------------------------------------------------------------------------------------------------
@@ -163,7 +169,7 @@ def main() -> None:
         show_lines(others[: _SHOWN.value])
     # A single mesh is compiled even where it does not fit, to show by how much.
     chosen = (fitting or (found if given else []))[: _TOP.value]
-    compiled = [compile_one(config, x, memory) for x in chosen]
+    compiled = [compile_one(config, x, memory) for x in counted("compile", chosen)]
     result = {"plan": _MODEL.value, "parameters": count_parameters(config), "devices": _COUNT.value, "memory": memory}
     result |= {"job": asdict(job), "fitting": [row_of(x) for x in fitting[: _SHOWN.value]]}
     print(json.dumps(result | {"not_fitting": others[: _SHOWN.value], "compiled": compiled}))

@@ -23,28 +23,34 @@ import jax
 from absl import flags
 
 from experiments import common, setups
+from experiments.headings import heading
 from experiments.members import ALGORITHMS
 from experiments.pure_work import pure_work
 from experiments.session import one_run
 from flowgrpo import launch
 
+heading("What is run")
 _ENV = flags.DEFINE_enum("env", "lookup", list(setups.PRESETS), "Environment.")
 _ALGORITHM = flags.DEFINE_enum("algorithm", None, list(ALGORITHMS), "Member of the family; flow_grpo by default.")
 _CONTROL = flags.DEFINE_enum(
     "control", None, setups.CONTROLS, "Shuffle rewards within groups, imitate on, or credit the last turn only."
 )
-_MESH = flags.DEFINE_string("mesh", None, "How devices are arranged, such as data=2,fsdp=4; all as data by default.")
-_UPDATES = flags.DEFINE_integer("updates", None, "Updates of the reinforcement phase.", lower_bound=0)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of everything.")
 _NUM_SEEDS = flags.DEFINE_integer("num_seeds", 1, "Runs with successive seeds, one after another.", lower_bound=1)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/quickstart-ENV-SEED by default.")
-_RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
+heading("Sizes")
+_UPDATES = flags.DEFINE_integer("updates", None, "Updates of the reinforcement phase.", lower_bound=0)
 _QUERIES = flags.DEFINE_integer("queries", None, "Queries of an update.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", None, "Trajectories of a query.", lower_bound=2)
+_TEST = flags.DEFINE_integer("test_tasks", 1000, "Test tasks of the final table.", lower_bound=1)
+heading("Learning")
 _RATE = flags.DEFINE_float("learning_rate", None, "Of the reinforcement phase.", lower_bound=0.0)
 _WARM = flags.DEFINE_integer("warm_steps", None, "Steps of imitation at most.", lower_bound=1)
+heading("Devices and memory")
+_MESH = flags.DEFINE_string("mesh", None, "How devices are arranged, such as data=2,fsdp=4; all as data by default.")
+heading("Files and resuming")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/quickstart-ENV-SEED by default.")
+_RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
 _EVERY = flags.DEFINE_integer("checkpoint_every", 10, "Updates between validations and checkpoints.", lower_bound=1)
-_TEST = flags.DEFINE_integer("test_tasks", 1000, "Test tasks of the final table.", lower_bound=1)
 
 # The command ------------------------------------------------------------------------------------------
 

@@ -19,9 +19,11 @@ from absl import flags
 from experiments import common
 from experiments.cluster_plan import plan_of
 from experiments.cluster_replay import replay_run
+from experiments.headings import heading
 from flowgrpo.learner.folder import read_run
 from flowgrpo.types import BadInput
 
+heading("What is run")
 _ROOT = flags.DEFINE_string("run", None, "The work directory of the run, or its events.jsonl; may stand alone.")
 
 

@@ -25,6 +25,7 @@ from absl import flags
 
 import flowgrpo as fg
 from experiments import common, domains
+from experiments.headings import heading
 from flowgrpo import launch
 from flowgrpo.contracts import Reward, Scored
 from flowgrpo.report.progress import Progress
@@ -34,19 +35,22 @@ from flowgrpo.task_files import parse_fields, read_tasks
 from flowgrpo.tasks import Tasks
 from flowgrpo.types import Task
 
+heading("What is run")
 _TASKS = flags.DEFINE_string("tasks", None, "Tasks: a .jsonl or .parquet file, or reasoning_gym:NAME.", required=True)
 _ANSWERS = flags.DEFINE_string("answers", None, "Answers: a .jsonl file of {id, output}.", required=True)
-_OUT = flags.DEFINE_string("out", None, "Where the scores go; what is there already is kept.", required=True)
-_FIELDS = flags.DEFINE_list("fields", [], "Names of fields in the task file, such as query=question,answers=gold.")
 _DOMAIN = flags.DEFINE_string("domain", None, "The domain of tasks that name none, or one that nobody judges.")
+_JUDGE = flags.DEFINE_string("judge", None, "Folder of a model that judges all answers: P(Yes) is the value.")
 _TOLERANCE = flags.DEFINE_float(
     "tolerance", None, "How far numbers may be off, relatively and absolutely.", lower_bound=0
 )
+heading("Devices and memory")
 _SECONDS = flags.DEFINE_float("seconds", 5.0, "Seconds of one check.", lower_bound=0.01)
 _WORKERS = flags.DEFINE_integer("sandbox_workers", None, "Checks at once; by default one a core.", lower_bound=1)
 _UNSAFE = flags.DEFINE_bool("unsafe_sandbox", False, "Run code even where nothing isolates it from this machine.")
+heading("Files and resuming")
+_OUT = flags.DEFINE_string("out", None, "Where the scores go; what is there already is kept.", required=True)
+_FIELDS = flags.DEFINE_list("fields", [], "Names of fields in the task file, such as query=question,answers=gold.")
 _SKIP = flags.DEFINE_bool("skip_bad", False, "Leave bad lines out, and say so, instead of ending.")
-_JUDGE = flags.DEFINE_string("judge", None, "Folder of a model that judges all answers: P(Yes) is the value.")
 
 CHUNK = 8  # answers that a worker takes at once
 SHOWN = 3  # of each kind of fault, and of the reasons
@@ -265,7 +269,7 @@ def main() -> None:
             write_scores(score_all(reward, todo, workers=workers), file, len(todo), progress)
     domain_of = {task.id: task.domain for task in tasks}
     found = summary(read_scores(out), lambda identity: domain_of.get(identity, "no task"))
-    print(report(found))
+    print(f"{report(found)}\n\nwritten to {out}: {len(read_scores(out))} scores")
     counts = {
         "unknown": len(unknown),
         "unanswered": len(without),

@@ -35,30 +35,36 @@ import jax
 from absl import flags
 
 from experiments import common, planner_flags
+from experiments.headings import heading
 from experiments.hosted_exam import examine
 from experiments.hosted_setup import HostedSetup, record
 from experiments.hosted_work import exam_key, hosted_work
 from experiments.self_verify_report import Verified, comparison, draw, figures, sentence, warning
 from experiments.self_verify_setup import open_setup, settings_of
-from experiments.session import Session, Tested, Work, one_run
+from experiments.session import MAY_DIFFER, Session, Tested, Work, one_run
 from experiments.session_files import train_line
-from flowgrpo.learner.folder import begin_anew
+from flowgrpo.learner.folder import begin_anew, check_own
 from flowgrpo.report.metrics import METRICS, read_metrics
 
+heading("What is run")
 _MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id; without one, a small model is made.")
 _TASKS = flags.DEFINE_string("tasks", None, "Task file (.jsonl, .parquet) or reasoning_gym:NAME, with --model.")
-_UPDATES = flags.DEFINE_integer("updates", None, "Updates of the reinforcement phase.", lower_bound=0)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of everything.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/self_verify-SEED by default.")
-_RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
+heading("Sizes")
+_UPDATES = flags.DEFINE_integer("updates", None, "Updates of the reinforcement phase.", lower_bound=0)
 _QUERIES = flags.DEFINE_integer("queries", None, "Questions of an update.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", None, "Answers to a question.", lower_bound=2)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "Tokens of an answer.", lower_bound=1)
+_TEST = flags.DEFINE_integer("test_tasks", None, "Test questions of the final table.", lower_bound=1)
+heading("Learning")
 _RATE = flags.DEFINE_float("learning_rate", None, "Of the reinforcement phase.", lower_bound=0.0)
 _BETA = flags.DEFINE_float("beta", None, "Weight of the KL to the start; at 0 it is not measured.", lower_bound=0.0)
+heading("Sampling")
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "Of the answers.", lower_bound=0.0)
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "Tokens of an answer.", lower_bound=1)
+heading("Files and resuming")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/self_verify-SEED by default.")
+_RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
 _EVERY = flags.DEFINE_integer("checkpoint_every", 10, "Updates between validations and checkpoints.", lower_bound=1)
-_TEST = flags.DEFINE_integer("test_tasks", None, "Test questions of the final table.", lower_bound=1)
 flags.adopt_module_key_flags(planner_flags)
 
 
@@ -151,6 +157,7 @@ def main() -> None:
     folder = Path(_WORKDIR.value or f"runs/self_verify-{_SEED.value}")
     if not _RESUME.value:
         begin_anew(folder)  # here, since the model to start with lies there too
+    check_own(folder, settings, may_differ=MAY_DIFFER)  # before a model to start with is made there
     with open_setup(settings, folder) as setup:
         result = one_run(self_verify_work(setup), folder, every=_EVERY.value)
     draw(folder, title="P(Yes) of the frozen start as the reward")

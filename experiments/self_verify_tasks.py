@@ -11,7 +11,6 @@ which some are right, and verdicts of which most are, in the very prompt that th
 so that it begins with guesses, and judges better than it answers. No question of one split is in another.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -23,10 +22,9 @@ import jax
 import numpy as np
 
 import flowgrpo as fg
-from experiments.offline_model import phrases, write_model
+from experiments.offline_model import check_made, note_made, phrases, write_model
 from flowgrpo.agent.question import question
 from flowgrpo.effects import no_effects
-from flowgrpo.learner.folder import differing
 from flowgrpo.learner.state import init_learner, make_optimizer
 from flowgrpo.learner.warmstart import make_supervised, make_validation, packed_imitation, train_to_minimum
 from flowgrpo.models.decoder import matrices
@@ -35,7 +33,7 @@ from flowgrpo.rewards.judge import ask_alone
 from flowgrpo.rewards.prompts import shorten
 from flowgrpo.tasks import split_of
 from flowgrpo.text import Text, guard, start
-from flowgrpo.types import BadInput, Task, Trajectory, Turn
+from flowgrpo.types import Task, Trajectory, Turn
 
 NUMBERS = range(10, 100)
 LISTED = 4  # numbers of a question
@@ -45,7 +43,6 @@ MOST = 2048  # ids of the tokenizer, which writes the fixed parts of prompts as 
 HELD = 300  # questions kept back for the validation
 SHOWN_FROM = 1_000_000  # the first question that the warm start shows; training begins with 0
 
-NOTE = "made_with.json"  # beside the model
 MADE_WITH = (
     "seed",
     "right",
@@ -141,25 +138,15 @@ def make_start(folder: Path, settings: Mapping[str, Any], tell: Callable[[int, f
     """The model folder, unless it is there; it appears when it is whole, with a note of what it was made with."""
     made = {name: settings[name] for name in MADE_WITH}
     if folder.exists():
-        _check_made(folder / NOTE, made)
+        check_made(folder, made)
         return
     beside = folder.with_name(f".{folder.name}")
     shutil.rmtree(beside, ignore_errors=True)
     write_model(beside, texts(settings["seed"]), seed=settings["seed"], cut=phrases, vocab_size=MOST)
     model = load_model(beside)
     save_model(beside, model._replace(params=warm_start(model, settings, tell)))
-    (beside / NOTE).write_text(json.dumps(made) + "\n")
+    note_made(beside, made)
     beside.replace(folder)
-
-
-def _check_made(path: Path, made: Mapping[str, Any]) -> None:
-    """Raise `BadInput` where the model that is there was made in another way."""
-    try:
-        there = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path} can't be read ({error}): remove its folder, or choose another --workdir") from None
-    if differences := differing(there, made):
-        raise BadInput(f"{path.parent} was made otherwise: {'; '.join(differences)}. Choose another --workdir")
 
 
 def texts(seed: int) -> Iterator[str]:

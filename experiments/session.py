@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 import flowgrpo as fg
+from experiments.endings import after_training
 from experiments.session_files import check_finite, median_speed, shown, write_result
 from experiments.stopping import STOPPING, held, listening
 from flowgrpo import loop
@@ -260,6 +261,7 @@ class Session:
     def finish(self, minutes: float, tested: Tested | None = None) -> dict[str, Any]:
         """Test the warm start and the best checkpoint once, on the same tasks, unless they were; write all down."""
         best = self.checkpoints.best()
+        self.progress.say(f"testing the start and update {best}, on tasks of their own")
         tested = self.work.test((self.start, self.best_params()[1])) if tested is None else tested
         before, after = tested.figures
         result = {
@@ -285,7 +287,7 @@ class Session:
             curves(self.folder, title=f"{self.work.name}, {self.work.algorithm}")
         self.progress.end()
         print(tested.words)
-        print(f"\nwritten to {self.folder}: metrics.jsonl, timings.jsonl, curves.png, result.json, checkpoints/")
+        print(after_training(self.folder, self.work.settings))
         return result
 
 
@@ -301,6 +303,7 @@ def one_run(work: Work, folder: Path, *, every: int, resume: bool = True) -> dic
                 session.progress.say(f"going on at update {int(session.run.update)} of {folder}")
             with Metrics(folder, session.at and session.at.position) as metrics, session.checkpoints:
                 if session.at is None:
+                    session.progress.say(f"a new run in {folder}; programs are compiled as they come up")
                     session.warm_start(metrics)
                 session.train(metrics, every=every)
             return session.finish((time.monotonic() - began) / 60)

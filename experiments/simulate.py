@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,18 @@ from absl import flags
 from experiments import common
 from experiments.benchmarks.measured import show_lines, significant
 from experiments.cluster_measured import costs_of, measured_run
+from experiments.headings import heading
 from flowgrpo import schedule
+from flowgrpo.report.progress import counted
 from flowgrpo.simulation import Costs, Figures, simulate
 from flowgrpo.types import BadInput
 
-_WORKERS = flags.DEFINE_list("workers", ["1", "10", "100", "1000"], "Numbers of rollout workers.")
+heading("What is run")
 _SCHEDULES = flags.DEFINE_list("schedules", ["sync", "one_step_off", "async", "partial"], "Which ones.")
+_WORKERS = flags.DEFINE_list("workers", ["1", "10", "100", "1000"], "Numbers of rollout workers.")
+_RUN = flags.DEFINE_string("run", None, "Work directory of a cluster's run whose lengths and seconds are taken.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the lengths.")
+heading("Sizes")
 _PER_WORKER = flags.DEFINE_integer("groups_per_worker", 1, "Groups of an update for each worker.", lower_bound=1)
 _ROOM = flags.DEFINE_integer("room", 1, "Groups that a worker plays at a time.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 8, "Trajectories of a group.", lower_bound=1)
@@ -38,12 +45,11 @@ _STALENESS = flags.DEFINE_integer("staleness", 2, "Of async; twice as much for p
 _MEDIAN = flags.DEFINE_float("median_tokens", 1000.0, "Of a trajectory.", lower_bound=1.0)
 _SIGMA = flags.DEFINE_float("sigma", 1.0, "Of the lognormal lengths.", lower_bound=0.0)
 _BUDGET = flags.DEFINE_float("budget", 2.0, "Of a stretch, in median lengths, for partial.", lower_bound=0.1)
+heading("Costs")
 _TOKEN = flags.DEFINE_float("token_seconds", 0.02, "Of a token of a trajectory.", lower_bound=0.0)
 _TRAIN = flags.DEFINE_float("train_seconds", 20.0, "Of an update.", lower_bound=0.0)
 _JUDGE = flags.DEFINE_float("judge_seconds", 2.0, "Of a group, in the mean.", lower_bound=0.0)
 _MASTER = flags.DEFINE_float("master_seconds", 0.0005, "Of an event, in the master.", lower_bound=0.0)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the lengths.")
-_RUN = flags.DEFINE_string("run", None, "Work directory of a cluster's run whose lengths and seconds are taken.")
 
 
 def plan_called(name: str, queries: int) -> schedule.Plan:
@@ -105,15 +111,14 @@ def main() -> None:
     if len(sizes) < len(_WORKERS.value):
         raise BadInput(f"--workers={','.join(_WORKERS.value)}: give whole numbers above 0")
     rows = []
-    for name in _SCHEDULES.value:
-        for workers in sizes:
-            plan = plan_called(name, workers * _PER_WORKER.value)
-            judges = max(workers // 8, 1)
-            began = time.monotonic()
-            found = simulate(plan, given, workers=workers, room=_ROOM.value, judges=judges, seed=_SEED.value)
-            rows.append(row(name, workers, found))
-            took = f"{found.events} events in {time.monotonic() - began:.1f} s"
-            print(f"{name}, {workers} workers: {took}", file=sys.stderr, flush=True)
+    for name, workers in counted("simulate", list(product(_SCHEDULES.value, sizes))):
+        plan = plan_called(name, workers * _PER_WORKER.value)
+        judges = max(workers // 8, 1)
+        began = time.monotonic()
+        found = simulate(plan, given, workers=workers, room=_ROOM.value, judges=judges, seed=_SEED.value)
+        rows.append(row(name, workers, found))
+        took = f"{found.events} events in {time.monotonic() - began:.1f} s"
+        print(f"{name}, {workers} workers: {took}", file=sys.stderr, flush=True)
     show_lines(rows)
     compared = None
     if run is not None:

@@ -27,6 +27,7 @@ from absl import flags
 
 from experiments import common
 from experiments.cluster_kills import run_cluster_soak
+from experiments.headings import heading
 from experiments.kills import run_soak
 from flowgrpo.types import BadInput
 
@@ -38,11 +39,13 @@ SMALL = {  # sizes that are large enough for a gradient
     "--slots=16 --checkpoint_every=2 --rollout_workers=2 --reward_workers=any=2",
     "self_verify": "--updates=6 --queries=4 --samples=4 --test_tasks=32 --checkpoint_every=2",
 }
+heading("What is run")
 _EXPERIMENT = flags.DEFINE_enum("experiment", "quickstart", list(SMALL), "What is run.")
 _KILLS = flags.DEFINE_integer("kills", 30, "How often it is killed.", lower_bound=1)
 _SIGNAL = flags.DEFINE_enum("signal", "KILL", ["KILL", "TERM", "INT"], "With what.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the moments.")
 _ARGUMENTS = flags.DEFINE_string("arguments", "", "Flags of the experiment, in one string; after the small sizes.")
+heading("Files and resuming")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the runs lie; runs/soak-EXPERIMENT by default.")
 
 

@@ -16,10 +16,14 @@ from absl import flags
 
 from experiments import common
 from experiments.benchmarks.measured import show_lines
+from experiments.headings import heading
 from experiments.pairs import PAIRS, Judge, Pair, matcher, math_verify_alone, plain_comparison, read_pairs
+from flowgrpo.report.progress import counted
 from flowgrpo.rewards.symbolic import PRELOAD
 from flowgrpo.sandbox import Sandbox
+from flowgrpo.types import BadInput
 
+heading("What is run")
 _PAIRS = flags.DEFINE_string("pairs", str(PAIRS), "File of pairs.")
 _SHOW = flags.DEFINE_bool("show", False, "List each disagreement of ours.")
 _SECONDS = flags.DEFINE_float("seconds", 5.0, "Deadline of a check.", lower_bound=0.1)
@@ -40,6 +44,8 @@ def agreement(pairs: list[Pair], judge: Judge) -> tuple[dict[str, int], list[Pai
 
 def main() -> None:
     """Judge every pair by each of the three, print the table and one JSON line."""
+    if not Path(_PAIRS.value).is_file():
+        raise BadInput(f"--pairs={_PAIRS.value} is no file: experiments/pairs.py says what one holds")
     pairs = read_pairs(Path(_PAIRS.value))
     with Sandbox(preload=PRELOAD) as sandbox:
         match = matcher(sandbox.call, seconds=_SECONDS.value)
@@ -48,7 +54,7 @@ def main() -> None:
             "math-verify": lambda pair: math_verify_alone(sandbox.call, pair, seconds=_SECONDS.value),
             "plain": plain_comparison,
         }
-        said = {name: agreement(pairs, judge) for name, judge in judges.items()}
+        said = {name: agreement(pairs, judge) for name, judge in counted("judge", judges.items())}
         show_lines(make_rows(pairs, {name: agreed for name, (agreed, _, _) in said.items()}))
         for pair in said["ours"][1] if _SHOW.value else ():
             print(f"line {pair.line}: teacher {pair.right}, gold {pair.golds}, output {pair.output!r}: {match(pair)}")

@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 from absl import flags
@@ -23,10 +24,13 @@ from absl import flags
 from experiments import common
 from experiments.benchmarks.measured import show_lines
 from experiments.cluster_measured import iterations
+from experiments.headings import heading
 from experiments.same_run import result_of
 from flowgrpo.distributed.event_log import read_events
+from flowgrpo.report.progress import counted
 from flowgrpo.types import BadInput
 
+heading("Sizes")
 _QUERIES = flags.DEFINE_integer("queries", 16, "Queries of an update.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 16, "Trajectories of a query.", lower_bound=2)
 _UPDATES = flags.DEFINE_integer("updates", 6, "Updates of each run; the first one compiles.", lower_bound=3)
@@ -62,11 +66,10 @@ def main() -> None:
     took: dict[str, list[float]] = {kind: [] for kind in KINDS}
     shas = set()
     with tempfile.TemporaryDirectory() as scratch:
-        for repeat in range(_REPEATS.value):
-            for kind in KINDS:
-                folder = Path(scratch) / f"{kind}-{repeat}"
-                took[kind] += run(kind, folder, Path(scratch) / "compiled")
-                shas.add(result_of(folder)["params_sha256"])
+        for repeat, kind in counted("run", list(product(range(_REPEATS.value), KINDS))):
+            folder = Path(scratch) / f"{kind}-{repeat}"
+            took[kind] += run(kind, folder, Path(scratch) / "compiled")
+            shas.add(result_of(folder)["params_sha256"])
     if len(shas) != 1:
         raise AssertionError(f"the runs came to different parameters: {sorted(shas)}")
     median = {kind: statistics.median(found) for kind, found in took.items()}

@@ -32,14 +32,19 @@ from absl import flags
 from experiments import common
 from experiments.benchmarks import ceilings
 from experiments.benchmarks.measured import seconds, show_columns, significant
+from experiments.headings import heading
 from flowgrpo.contracts import Request
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.jobs import MAX_STOPS
 from flowgrpo.generate.sampler import MAX_KEPT, decode, prefill, sampling, start_rows
 from flowgrpo.models.hf import Model
+from flowgrpo.report.progress import counted
 from flowgrpo.types import BadInput
 
+heading("What is run")
 _MODEL = flags.DEFINE_string("model", "small", f"{', '.join(ceilings.SHAPES)}, a model folder, or a hub id.")
+_TORCH = flags.DEFINE_bool("torch", False, "Run transformers' generate in PyTorch too.")
+heading("Sizes")
 _ROWS = flags.DEFINE_list("rows", ["64", "16"], "Rows of each block.")
 _PROMPT = flags.DEFINE_integer("prompt", 32, "Tokens of every prompt.", lower_bound=2)
 _TOKENS = flags.DEFINE_list("tokens", ["64", "128"], "Tokens sampled in each row, for each block.")
@@ -48,7 +53,6 @@ _SLOTS = flags.DEFINE_integer("slots", 16, "Slots of the engine.", lower_bound=1
 _MEAN = flags.DEFINE_integer("mean", 64, "Mean tokens of a request.", lower_bound=1)
 _SIGMA = flags.DEFINE_float("sigma", 0.5, "Spread of the logarithm of the requests' lengths.", lower_bound=0.0)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
-_TORCH = flags.DEFINE_bool("torch", False, "Run transformers' generate in PyTorch too.")
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # reported once for each program
 
@@ -229,9 +233,9 @@ def main() -> None:
     model = ceilings.open_model(_MODEL.value)
     peer = open_peer(model) if _TORCH.value else None
     most = ceilings.measure()
-    measured = [measure_block(model, rows, tokens, most, peer) for rows, tokens in pairs]
+    measured = [measure_block(model, rows, tokens, most, peer) for rows, tokens in counted("block", pairs)]
     show_columns(measured)
-    engine = [measure_engine(model)] if _REQUESTS.value else []
+    engine = [measure_engine(model) for _ in counted("engine", [model] if _REQUESTS.value else [])]
     show_columns(engine)
     result = {"benchmark": "decode", "model": _MODEL.value, "params": ceilings.count(model.params)}
     result |= {"gflops": round(most.flops / 1e9, 1), "gbytes": round(most.bandwidth / 1e9, 1)}

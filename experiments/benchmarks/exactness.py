@@ -1,6 +1,6 @@
 """How exact sampling is: the ratio of an unchanged policy (F7), and what a request gets at other widths (E3).
 
-    XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= python -m experiments.benchmarks.exactness
+    python -m experiments.benchmarks.exactness
     python -m experiments.benchmarks.exactness --models=PATH --tokens=2000 --requests=16
 
 F7: requests through the engine at temperature 0.7, with full support, and with top-k 20 and top-p 0.9 over the recorded
@@ -22,27 +22,30 @@ rounding error at its embeddings a hundredfold, so that a single sum in another 
 """
 
 import json
-import logging
-import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
+from experiments import common
 from experiments.benchmarks import ceilings
 from experiments.benchmarks.measured import show_lines
+from experiments.headings import heading
 from flowgrpo.contracts import Completion, Params, Policy, Request
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.sampler import logprobs
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import init_model, load_model
-from flowgrpo.types import BadInput
+from flowgrpo.report.progress import counted
 
+heading("What is run")
 _MODELS = flags.DEFINE_list("models", ["small", "tiny"], "small, tiny, model folders, or hub ids.")
+heading("Sizes")
 _TOKENS = flags.DEFINE_integer("tokens", 10_240, "Tokens sampled for each float32 figure of F7.", lower_bound=1)
 _HALF_TOKENS = flags.DEFINE_integer("half_tokens", 2048, "Tokens for each bfloat16 figure.", lower_bound=0)
 _REQUESTS = flags.DEFINE_integer("requests", 64, "Requests of E3.", lower_bound=1)
@@ -184,26 +187,21 @@ def compare(one: Completion, other: Completion) -> tuple[float, dict]:
 # The command ------------------------------------------------------------------------------------------
 
 
-def main(_) -> None:
+def main() -> None:
     """Measure, print the tables and one JSON line."""
-    logging.getLogger("jax").setLevel(logging.WARNING)
     ratios, widths, ties = [], [], []
     counts = {"float32": _TOKENS.value, "bfloat16": _HALF_TOKENS.value}
-    try:
-        subjects = [open_subject(name, dtype) for name in _MODELS.value for dtype in counts if counts[dtype]]
-    except BadInput as error:
-        sys.exit(f"experiments.benchmarks.exactness: {error}")
-    for subject in subjects:
-        ratios += [measure_ratio(subject, counts[subject.dtype], support) for support in SUPPORTS]
+    subjects = [open_subject(name, dtype) for name in _MODELS.value for dtype in counts if counts[dtype]]
+    for subject, support in counted("ratio", list(product(subjects, SUPPORTS))):
+        ratios.append(measure_ratio(subject, counts[subject.dtype], support))
     show_lines(ratios)
-    for subject in subjects:
-        if subject.dtype == "float32":
-            found, parted = measure_widths(subject)
-            widths, ties = widths + found, ties + [{"model": subject.name} | tie for tie in parted]
+    for subject in counted("widths", [one for one in subjects if one.dtype == "float32"]):
+        found, parted = measure_widths(subject)
+        widths, ties = widths + found, ties + [{"model": subject.name} | tie for tie in parted]
     show_lines(widths)
     show_lines(ties)
     print(json.dumps({"benchmark": "exactness", "bar": BAR, "ratio": ratios, "widths": widths, "near_ties": ties}))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    common.run(main)

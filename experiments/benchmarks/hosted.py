@@ -20,6 +20,7 @@ import json
 import time
 from concurrent.futures import Future
 from functools import partial
+from itertools import product
 from threading import Event
 
 import jax
@@ -29,24 +30,30 @@ from absl import flags
 from experiments import common
 from experiments.benchmarks.ceilings import TINY
 from experiments.benchmarks.measured import medians, seconds, show_lines, significant
+from experiments.headings import heading
 from flowgrpo.contracts import Call, Completion, HostEnv, HostStep, Request, Result, Said
 from flowgrpo.generate.engine import Engine
 from flowgrpo.models.decoder import make_policy
+from flowgrpo.report.progress import counted
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.types import BadInput
 
+heading("What is run")
+_APPENDS = flags.DEFINE_bool("appends", False, "Let each context append to the one before.")
+heading("Sizes")
 _TRAJECTORIES = flags.DEFINE_list("trajectories", ["16", "64", "256"], "Numbers of trajectories.")
-_LATENCY = flags.DEFINE_list("latency", ["0", "0.5"], "Seconds that a tool takes.")
 _TURNS = flags.DEFINE_integer("turns", 3, "Turns of every trajectory.", lower_bound=1)
 _PROMPT = flags.DEFINE_integer("prompt", 100, "Tokens of the first context, and of each that is rendered afresh.", 1)
 _SAID = flags.DEFINE_integer("said", 20, "Tokens of an observation, where contexts append.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens", 15, "Tokens of an action.", lower_bound=1)
-_APPENDS = flags.DEFINE_bool("appends", False, "Let each context append to the one before.")
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
+heading("Costs")
+_LATENCY = flags.DEFINE_list("latency", ["0", "0.5"], "Seconds that a tool takes.")
+heading("Devices and memory")
 _WIDTH = flags.DEFINE_integer("width", 256, "Trajectories under way at a time.", lower_bound=1)
 _SLOTS = flags.DEFINE_integer("slots", 16, "Slots of the engine.", lower_bound=1)
 _CHUNK = flags.DEFINE_integer("chunk", 128, "Largest piece of a prefill.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 16, "Decode steps of a stretch.", lower_bound=1)
-_REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
 
 
 # The environment --------------------------------------------------------------------------------------
@@ -166,7 +173,8 @@ def main() -> None:
     slots, chunk, steps = _SLOTS.value, _CHUNK.value, _STEPS.value
     params = policy.init(jax.random.key(0))
     with Engine(policy, params, slots=slots, slot_length=longest, chunk=chunk, steps=steps) as engine:
-        rows = [measure(engine, count, latency) for latency in numbers("latency", _LATENCY.value) for count in counts]
+        cases = list(product(numbers("latency", _LATENCY.value), counts))
+        rows = [measure(engine, count, latency) for latency, count in counted("rollout", cases)]
     show_lines(rows)
     result = {"benchmark": "hosted", "appends": _APPENDS.value, "slots": slots, "chunk": chunk, "steps": steps}
     print(json.dumps(result | {"rows": rows}))

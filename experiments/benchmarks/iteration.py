@@ -37,15 +37,19 @@ import flowgrpo as fg
 from experiments import common, setups
 from experiments.benchmarks import ceilings, reuse, trl_peer
 from experiments.benchmarks.measured import medians, show_columns, significant, timed
+from experiments.headings import heading
 from flowgrpo import loop
 from flowgrpo.contracts import Metrics
 from flowgrpo.packing import pack
+from flowgrpo.report.progress import counted
 from flowgrpo.spread import share
 from flowgrpo.types import BadInput, Batch, Trajectories
 
 PARTS = ("iteration", "scaling", "prefill", "seeds", "trl")
 
+heading("What is run")
 _PARTS = flags.DEFINE_list("parts", list(PARTS[:-1]), f"Any of {', '.join(PARTS)}.")
+heading("Sizes")
 _QUERIES = flags.DEFINE_integer("queries", 32, "Tasks of an iteration.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 8, "Trajectories of a task.", lower_bound=1)
 _WIDTH = flags.DEFINE_integer("width", 108, "Width of the prototype's model.", lower_bound=16)
@@ -215,7 +219,7 @@ def main() -> None:
     parts = [part for part in PARTS if part in _PARTS.value]
     params = imitate(prototype()) if {"iteration", "prefill"} & set(parts) else None
     result: dict[str, Any] = {"benchmark": "iteration"}
-    for part in parts:
+    for part in counted("part", parts):
         result[part] = measure(part, params=params)
         show_columns(result[part])
     print(json.dumps(result))

@@ -17,7 +17,6 @@ stacking layers on the host gave 2.8 to 3.5. Three minutes on two cores, and 1 G
 import json
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,20 +28,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from experiments import common
+from experiments.headings import heading
 from flowgrpo.models.families import Source
 from flowgrpo.models.hf import Model, init_model, load_model, save_model
 from flowgrpo.models.placed import STAGED
 from flowgrpo.models.stored import find_tensors
+from flowgrpo.report.progress import counted
+from flowgrpo.types import BadInput
 
+heading("What is run")
+_STORED = flags.DEFINE_multi_enum("stored", ["float32", "bfloat16"], ["float32", "bfloat16"], "Dtypes of the files.")
+_DTYPES = flags.DEFINE_multi_enum("dtypes", ["float32", "bfloat16"], ["float32", "bfloat16"], "Dtypes to load into.")
+heading("Sizes")
 _LAYERS = flags.DEFINE_integer("layers", 8, "Layers of the model.", lower_bound=1)
 _WIDTH = flags.DEFINE_integer("width", 1024, "Width of the model, a multiple of 256.", lower_bound=256)
 _VOCABULARY = flags.DEFINE_integer("vocabulary", 32_000, "Vocabulary of the model.", lower_bound=8)
 _SHARD = flags.DEFINE_float("shard_mib", 96.0, "Most MiB of a shard; a larger tensor has one of its own.")
-_STORED = flags.DEFINE_multi_enum("stored", ["float32", "bfloat16"], ["float32", "bfloat16"], "Dtypes of the files.")
-_DTYPES = flags.DEFINE_multi_enum("dtypes", ["float32", "bfloat16"], ["float32", "bfloat16"], "Dtypes to load into.")
+heading("Devices and memory")
 _DEVICES = flags.DEFINE_multi_integer("devices", [1, 8], "Devices that share the parameters.", lower_bound=1)
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -123,7 +129,7 @@ def measure_cases(scratch: Path, stored: str) -> list[dict]:
     first = [tensor for name, tensor in find_tensors(large).items() if name.startswith("model.layers.0.")]
     layer = sum(int(np.prod(tensor.shape)) for tensor in first) * jnp.dtype(stored).itemsize
     allowed, rows = max(shards) + layer, []
-    for dtype, devices in product(_DTYPES.value, _DEVICES.value):
+    for dtype, devices in counted(f"files of {stored}", list(product(_DTYPES.value, _DEVICES.value))):
         took: Memory = apart(measure, large, small, dtype, devices)
         sizes = {"params": took.held, "largest_shard": max(shards), "layer": layer, "beyond": took.beyond}
         row = {"stored": stored, "dtype": dtype, "devices": devices, "shards": len(shards)}
@@ -132,12 +138,12 @@ def measure_cases(scratch: Path, stored: str) -> list[dict]:
     return rows
 
 
-def main(_) -> None:
+def main() -> None:
     """Measure every case, print the table and one JSON line."""
     if not (STATUS.exists() and CLEAR.exists()):
-        sys.exit(f"experiments.benchmarks.loading: {STATUS} or {CLEAR} is missing, which tell memory: run it on Linux")
+        raise BadInput(f"{STATUS} or {CLEAR} is missing, which tell memory: run it on Linux")
     if _WIDTH.value % 256:
-        sys.exit(f"experiments.benchmarks.loading: --width={_WIDTH.value} must be a multiple of 256")
+        raise BadInput(f"--width={_WIDTH.value} must be a multiple of 256")
     os.environ.setdefault(KEPT, str(2**20))
     with tempfile.TemporaryDirectory() as scratch:
         rows = [row for stored in _STORED.value for row in measure_cases(Path(scratch), stored)]
@@ -148,4 +154,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    common.run(main)

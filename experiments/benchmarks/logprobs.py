@@ -27,14 +27,18 @@ from jax import Array
 from experiments import common
 from experiments.benchmarks import ceilings
 from experiments.benchmarks.measured import seconds, show_lines, significant
+from experiments.headings import heading
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.generate.sampler import logprobs
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model
+from flowgrpo.report.progress import counted
 from flowgrpo.types import BadInput
 
+heading("What is run")
 _MODELS = flags.DEFINE_list("models", list(ceilings.SHAPES), "Any of them, model folders, or hub ids.")
+heading("Sizes")
 _ROWS = flags.DEFINE_integer("rows", 64, "Rows that are scored together.", lower_bound=1)
 _LENGTH = flags.DEFINE_integer("length", 96, "Tokens of a row.", lower_bound=2)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
@@ -120,7 +124,7 @@ def main() -> None:
     models = {name: ceilings.open_model(name) for name in _MODELS.value}
     memory = measure_memory()
     rate = ceilings.measure().flops
-    rows = [row for name, model in models.items() for row in measure_speed(name, model, rate)]
+    rows = [row for name, model in counted("model", models.items()) for row in measure_speed(name, model, rate)]
     if rows:
         show_lines(rows)
     show_lines([memory])

@@ -26,18 +26,23 @@ from absl import flags
 import flowgrpo as fg
 from experiments import common
 from experiments.benchmarks.measured import show_lines, significant, timed
+from experiments.headings import heading
 from flowgrpo import launch
 from flowgrpo.learner import sharding
 from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
 from flowgrpo.learner.update import make_score, make_update
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
+from flowgrpo.report.progress import counted
 from flowgrpo.spread import place, share
 
+heading("What is run")
 _MESHES = flags.DEFINE_list(
     "mesh", None, "What to run: whole, pmap, or a mesh as data:4/tensor:2; by default one of each."
 )
+heading("Sizes")
 _UPDATES = flags.DEFINE_integer("updates", 5, "Updates, each on a batch of its own.", lower_bound=1)
+heading("Devices and memory")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, where several processes take part.")
 _PROCESSES = flags.DEFINE_integer("num_processes", 1, "How many processes take part.", lower_bound=1)
 _PROCESS = flags.DEFINE_integer("process_id", 0, "Which of them this is.", lower_bound=0)
@@ -162,7 +167,7 @@ def main() -> None:
     expected, seconds, held = on_one(batches)
     rows = [_line("one device", 0.0, seconds, held)]
     ways = {"whole": partial(on_one, micro_rows=ROWS), "pmap": by_pmap}
-    for name in _MESHES.value or WAYS:
+    for name in counted("mesh", _MESHES.value or WAYS):
         name = name.replace("/", ",").replace(":", "=")
         params, seconds, held = ways.get(name, partial(on_mesh, sizes=name))(batches)
         rows.append(_line(name, apart(params, expected, before), seconds, held))

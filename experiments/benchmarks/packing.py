@@ -15,7 +15,10 @@ from absl import flags
 
 import flowgrpo as fg
 from experiments import common
+from experiments.headings import heading
+from flowgrpo.types import BadInput
 
+heading("Sizes")
 _SIZES = flags.DEFINE_list("sizes", ["1000", "10000", "100000"], "Numbers of trajectories.")
 _MEAN = flags.DEFINE_integer("mean", 48, "Mean tokens of a trajectory.", lower_bound=6)
 _SIGMA = flags.DEFINE_float("sigma", 0.5, "Spread of the logarithm of the lengths.", lower_bound=0.0)
@@ -55,6 +58,8 @@ def measure(count: int) -> dict:
 def main() -> None:
     """Measure every size, print the table and one JSON line."""
     rows = []
+    if not all(size.isdecimal() and int(size) for size in _SIZES.value):
+        raise BadInput(f"--sizes={','.join(_SIZES.value)} must be a comma-separated list of positive integers")
     print(f"{'trajectories':>14}{'tokens':>12}{'seconds':>10}{'fill':>8}")
     for size in _SIZES.value:
         rows.append(measure(int(size)))

@@ -18,6 +18,7 @@ from absl import flags
 import flowgrpo as fg
 from experiments import common
 from experiments.benchmarks.rows import SHAPES, full_batch, shape_called
+from experiments.headings import heading
 from flowgrpo.learner.dry_run import abstract_batch, abstract_state, dry_update, local_bytes, make_case
 from flowgrpo.learner.floor import Job
 from flowgrpo.learner.optimizers import make_optimizer
@@ -25,10 +26,13 @@ from flowgrpo.learner.state import init_learner
 from flowgrpo.learner.update import make_update
 from flowgrpo.types import BadInput
 
+heading("What is run")
 _MODEL = flags.DEFINE_enum("model", "medium", list(SHAPES), "Which shape.")
+heading("Sizes")
 _ROWS = flags.DEFINE_integer("rows", 64, "Rows of the batch.", lower_bound=1)
 _LENGTH = flags.DEFINE_integer("length", 96, "Tokens of each.", lower_bound=2)
 _MICRO = flags.DEFINE_integer("micro_rows", 16, "Rows that are scored together.", lower_bound=1)
+heading("Devices and memory")
 _REMAT = flags.DEFINE_bool("remat", False, "Compute layers again in the backward pass.")
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

@@ -31,6 +31,8 @@ from absl import flags
 import flowgrpo as fg
 from experiments import common
 from experiments.benchmarks.measured import show_lines
+from experiments.headings import heading
+from flowgrpo.report.progress import counted
 from flowgrpo.rewards.answer import answer
 from flowgrpo.rewards.code import code
 from flowgrpo.rewards.drawing import drawing_reward, make_drawings, oracle
@@ -39,11 +41,14 @@ from flowgrpo.rewards.symbolic import PRELOAD, mathematics
 from flowgrpo.sandbox import Limits, Sandbox
 
 PARTS = ("sandbox", "members", "hanging", "overlap")
+heading("What is run")
 _PARTS = flags.DEFINE_list("parts", list(PARTS), f"Any of {', '.join(PARTS)}.")
-_CORES = flags.DEFINE_list("cores", ["1", "2"], "Numbers of cores, each with as many workers.")
+heading("Sizes")
 _CHECKS = flags.DEFINE_integer("checks", 200, "Checks of each measurement.", lower_bound=20)
-_SECONDS = flags.DEFINE_float("seconds", 0.5, "Deadline of a check.", lower_bound=0.05)
 _HANGING = flags.DEFINE_float("hanging", 0.02, "Share of the code that never ends.", lower_bound=0.0, upper_bound=1.0)
+heading("Devices and memory")
+_CORES = flags.DEFINE_list("cores", ["1", "2"], "Numbers of cores, each with as many workers.")
+_SECONDS = flags.DEFINE_float("seconds", 0.5, "Deadline of a check.", lower_bound=0.05)
 
 SUM = "def total(numbers):\n    return sum(numbers)\n"
 NEVER = "def total(numbers):\n    while True:\n        pass\n"
@@ -248,7 +253,7 @@ def main() -> None:
     cores = [int(number) for number in _CORES.value]
     measures = {"sandbox": sandbox_rows, "members": member_rows, "hanging": hanging_rows, "overlap": overlap_rows}
     found: dict[str, list[dict]] = {}
-    for part in (part for part in PARTS if part in _PARTS.value):
+    for part in counted("part", [part for part in PARTS if part in _PARTS.value]):
         counts = cores if part in ("sandbox", "members") else cores[-1:]
         found[part] = [line for count in counts for line in measures[part](count)]
         show_lines(found[part])

@@ -29,6 +29,7 @@ import flowgrpo as fg
 from experiments import common
 from experiments.benchmarks.ceilings import SHAPES, open_model
 from experiments.benchmarks.measured import show_columns, show_lines
+from experiments.headings import heading
 from experiments.planner_setup import OFFLOAD
 from flowgrpo import loop
 from flowgrpo.contracts import HostEnv, HostStep, Reward, Said, Scored
@@ -36,22 +37,26 @@ from flowgrpo.generate.engine import Engine
 from flowgrpo.learner.residency import Residency, places
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.hf import Model
+from flowgrpo.report.progress import counted
 from flowgrpo.rollout.compiled import Rollout
 from flowgrpo.rollout.hosted import Hosted, hosted
 from flowgrpo.rollout.records import rollout_of
 from flowgrpo.staged import Step, hosted_rollout, make_staged
 from flowgrpo.types import BadInput, Status
 
+heading("What is run")
 _MODEL = flags.DEFINE_enum("model", "small", list(SHAPES), "A random model of this shape.")
 _OFFLOAD = flags.DEFINE_list("offload", ["none", "host", "disk"], "Where models are that a stage doesn't use.")
+heading("Sizes")
 _QUERIES = flags.DEFINE_integer("queries", 16, "Groups of an iteration.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 8, "Trajectories of a group.", lower_bound=2)
 _TURNS = flags.DEFINE_integer("turns", 2, "Turns of a trajectory at most.", lower_bound=1)
 _PROMPT = flags.DEFINE_integer("prompt", 160, "Tokens of each observation.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens", 48, "Tokens of an action at most.", lower_bound=1)
 _SLOTS = flags.DEFINE_integer("slots", 64, "Slots of the engine.", lower_bound=2)
-_SECONDS = flags.DEFINE_float("seconds", 2.0, "What a reward takes in the second table.", lower_bound=0.01)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Iterations of which the median counts.", lower_bound=1)
+heading("Costs")
+_SECONDS = flags.DEFINE_float("seconds", 2.0, "What a reward takes in the second table.", lower_bound=0.01)
 STOP = 1  # a token among all others, so that actions differ in length
 STAGES = ("rollout", "inference", "rewards", "credit", "pack", "train", "iteration")
 
@@ -216,7 +221,7 @@ def main() -> None:
     model = open_model(_MODEL.value)
     sizes = {"slots": _SLOTS.value, "slot_length": row_length() + 8, "chunk": 32, "steps": 8, "banned": (0,)}
     with Engine(model.policy, model.params, **sizes) as engine:
-        stages = [measure_stages(model, engine, offload) for offload in _OFFLOAD.value]
+        stages = [measure_stages(model, engine, offload) for offload in counted("stages", _OFFLOAD.value)]
         names = {name: None for one in stages for name in one}
         show_columns([{name: one.get(name, "-") for name in names} for one in stages])
         rewards = measure_rewards(model, engine)

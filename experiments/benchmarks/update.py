@@ -38,6 +38,7 @@ from experiments import common
 from experiments.benchmarks import torch_update
 from experiments.benchmarks.measured import medians, show_columns, show_lines, significant, timed
 from experiments.benchmarks.rows import PROTOTYPE, SHAPES, full_batch, shape_called
+from experiments.headings import heading
 from flowgrpo.envs.env import PAD
 from flowgrpo.learner.floor import count_parameters, forward_flops
 from flowgrpo.learner.optimizers import make_optimizer
@@ -45,6 +46,7 @@ from flowgrpo.learner.state import init_learner
 from flowgrpo.learner.update import make_update
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import make_policy
+from flowgrpo.report.progress import counted
 from flowgrpo.spread import DEALT, data_mesh, share
 from flowgrpo.types import BadInput, Batch
 
@@ -56,9 +58,11 @@ FORMS: dict[str, dict[str, bool]] = {  # of the update
     "kl": {"kl": True},
 }
 
+heading("What is run")
 _PARTS = flags.DEFINE_list("parts", list(PARTS[:-1]), f"Any of {', '.join(PARTS)}.")
 _MODELS = flags.DEFINE_list("models", list(SHAPES), "Models of `speed`, `memory` and `torch`.")
 _FORMS = flags.DEFINE_list("forms", list(FORMS), "Forms of the update in `speed`.")
+heading("Sizes")
 _ROWS = flags.DEFINE_integer("rows", 64, "Rows of a batch.", lower_bound=1)
 _LENGTHS = flags.DEFINE_list("lengths", ["96"], "Tokens of a row, one batch each.")
 _MICRO = flags.DEFINE_integer("micro_rows", 16, "Rows that are scored together.", lower_bound=1)
@@ -267,11 +271,10 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     check_flags()
     result: dict[str, Any] = {"benchmark": "update"}
-    for part in PARTS:
-        if part in _PARTS.value:
-            result[part] = measure(part)
-            show = show_columns if part in ("speed", "torch") else show_lines
-            show(result[part])
+    for part in counted("part", [part for part in PARTS if part in _PARTS.value]):
+        result[part] = measure(part)
+        show = show_columns if part in ("speed", "torch") else show_lines
+        show(result[part])
     print(json.dumps(result))
 
 

@@ -143,6 +143,9 @@ class Master:
             state = from_json(json.loads(begun.memory["schedule"]))
             kept = {int(number): unpack_stretch(text) for number, text in begun.memory["buffer"].items()}
             self.tasks = {int(number): task for number, task in begun.memory["tasks"].items()}
+            seen = json.loads(begun.memory["seen"])
+            self.rollout_pids |= set(seen["rollout_pids"])
+            self.staleness = seen["staleness"]
         self.buffer = buffer.EMPTY
         for number, stretch in kept.items():
             spoke = min(versions(stretch), default=state.groups[number].began)
@@ -280,12 +283,13 @@ class Master:
         self.examiner.begin("validation", self.exams.validation, self.loads, validated)
 
     def _memory(self) -> dict[str, Any]:
-        """What a checkpoint holds of the master: the schedule after this update, and the trajectories in the buffer."""
+        """What a checkpoint holds of the master: the schedule after this update, its buffer, what the result tells."""
         state = trained(self.state) if is_training(self.state) else self.state
         held = {str(number): self._text(self.buffer[number].item) for number in state.groups if number in self.buffer}
         there = {number: text for number, text in held.items() if text}
         tasks = {str(number): self.tasks[number] for number in state.groups if number in self.tasks}
-        return {"schedule": json.dumps(to_json(state)), "buffer": there, "tasks": tasks}
+        seen = {"rollout_pids": sorted(self.rollout_pids), "staleness": self.staleness}
+        return {"schedule": json.dumps(to_json(state)), "buffer": there, "tasks": tasks, "seen": json.dumps(seen)}
 
     def _text(self, item: Any) -> str:
         """A stretch as text; "" where the host that had it is gone, so that it is rolled out again."""

@@ -5,9 +5,11 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 PATIENCE = 5.0  # seconds that the driver's own tool may take
+FRESH = 10.0  # seconds in which it is asked once, since each time a process is started
 
 
 class Pulse(NamedTuple):
@@ -20,7 +22,14 @@ class Pulse(NamedTuple):
 
 def take_pulse(words: Sequence[str] = ()) -> Pulse:
     """That of this process."""
-    return Pulse(tuple(words), time.process_time(), gpu_share(os.environ.get("CUDA_VISIBLE_DEVICES", "")))
+    share = _recent_share(os.environ.get("CUDA_VISIBLE_DEVICES", ""), time.monotonic() // FRESH)
+    return Pulse(tuple(words), time.process_time(), share)
+
+
+@lru_cache(maxsize=1)
+def _recent_share(devices: str, _period: float) -> float | None:
+    """What was said once in this period."""
+    return gpu_share(devices)
 
 
 def gpu_share(devices: str) -> float | None:

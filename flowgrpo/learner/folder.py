@@ -85,6 +85,12 @@ def begin_anew(folder: str | os.PathLike) -> None:
                 part.unlink()
 
 
+def check_own(folder: Path, settings: Mapping[str, Any], *, may_differ: Sequence[str] = ()) -> None:
+    """Raise `BadInput` where the folder holds another run, before anything is made or written there."""
+    if (folder / RUN).exists():
+        check_same(folder, read_run(folder), identity(settings), may_differ=may_differ)
+
+
 def check_run(folder: Path, settings: Mapping[str, Any], *, may_differ: Sequence[str] = ()) -> None:
     """Write `run.json` where there is none; otherwise raise `BadInput` where it tells of another run."""
     path, here = folder / RUN, identity(settings)
@@ -110,6 +116,9 @@ def check_same(
     path: Path, there: Mapping[str, Any], here: Mapping[str, Any], *, may_differ: Sequence[str] = ()
 ) -> None:
     """Raise `BadInput` where two identities differ; `there` is that of what lies at `path`."""
+    strange = there.get("settings", {}).keys() ^ here["settings"].keys()
+    if len(strange) > SHOWN:
+        raise BadInput(f"{path} holds a run of another command: choose another folder")
     chosen, found = (differing(there.get(part, {}), here[part], may_differ) for part in ("settings", "machine"))
     differences = list(dict.fromkeys([*chosen, *found]))  # both may know of the devices
     if differences:

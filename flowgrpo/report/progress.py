@@ -7,8 +7,10 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TextIO, TypeVar
+
+T = TypeVar("T")
 
 FORMS = {  # what is shown where it is there, and how
     "success": "success {:.2f}",
@@ -38,7 +40,7 @@ class Progress:
         """Say that this update of a phase is done; `figures` may hold the names of `FORMS` and others."""
         total = self._total if total is None else total
         words = [f"{phase} {update:>{len(str(total))}}/{total}", *shown(figures)]
-        left = self._left(phase, update, total)
+        left = self.left(phase, update, total)
         if left is not None:
             words.append(f"{clock_time(left)} left")
         self._print("  ".join(words), new=phase != self._phase)
@@ -55,7 +57,7 @@ class Progress:
             print(file=self._stream, flush=True)
         self._open = False
 
-    def _left(self, phase: str, update: int, total: int) -> float | None:
+    def left(self, phase: str, update: int, total: int) -> float | None:
         """Seconds that the rest of a phase takes, by what it took since its first line here; None before that."""
         begun, first = self._begun.setdefault(phase, (self._clock(), update))
         return (self._clock() - begun) / (update - first) * (total - update) if update > first else None
@@ -69,6 +71,21 @@ class Progress:
         width = shutil.get_terminal_size().columns - 1
         print(f"\r\x1b[2K{line[:width]}", end="", file=self._stream, flush=True)
         self._open = True
+
+
+def counted(phase: str, cases: Collection[T], *, stream: TextIO | None = None) -> Iterator[T]:
+    """Each of the cases, with a line before the first and behind each: how many are done, and the time left.
+
+    The lines stay, since between them the cases may print what they found.
+    """
+    progress = Progress(len(cases), stream=stream)
+    if cases:
+        progress.show(phase, 0, {})
+    for number, case in enumerate(cases, 1):
+        progress.end()
+        yield case
+        progress.show(phase, number, {})
+    progress.end()
 
 
 def shown(figures: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """The master over workers in threads: the same bits whatever happens, nothing lost or doubled, nobody waited for."""
 
 import json
+import os
 import random
 import re
 import threading
@@ -180,6 +181,26 @@ def test_S1_a_master_that_is_killed_goes_on_from_the_checkpoint_with_its_buffer(
         assert result["sha"] == undisturbed(tmp_path / "whole")[1]["sha"]
     resumed = [event for event in read_events(tmp_path / "events.jsonl") if event["what"] == "resumed"]
     assert [event["update"] for event in resumed] == [0, at // 2 * 2]
+
+
+def test_S1_the_result_tells_of_all_masters_and_not_of_the_last_alone(tmp_path):
+    """Who rolled out, and how stale an update was, up to the checkpoint from which the last one went on."""
+    work = Work()
+
+    def before(_worker, method, _calls):
+        if method == "train" and before.trains == 3:
+            raise KeyboardInterrupt
+        before.trains += method == "train"
+
+    before.trains = 0
+    with pytest.raises(KeyboardInterrupt):
+        work.master(ThreadCrew(before), SYNC, tmp_path).run()
+    assert work.saved is not None
+    memory = work.saved["memory"]
+    assert json.loads(memory["seen"]) == {"rollout_pids": [os.getpid()], "staleness": 0}
+    work.saved["memory"] = memory | {"seen": json.dumps({"rollout_pids": [1], "staleness": 7})}
+    result = work.master(ThreadCrew(), SYNC, tmp_path).run()
+    assert (result["rollout_pids"], result["staleness"]) == ([1, os.getpid()], 7)
 
 
 @pytest.mark.parametrize("seed", range(3))

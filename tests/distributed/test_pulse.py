@@ -2,12 +2,14 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 from cluster_cases import ThreadCrew, Work
 
 from experiments import cluster_table
 from flowgrpo import schedule
+from flowgrpo.distributed import pulse
 from flowgrpo.distributed.pulse import Pulse, gpu_share, take_pulse
 from flowgrpo.distributed.staff import Seen
 
@@ -42,6 +44,18 @@ def test_the_share_of_gpus_is_the_mean_of_those_that_were_given(tmp_path, monkey
     assert gpu_share("") is None
 
 
+def test_the_driver_is_asked_once_in_a_while_and_not_at_every_pulse(tmp_path, monkeypatch):
+    put_tool(tmp_path, monkeypatch, f"echo asked >> {tmp_path}/asked; echo 50")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    now = [1000.0]
+    monkeypatch.setattr(pulse, "time", SimpleNamespace(monotonic=lambda: now[0], process_time=time.process_time))
+    shares = []
+    for now[0] in (1000.0, 1001.0, 1009.0, 1011.0):
+        shares.append(take_pulse().gpu)
+    assert shares == [0.5] * 4
+    assert (tmp_path / "asked").read_text().splitlines() == ["asked"] * 2
+
+
 @pytest.mark.parametrize("script", ["echo '[N/A]'", "echo no driver; exit 9", "true"])
 def test_where_the_tool_says_nothing_there_is_no_share(tmp_path, monkeypatch, script):
     put_tool(tmp_path, monkeypatch, script)
@@ -60,3 +74,4 @@ def test_the_table_tells_queues_staleness_and_what_everybody_does(tmp_path, caps
     worker = next(line.split() for line in said.splitlines() if line.split()[:1] == ["rollout-0"])
     assert worker[1] == str(os.getpid())
     assert "train-0" in said
+    assert cluster_table.head(master, 65.0)[0].endswith("; 1:05 left")

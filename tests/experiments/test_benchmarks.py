@@ -95,6 +95,8 @@ def test_cluster_benchmark_runs():
         (["decode", "--model=/nowhere"], "/nowhere"),
         (["logprobs", "--models=/nowhere"], "/nowhere"),
         (["exactness", "--models=/nowhere"], "/nowhere"),
+        (["packing", "--sizes=abc"], "--sizes=abc must be a comma-separated list of positive integers"),
+        (["answers", "--pairs=none.txt"], "--pairs=none.txt is no file"),
         (["loading", "--width=300"], "--width=300 must be a multiple of 256"),
     ],
 )

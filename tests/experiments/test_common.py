@@ -15,8 +15,10 @@ EXPERIMENT = '''"""An experiment of a few lines."""
 import time
 from absl import flags, logging
 from experiments import common
+from experiments.headings import heading
 from flowgrpo.types import BadInput
 
+heading("What is run")
 _WORD = flags.DEFINE_string("word", "hello", "What is said.")
 _TIMES = flags.DEFINE_integer("times", 1, "How often.", lower_bound=1)
 
@@ -38,7 +40,8 @@ if __name__ == "__main__":
 @pytest.fixture
 def command(tmp_path):
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
-    program = f"import sys, runpy; sys.path[:0] = [{str(tmp_path)!r}]; runpy.run_module('tiny', run_name='__main__')"
+    call = "runpy.run_module('tiny', run_name='__main__', alter_sys=True)"
+    program = f"import sys, runpy; sys.path[:0] = [{str(tmp_path)!r}]; {call}"
     return [sys.executable, "-c", program]
 
 
@@ -55,20 +58,39 @@ def test_a_run_says_what_it_prints_and_nothing_else(command, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argument", "words"),
+    ("status", "argument", "words"),
     [
-        ("--word=bad", "--word=bad is no word: say another one"),
-        ("--times=0", "flag --times=0: 0 is not a positive integer"),
-        ("--tims=2", "Unknown command line flag 'tims'. Did you mean: times ?"),
-        ("word", "'word' is not a flag: settings are given as --name=value"),
-        ("--compilation_cache=/dev/null/cache", "/dev/null/cache can't be made"),
+        (1, "--word=bad", "--word=bad is no word: say another one"),
+        (2, "--times=0", "flag --times=0: 0 is not a positive integer"),
+        (2, "--tims=2", "--tims is no flag; did you mean --times? (--help lists them)"),
+        (2, "--nodeterminstic", "--nodeterminstic is no flag; did you mean --nodeterministic?"),
+        (2, "--qqq", "--qqq is no flag (--help lists them)"),
+        (2, "word", "'word' is not a flag: settings are given as --name=value"),
+        (1, "--compilation_cache=/dev/null/cache", "/dev/null/cache can't be made"),
     ],
 )
-def test_bad_input_is_one_sentence_and_status_1(command, argument, words):
+def test_bad_input_is_one_sentence_and_status_1_and_a_bad_command_line_status_2(command, status, argument, words):
     done = run(command, argument)
-    assert done.returncode == 1
+    assert done.returncode == status
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("flag", ["--help", "--helpshort", "-?"])
+def test_help_that_was_asked_for_ends_well_and_has_headings(command, flag):
+    done = run(command, flag)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("An experiment of a few lines.\n\nWhat is run:\n  --word=TEXT ")
+    assert "\n  --times=N             How often. (positive integer; default 1)\n" in done.stdout
+    assert "\n\nEvery command:\n  --compilation_cache=TEXT\n" in done.stdout
+    assert "--verbosity" not in done.stdout
+    assert "\n  --[no]resume" not in done.stdout
+
+
+def test_full_help_has_the_flags_of_libraries_too(command):
+    done = run(command, "--helpfull")
+    assert done.returncode == 0
+    assert "--verbosity" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,9 @@ def test_the_command_writes_the_folder_and_says_what_it_wrote(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "model.safetensors" in done.stdout
     assert json.loads(done.stdout.splitlines()[-1])["update"] == 1
+    own = command([*module[:-1], f"--workdir={tmp_path}/run", f"--out={tmp_path}/run"])
+    assert own.returncode == 1
+    assert "is the folder of a run: give another one" in own.stderr
     refused = command([*module, f"--workdir={tmp_path}/other"])
     assert refused.returncode == 1
     assert "holds no run" in refused.stderr

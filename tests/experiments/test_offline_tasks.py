@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from experiments import domains
+from experiments.agent_setups import OFFLINE, settings_of
 from experiments.offline_demos import Flaws, demonstrate, play_script, script
-from experiments.offline_model import write_model
+from experiments.offline_model import note_made, write_model
 from experiments.offline_tasks import DOMAINS, MAKERS, SPLITS, combinations, make_tasks, passages
-from experiments.offline_warmstart import _batches
+from experiments.offline_warmstart import MADE_WITH, _batches, write_start
 from flowgrpo.agent import roles
 from flowgrpo.agent.rendering import appending
 from flowgrpo.agent.system import agent_system
@@ -123,3 +124,24 @@ def test_batches_visit_every_row_before_any_comes_again():
     seen = np.concatenate([next(order).trajectory[:, 0] for _ in range(3)])
     assert sorted(seen.tolist()) == list(range(12))
     assert jax.tree.leaves(next(order))[0].shape == (4, 4)
+
+
+def test_a_start_that_other_settings_made_is_refused_and_nothing_is_made_anew(tmp_path):
+    def never(*_given, **_settings):
+        raise AssertionError("a start that is there was made again")
+
+    settings = settings_of(None)
+    folder = tmp_path / "start"
+    folder.mkdir()
+    with pytest.raises(BadInput, match=r"made_with\.json can't be read"):
+        write_start(folder, never, never, settings)
+    note_made(folder, {name: settings[name] for name in MADE_WITH})
+    write_start(folder, never, never, settings | {"updates": 7})
+    with pytest.raises(BadInput, match="was made otherwise: seed: there 0, here 1; turns: there 4, here 5"):
+        write_start(folder, never, never, settings | {"seed": 1, "turns": 5})
+
+
+def test_an_action_that_leaves_no_room_for_a_context_is_refused_by_its_flag():
+    with pytest.raises(BadInput, match=r"^--max_tokens=4000 leaves no room .* --context_tokens=256, which holds both$"):
+        settings_of(None, max_tokens=4000)
+    assert set(MADE_WITH) <= set(OFFLINE) | {"seed"}

@@ -90,7 +90,7 @@ def test_a_folder_without_a_run_is_refused(command, tmp_path):
 
 def test_an_unknown_environment_is_refused(command):
     refused = command("quickstart", "--env=chess", check=False)
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "lookup" in refused.stderr
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flowgrpo.learner import folder as run_folders
-from flowgrpo.learner.folder import begin_anew, differing, machine, run_folder
+from flowgrpo.learner.folder import begin_anew, check_own, check_run, differing, machine, run_folder
 from flowgrpo.types import BadInput
 
 ROOT = Path(__file__).parent.parent.parent
@@ -131,3 +131,16 @@ def test_a_run_is_begun_anew_where_one_is_and_nobody_works_in_it(tmp_path):
     with pytest.raises(BadInput, match="holds no run that could be begun anew"):
         begin_anew(tmp_path / "letters")
     assert (tmp_path / "letters" / "one.txt").exists()
+
+
+def test_a_run_of_another_command_is_one_short_sentence_and_nothing_is_written(tmp_path):
+    ours = {f"setting_{i}": i for i in range(12)}
+    check_own(tmp_path, ours)
+    assert list(tmp_path.iterdir()) == []
+    check_run(tmp_path, ours)
+    check_own(tmp_path, ours)
+    with pytest.raises(BadInput, match="holds another run: setting_3: there 3, here 4"):
+        check_own(tmp_path, ours | {"setting_3": 4})
+    check_own(tmp_path, ours | {"setting_3": 4}, may_differ=["setting_3"])
+    with pytest.raises(BadInput, match=f"^{tmp_path} holds a run of another command: choose another folder$"):
+        check_own(tmp_path, {f"other_{i}": i for i in range(12)})

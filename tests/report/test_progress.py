@@ -2,7 +2,7 @@
 
 import io
 
-from flowgrpo.report.progress import Progress, clock_time, shown
+from flowgrpo.report.progress import Progress, clock_time, counted, shown
 
 FIGURES = {
     "success": 0.541,
@@ -59,3 +59,22 @@ def test_the_time_left_is_that_of_the_updates_seen_here():
 
 def test_times_are_read_as_on_a_clock():
     assert [clock_time(s) for s in (0, 59.6, 83, 3599, 7384)] == ["0:00", "1:00", "1:23", "59:59", "2:03:04"]
+
+
+def test_cases_are_counted_from_none_to_all():
+    out = io.StringIO()
+    assert list(counted("decode", [3, 5], stream=out)) == [3, 5]
+    lines = out.getvalue().splitlines()
+    assert [line.partition("  ")[0] for line in lines] == ["decode 0/2", "decode 1/2", "decode 2/2"]
+    assert ["left" in line for line in lines] == [False, True, True]
+
+
+def test_what_a_case_prints_has_lines_of_its_own_on_a_terminal():
+    out = Terminal()
+    for case in counted("decode", [3, 5], stream=out):
+        print(f"found {case}", file=out)
+    lines = out.getvalue().split("\n")
+    assert lines[0].endswith("decode 0/2")
+    assert lines[1] == "found 3"
+    assert lines[3] == "found 5"
+    assert out.getvalue().endswith("\n")

@@ -1,0 +1,26 @@
+"""What there is to run, in a line each.
+
+    python -m experiments
+    python -m experiments quickstart
+    python -m experiments.benchmarks
+
+The lines are the first ones of the modules' docstrings, which are read and not imported. With a name, prints the whole
+docstring of that one; its flags are in `python -m experiments.NAME --help`.
+"""
+
+import sys
+from pathlib import Path
+
+from experiments.listing import listing
+
+GROUPS = {
+    "Train": ("quickstart", "agentflow", "self_verify", "cluster", "finetune"),
+    "Look": ("family", "environments"),
+    "Compare": ("evaluate", "replay", "soak"),
+    "Serve": ("export", "chat", "score"),
+    "Plan": ("plan", "simulate"),
+}
+MEASURED = "python -m experiments.benchmarks lists what is measured: speed, memory, exactness."
+
+if __name__ == "__main__":
+    sys.exit(listing("experiments", Path(__file__).parent, GROUPS, sys.argv[1:], ending=MEASURED))

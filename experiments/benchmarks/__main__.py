@@ -1,0 +1,21 @@
+"""What there is to measure, in a line each.
+
+python -m experiments.benchmarks
+python -m experiments.benchmarks decode
+"""
+
+import sys
+from pathlib import Path
+
+from experiments.listing import listing
+
+GROUPS = {
+    "The machine": ("ceilings",),
+    "Learning": ("update", "logprobs", "packing", "meshes", "resident"),
+    "Playing": ("decode", "hosted", "exactness", "loading"),
+    "Rewards": ("answers", "rewards"),
+    "Whole iterations": ("iteration", "staged", "cluster"),
+}
+
+if __name__ == "__main__":
+    sys.exit(listing("experiments.benchmarks", Path(__file__).parent, GROUPS, sys.argv[1:]))

@@ -1,0 +1,36 @@
+"""What a run says at its end: what it wrote, and commands that take it further."""
+
+from experiments.endings import after_training, command, contents, ending
+
+
+def test_next_steps_stand_below_each_other_with_what_they_are_for():
+    assert ending("written to x", [("a", "does this"), ("bcd", "does that")]) == (
+        "\nwritten to x\nnext:\n    a    # does this\n    bcd  # does that"
+    )
+    assert ending("written to x", []) == "\nwritten to x"
+
+
+def test_a_folder_with_a_space_is_quoted():
+    assert command("chat", model="my models/a") == "python -m experiments.chat --model='my models/a'"
+
+
+def test_only_what_is_there_is_said_to_be_written(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("result.json", ".lock"):
+        (tmp_path / name).write_text("")
+    assert contents(tmp_path) == "checkpoints/, result.json"
+
+
+def test_a_run_is_sent_to_evaluate_where_that_takes_it(tmp_path):
+    said = {name: after_training(tmp_path, {"updates": 7, **own}) for name, own in KINDS.items()}
+    assert {name: "experiments.evaluate" in words for name, words in said.items()} == {
+        "quickstart": True,
+        "agentflow": True,
+        "self_verify": False,
+    }
+    assert f"python -m experiments.view --workdir={tmp_path} " in said["self_verify"]
+    assert "the same command with more --updates" in said["quickstart"]
+    assert said["quickstart"].endswith("# goes on from update 7")
+
+
+KINDS = {"quickstart": {"env": "lookup"}, "agentflow": {"exam_turns": 10}, "self_verify": {}}

@@ -1,0 +1,115 @@
+"""--help: flags under headings, in words of our own; every flag of every command has a heading."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+from absl import flags
+
+from experiments import headings
+from experiments.headings import HEADINGS, heading, under_headings
+from experiments.help import complaint, described, flowing, is_required, page, written
+from tests.experiments.conftest import run_command
+
+EXPERIMENTS = Path(headings.__file__).parent
+DEFINING = [path for path in sorted(EXPERIMENTS.rglob("*.py")) if " = flags.DEFINE_" in path.read_text()]
+DEFINING.remove(EXPERIMENTS / "headings.py")  # which shows one in its docstring
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """A world of flags of its own, with some under two headings, and one before any."""
+    values = flags.FlagValues()
+    monkeypatch.setattr(flags, "FLAGS", values)
+    monkeypatch.setattr(headings, "_begun", [])
+    into: dict[str, Any] = {"flag_values": values}
+    flags.DEFINE_string("library", "x", "Of somebody else.", **into)
+    heading("Sizes")
+    flags.DEFINE_integer("queries", 32, "Queries of an update.", lower_bound=1, **into)
+    flags.DEFINE_float("share", None, "Of something.", lower_bound=0.5, **into)
+    heading("What is run")
+    flags.DEFINE_enum("env", "lookup", ["lookup", "maze"], "Environment.", **into)
+    flags.DEFINE_enum("long", None, [f"algorithm_{i}" for i in range(9)], "Which.", **into)
+    flags.DEFINE_bool("resume", True, "Go on.", **into)
+    flags.DEFINE_bool("remat", None, "Compute again.", **into)
+    flags.DEFINE_list("parts", ["a", "b"], "Any of them.", **into)
+    flags.DEFINE_multi_string("mcp", [], "A server.", **into)
+    flags.DEFINE_string("data", None, "The examples.", required=True, **into)
+    return values
+
+
+def test_flags_stand_under_their_headings_in_one_order_everywhere(own):
+    chosen = [own[name] for name in ("data", "queries", "env", "share")]
+    found = under_headings(chosen)
+    assert [(words, [flag.name for flag in group]) for words, group in found.items()] == [
+        ("What is run", ["env", "data"]),
+        ("Sizes", ["queries", "share"]),
+    ]
+    assert list(found) == [words for words in HEADINGS if words in found]
+
+
+def test_a_heading_that_there_is_not_is_an_error():
+    with pytest.raises(ValueError, match="'Szies' is none of the headings: What is run, "):
+        heading("Szies")
+
+
+@pytest.mark.parametrize(
+    ("name", "left", "right"),
+    [
+        ("queries", "--queries=N", "Queries of an update. (positive integer; default 32)"),
+        ("share", "--share=X", "Of something. (>= 0.5)"),
+        ("env", "--env=lookup|maze", "Environment. (default lookup)"),
+        ("resume", "--[no]resume", "Go on. (default on)"),
+        ("remat", "--[no]remat", "Compute again."),
+        ("parts", "--parts=A,B", "Any of them. (default a,b)"),
+        ("mcp", "--mcp=TEXT", "A server. (may be given again)"),
+        ("data", "--data=TEXT", "The examples. (required)"),
+    ],
+)
+def test_a_flag_is_shown_with_its_kind_sentence_bounds_and_default(own, name, left, right):
+    assert written(own[name]) == left
+    assert described(own[name], 100) == f"  {left}".ljust(24) + right
+
+
+def test_many_choices_are_listed_behind_the_sentence_and_nothing_is_wider_than_the_page(own):
+    text = described(own["long"], 60)
+    assert text.startswith("  --long=NAME           Which. (one of algorithm_0,")
+    assert max(map(len, text.splitlines())) <= 60
+
+
+def test_a_page_flows_and_leaves_what_is_indented(own):
+    doc = "One line that is rather long, and another one.\n\n    python -m a.command --with=flags\n\nThe end."
+    text = page(doc, [own["queries"]], width=40)
+    assert text.startswith(
+        "One line that is rather long, and\nanother one.\n\n    python -m a.command --with=flags\n\nThe"
+    )
+    assert max(len(line) for line in text.splitlines()) <= 60
+    assert flowing("a\nb", 40) == "a b"
+
+
+def test_a_flag_that_is_missing_is_named_with_what_it_is(own, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["prog"])
+    own.register_key_flag_for_module("prog", own["data"])
+    assert (is_required(own["data"]), is_required(own["share"])) == (True, False)
+    with pytest.raises(flags.IllegalFlagValueError) as raised:
+        own(["prog"])
+    assert complaint(raised.value) == "--data must be given (The examples)"
+    with pytest.raises(flags.IllegalFlagValueError) as raised:
+        own(["prog", "--env=chess"])
+    assert complaint(raised.value) == "flag --env=chess: value should be one of <lookup|maze>"
+
+
+@pytest.mark.parametrize("path", DEFINING, ids=lambda path: path.relative_to(EXPERIMENTS).as_posix())
+def test_every_module_has_a_heading_before_its_first_flag(path):
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    named = [(ast.unparse(call.func), call.lineno) for call in calls]
+    first = min(line for name, line in named if name.startswith("flags.DEFINE_"))
+    assert min((line for name, line in named if name == "heading"), default=first) < first
+
+
+def test_a_command_that_takes_the_flags_of_two_modules_has_them_under_the_same_headings(tmp_path):
+    page = run_command("self_verify", "--help", cache=tmp_path).stdout
+    learning = page[page.index("\nLearning:") : page.index("\nSampling:")]
+    assert ("--learning_rate=X" in learning, "--lora_rank=N" in learning) == (True, True)
+    assert page.count("\nLearning:\n") == 1

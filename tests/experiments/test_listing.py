@@ -1,0 +1,67 @@
+"""What `python -m experiments` prints: every command once, in a group, fast, and a hint where a name is unknown."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import __main__ as all_commands
+from experiments.benchmarks import __main__ as all_benchmarks
+from experiments.listing import OTHERS, commands, grouped, page
+
+ROOT = Path(__file__).parent.parent.parent
+FOLDERS = [(all_commands, ROOT / "experiments"), (all_benchmarks, ROOT / "experiments" / "benchmarks")]
+
+
+def listed(*arguments: str) -> subprocess.CompletedProcess:
+    program = [sys.executable, "-X", "importtime", "-m", *arguments]
+    return subprocess.run(program, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
+
+
+@pytest.mark.parametrize(("module", "folder"), FOLDERS, ids=["experiments", "benchmarks"])
+def test_every_command_is_in_one_group_and_every_name_is_a_command(module, folder):
+    named = [name for members in module.GROUPS.values() for name in members]
+    assert sorted(named) == sorted(commands(folder))
+
+
+@pytest.mark.parametrize(("_module", "folder"), FOLDERS, ids=["experiments", "benchmarks"])
+def test_every_command_says_in_one_sentence_what_it_is(_module, folder):
+    for name, doc in commands(folder).items():
+        lines = doc.splitlines()
+        assert lines[0].endswith("."), name
+        assert lines[1] == "", name
+
+
+def test_a_module_without_a_main_is_no_command():
+    found = commands(ROOT / "experiments")
+    assert {"quickstart", "agentflow", "score"} <= set(found)
+    assert not {"common", "session", "__main__", "headings"} & set(found)
+
+
+def test_a_command_that_is_in_no_group_is_shown_among_the_others():
+    assert grouped(["a", "b"], {"Group": ("b", "gone")}) == {"Group": ["b"], OTHERS: ["a"]}
+    text = page("pack", {"a": "What a does.\n\nMore.", "b": "What b does."}, {"Group": ("b",)}, width=80)
+    assert text.endswith("Group:\n  b             What b does.\n\nOthers:\n  a             What a does.")
+
+
+def test_the_page_names_every_command_and_imports_no_jax():
+    done = listed("experiments")
+    assert done.returncode == 0
+    assert all(f"\n  {name} " in done.stdout for name in commands(ROOT / "experiments"))
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert "| jax" not in done.stderr.replace("|  ", "|")
+    assert " numpy" not in done.stderr
+
+
+def test_a_name_is_answered_with_what_it_does_and_an_unknown_one_with_the_nearest():
+    known = listed("experiments.benchmarks", "packing")
+    assert known.stdout.startswith("Seconds and fill rate of `pack`, by number of trajectories.\n\n")
+    assert known.stdout.endswith("Its flags: python -m experiments.benchmarks.packing --help\n")
+    near, far = listed("experiments", "quikstart"), listed("experiments", "zzz")
+    said = [done.stderr.splitlines()[-1] for done in (near, far)]
+    assert said == [
+        "experiments: 'quikstart' is none of its commands; did you mean quickstart (python -m experiments.quickstart)?",
+        "experiments: 'zzz' is none of its commands: python -m experiments lists them",
+    ]
+    assert (near.returncode, far.returncode) == (2, 2)
