@@ -16,7 +16,7 @@ from experiments.listing import listing
 GROUPS = {
     "Train": ("quickstart", "agentflow", "self_verify", "cluster", "finetune"),
     "Look": ("family", "environments"),
-    "Compare": ("evaluate", "replay", "soak"),
+    "Compare": ("compare", "evaluate", "replay", "soak"),
     "Serve": ("export", "chat", "score"),
     "Plan": ("plan", "simulate"),
 }

@@ -28,26 +28,29 @@ from absl import flags
 import flowgrpo as fg
 from experiments import common, compare_page
 from experiments.compare_runs import RUNS, compare
+from experiments.headings import heading
 from experiments.studies import STUDIES, Study
 from flowgrpo import launch
 from flowgrpo.learner.folder import begin_anew, run_folder
 from flowgrpo.report.metrics import plain
 
+heading("What is run")
 _STUDY = flags.DEFINE_enum("study", "credit", list(STUDIES), "What is compared.")
-_SEEDS = flags.DEFINE_integer("num_seeds", 16, "Seeds of every arm.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "The first of them.", lower_bound=0)
 _ARMS = flags.DEFINE_list("arms", None, "Some of the study's arms, by commas; all by default.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/compare-STUDY by default.")
-_RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
+_SEED = flags.DEFINE_integer("seed", 0, "The first seed.", lower_bound=0)
+heading("Sizes")
+_SEEDS = flags.DEFINE_integer("num_seeds", 16, "Seeds of every arm.", lower_bound=1)
 _UPDATES = flags.DEFINE_integer("updates", None, "Updates of every run, in the place of the study's.", lower_bound=1)
-_WARM = flags.DEFINE_integer(
-    "warm_steps", None, "Steps of imitation before, in the place of the study's.", lower_bound=1
-)
+_WARM = flags.DEFINE_integer("warm_steps", None, "Steps of imitation, in the place of the study's.", lower_bound=1)
 _EVERY = flags.DEFINE_integer("examine_every", 10, "Updates between two examinations.", lower_bound=1)
 _TASKS = flags.DEFINE_integer("test_tasks", 256, "Test tasks of an examination.", lower_bound=1)
+heading("Devices and memory")
 _LANES = flags.DEFINE_integer(
     "lanes", None, "Seeds that are vmapped on a device: 1 on a CPU, all of them elsewhere, by default.", lower_bound=1
 )
+heading("Files and resuming")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/compare-STUDY by default.")
+_RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
 
 # The command ------------------------------------------------------------------------------------------
 

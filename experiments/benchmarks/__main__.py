@@ -14,7 +14,7 @@ GROUPS = {
     "Learning": ("update", "logprobs", "packing", "meshes", "resident"),
     "Playing": ("decode", "hosted", "exactness", "loading"),
     "Rewards": ("answers", "rewards"),
-    "Whole iterations": ("iteration", "staged", "cluster"),
+    "Whole iterations": ("iteration", "seeds", "staged", "cluster"),
 }
 
 if __name__ == "__main__":

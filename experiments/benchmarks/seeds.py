@@ -25,6 +25,7 @@ from absl import flags
 from experiments import arms, common, setups
 from experiments.arms import Arm
 from experiments.compare_runs import begin_all, over_seeds, settings_of
+from experiments.headings import heading
 from experiments.studies import STUDIES
 from flowgrpo import launch, loop
 from flowgrpo.many import many_updates, over_runs, stack
@@ -32,6 +33,7 @@ from flowgrpo.report.progress import Progress
 from flowgrpo.spread import data_mesh
 from flowgrpo.statistics import interval, probability_of_improvement
 
+heading("Sizes")
 _SEEDS = flags.DEFINE_integer("num_seeds", 16, "Seeds.", lower_bound=2)
 _UPDATES = flags.DEFINE_integer("updates", 40, "Updates of each.", lower_bound=4)
 _LANES = flags.DEFINE_list("lanes", ["1", "2", "8"], "Seeds that are vmapped on a device: numbers, by commas.")
