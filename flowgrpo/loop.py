@@ -27,6 +27,7 @@ from flowgrpo.learner.state import LearnerState, init_learner
 from flowgrpo.learner.trained import WHOLE, Trained
 from flowgrpo.learner.update import cast, make_update
 from flowgrpo.learner.watch import signal
+from flowgrpo.many import many_updates, over_runs, stack
 from flowgrpo.packing import account, pack
 from flowgrpo.rollout.compiled import Rollout, make_rollout, repeat
 from flowgrpo.rollout.exam import draw_tasks, summarise, tool_mix
@@ -312,17 +313,18 @@ def to_host(metrics: Metrics) -> dict[str, Any]:
 
 
 def train_many(
-    step: Callable[[Run], tuple[Run, Metrics]], runs: Sequence[Run], updates: int
+    step: Callable[[Run], tuple[Run, Metrics]],
+    runs: Sequence[Run],
+    updates: int,
+    *,
+    lanes: int | None = None,
+    mesh: Spread = None,
 ) -> tuple[Run, dict[str, np.ndarray]]:
     """So many updates of several runs at once, seeds for instance: `step` is that of `one_program`, not yet jitted.
 
-    Gives the runs stacked into one, and every figure as [run, update]. It is one program: vmapped over the runs,
-    scanned over the updates.
+    Gives the runs stacked into one, and every figure as [run, update]. It is one program, scanned over the updates;
+    `many.over_runs` says what lanes and a mesh are.
     """
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *runs)
-    after, metrics = jax.jit(jax.vmap(partial(_many, step=step, updates=updates)))(stacked)
+    whole = over_runs(partial(many_updates, step, updates=updates), lanes=lanes, mesh=mesh)
+    after, metrics = jax.jit(whole)(stack(runs))
     return after, {name: np.asarray(value) for name, value in jax.device_get(metrics).items()}
-
-
-def _many(run: Run, *, step, updates: int) -> tuple[Run, Metrics]:
-    return jax.lax.scan(lambda run, _: step(run), run, length=updates)

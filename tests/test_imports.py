@@ -17,7 +17,7 @@ FLOORS = [
     ["masked", "text", "sandbox", "spread", "launch", "stuck", "under_way"],
     ["contracts", "ragged", "layouts", "tasks", "schedule", "buffer", "report"],
     ["packing", "task_files", "effects", "simulation", "priorities"],
-    ["algorithms", "models", "envs", "agent", "generate", "tools", "rewards", "evaluate"],
+    ["algorithms", "models", "envs", "agent", "generate", "tools", "rewards", "evaluate", "statistics", "many"],
     ["learner", "rollout"],
     ["loop"],
     ["staged"],
@@ -37,6 +37,8 @@ PURE = [
     "packing",
     "envs",
     "evaluate",
+    "statistics",
+    "many",
 ]
 PURE_FILES = [f"models.{name}" for name in ("attention", "cache", "config", "critic", "decoder", "image_text")]
 PURE_FILES += [f"generate.{name}" for name in ("jobs", "pieces", "programs", "sampler", "slots", "stops")]

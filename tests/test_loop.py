@@ -94,6 +94,16 @@ def test_seeds_that_are_vmapped_learn_what_they_learn_alone(by_one):
     assert figures["success"].shape == (2, 3)
 
 
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_runs_that_are_dealt_over_devices_learn_what_they_learn_alone(by_one, lanes):
+    """Five runs on two devices: one place is left over."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    runs = [start(seed) for seed in (1, 2, 3, 0, 4)]
+    after, figures = loop.train_many(loop.one_program(iteration(), ENV, SIZES), runs, 3, lanes=lanes, mesh=mesh)
+    assert_close(jax.tree.map(lambda x: x[3], after.learner.params), by_one[2][0].learner.params, atol=1e-4)
+    assert figures["success"].shape == (5, 3)
+
+
 def test_over_sampling_takes_the_groups_that_say_something():
     sizes = loop.Settings(queries=2, samples=4, oversample=4, micro_rows=8)
     stages = iteration(ALGORITHM, sizes)
