@@ -67,7 +67,7 @@ def small_config(v: int, *, d: int = 64, layers: int = 2, head: int = 16, theta:
 
     `theta`, the base of the rotary angles, fits contexts of a few hundred tokens.
     """
-    config = DecoderConfig(
+    return DecoderConfig(
         v=v,
         d=d,
         h=d // head,
@@ -79,8 +79,6 @@ def small_config(v: int, *, d: int = 64, layers: int = 2, head: int = 16, theta:
         tied=True,
         init_scale=0.05,
     )
-    check_config(config)
-    return config
 
 
 def check_config(config: DecoderConfig) -> None:
