@@ -44,7 +44,7 @@ def test_there_are_five_in_order():
 @pytest.mark.slow
 @each_notebook
 def test_cells_run_and_their_claims_hold(path, tmp_path):
-    """In a process of its own and a folder of its own, with warnings as errors; the cells assert what the text claims."""
+    """In a process and a folder of their own, with warnings as errors; cells assert what the text claims."""
     script = tmp_path / "cells.py"
     script.write_text("\n\n".join(sources(path)))
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
@@ -75,6 +75,7 @@ def test_is_stored_as_it_ran(path):
     assert not [output for output in outputs(path) if output.get("name") == "stderr"]
     pictures = [output for output in outputs(path) if "image/png" in output.get("data", {})]
     assert pictures
+    assert not [cell for cell in cells(path) if "execution" in cell["metadata"]]  # when it ran is no result
     assert path.stat().st_size < 500_000
 
 
