@@ -6,6 +6,7 @@
 Needs the extra [notebooks]. A cell that fails ends it, and that notebook stays as it was.
 """
 
+import os
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +27,7 @@ def store(path: Path) -> None:
 
 
 if __name__ == "__main__":
+    os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # a warning of tqdm's where there are no ipywidgets
     for name in sys.argv[1:] or sorted(Path(__file__).parent.glob("*.ipynb")):
         store(Path(name))
         print(f"{name} is stored", flush=True)
