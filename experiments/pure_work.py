@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from textwrap import indent
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from experiments.plays import right_tool_share
 from experiments.session import Tested, Work, blank_like
 from experiments.session_files import report, train_line
 from flowgrpo import loop
-from flowgrpo.envs.env import PAD, in_words
+from flowgrpo.envs.env import story
 from flowgrpo.evaluate import Evaluation, evaluate
 from flowgrpo.learner.critic import acting, with_critic
 from flowgrpo.rollout import exam
@@ -104,15 +105,5 @@ def stories(rollouts: list[Rollout], env: fg.Env) -> list[str]:
     right = [np.asarray(rollout.trajectories.correct) for rollout in rollouts]
     index = int(np.argmax(~right[0] & right[1]))
     names = ("before", "after")
-    return [f"{name}:\n{story(rollout, env, index)}" for name, rollout in zip(names, rollouts, strict=True)]
-
-
-def story(rollout: Rollout, env: fg.Env, index: int) -> str:
-    """A trajectory in words: what was said, and after the arrow what was chosen."""
-    trajectories = rollout.trajectories
-    lines = []
-    for turn in range(int(trajectories.turns[index].sum())):
-        tokens, chosen = (np.asarray(x[index, turn]) for x in (trajectories.tokens, trajectories.chosen))
-        heard = in_words(env, np.where(chosen, PAD, tokens))
-        lines.append(f"    {heard:30} > {in_words(env, np.where(chosen, tokens, PAD))}")
-    return "\n".join([*lines, f"    {'solved' if bool(trajectories.correct[index]) else 'not solved'}"])
+    told = [indent(story(env, rollout.trajectories, index), " " * 4) for rollout in rollouts]
+    return [f"{name}:\n{words}" for name, words in zip(names, told, strict=True)]

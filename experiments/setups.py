@@ -22,7 +22,7 @@ from flowgrpo.learner.critic import ActorCritic, Valuation, by_part, copied_trun
 from flowgrpo.learner.sharding import critic_axes, decoder_axes, settled
 from flowgrpo.learner.state import init_learner, make_optimizer
 from flowgrpo.learner.warmstart import demonstrate, imitation_rows, make_supervised, make_validation, train_to_minimum
-from flowgrpo.models.config import DecoderConfig, Rope
+from flowgrpo.models.config import DecoderConfig, small_config
 from flowgrpo.models.critic import HEAD, make_critic
 from flowgrpo.models.decoder import make_policy, matrices
 from flowgrpo.rollout.exam import draw_tasks, shuffled_rewards
@@ -80,7 +80,6 @@ LENGTHS: dict[tuple[str, str], dict[str, Any]] = {("lookup", "ppo"): {"updates":
 CONTROLS = ("none", "shuffled_rewards", "supervised", "last_turn")
 VALIDATION_ROWS = 256
 ASKED_EVERY, PATIENCE = 50, 10  # steps of the warm start between two validations; how many may bring nothing
-ROPE = 1000.0  # base of the rotary angles, for contexts of a few hundred tokens
 
 
 class Setup(NamedTuple):
@@ -140,19 +139,7 @@ def _axes(config: DecoderConfig, settings: Mapping[str, Any], critic: Valuation 
 
 def shape(env: fg.Env, settings: Mapping[str, Any]) -> DecoderConfig:
     """A small decoder over the words of an environment."""
-    d, heads, layers = settings["d"], settings["d"] // settings["head"], settings["layers"]
-    return DecoderConfig(
-        v=len(env.words),
-        d=d,
-        h=heads,
-        k=heads,
-        e=settings["head"],
-        f=2 * d,
-        windows=(None,) * layers,
-        ropes=(Rope(theta=ROPE),) * layers,
-        tied=True,
-        init_scale=0.05,
-    )
+    return small_config(len(env.words), d=settings["d"], layers=settings["layers"], head=settings["head"])
 
 
 def _critic(settings: Mapping[str, Any], env: fg.Env, policy: fg.Policy) -> Valuation:

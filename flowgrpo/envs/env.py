@@ -10,10 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from flowgrpo.contracts import Env, Observation, Step
-from flowgrpo.types import BadInput
+from flowgrpo.types import BadInput, Trajectories
 
 PAD, END = 0, 1
 SPECIAL = ("<pad>", "<end>")  # the first words of every environment
@@ -56,3 +57,13 @@ def in_words(env: Env, tokens, length=None) -> str:
     """Tokens as a line of words; without padding."""
     ids = [int(token) for token in (tokens if length is None else tokens[: int(length)])]
     return " ".join(env.words[token] for token in ids if token != PAD)
+
+
+def story(env: Env, trajectories: Trajectories, n: int) -> str:
+    """Trajectory n in words, a line a turn: what was said, and after the arrow what was chosen; then how it ended."""
+    chosen_tl, tokens_tl = np.asarray(trajectories.actions[n]), np.asarray(trajectories.tokens[n])
+    lines = []
+    for t in np.flatnonzero(np.asarray(trajectories.turns[n])):
+        said, chose = (np.where(mask_l, tokens_tl[t], PAD) for mask_l in (~chosen_tl[t], chosen_tl[t]))
+        lines.append(f"{in_words(env, said):30} > {in_words(env, chose)}")
+    return "\n".join([*lines, "solved" if bool(trajectories.correct[n]) else "not solved"])

@@ -62,6 +62,25 @@ class DecoderConfig:
         return len(self.windows)
 
 
+def small_config(v: int, *, d: int = 64, layers: int = 2, head: int = 16, theta: float = 1000.0) -> DecoderConfig:
+    """A small decoder over `v` tokens, to be trained from nothing: heads of `head` dimensions, tied embeddings.
+
+    `theta`, the base of the rotary angles, fits contexts of a few hundred tokens.
+    """
+    return DecoderConfig(
+        v=v,
+        d=d,
+        h=d // head,
+        k=d // head,
+        e=head,
+        f=2 * d,
+        windows=(None,) * layers,
+        ropes=(Rope(theta=theta),) * layers,
+        tied=True,
+        init_scale=0.05,
+    )
+
+
 def check_config(config: DecoderConfig) -> None:
     """Raise `BadInput` for a shape that can't be."""
     sizes = {axis: getattr(config, axis) for axis in "vdhkef"} | {"number of layers": config.num_layers}

@@ -12,8 +12,9 @@ import pytest
 
 import flowgrpo as fg
 from experiments.plays import PLAYERS, Play, draw_tasks, play_many, tabulate, transcript
-from flowgrpo.envs.env import in_words
+from flowgrpo.envs.env import in_words, story
 from flowgrpo.envs.lookup import Task, World, is_right
+from flowgrpo.learner.warmstart import act_by_oracle, demonstrate
 
 ROOT = Path(__file__).parent.parent.parent
 WORLD = World(entities=8)  # ada bo cy dee eli fay gus hal
@@ -306,3 +307,15 @@ def test_a_transcript_is_in_words(demonstrations):
     line = transcript(fg.lookup(), demonstrations, 0).splitlines()
     assert line[0].split()[-1] == "?"
     assert all(row.startswith("    ") for row in line[1:])
+
+
+def test_a_story_says_who_said_what():
+    """Of an oracle's trajectory: what was said before the arrow, what was chosen after it, and how it ended."""
+    tasks = jax.tree.map(lambda leaf: leaf[None], question("ada", "friend", "boss"))
+    played = demonstrate(SILENT, tasks, jax.random.split(jax.random.key(0), 1), act=act_by_oracle(SILENT))
+    assert [line.split(" > ") for line in story(SILENT, played, 0).splitlines()] == [
+        ["ada friend boss ?".ljust(30), "registry friend ada <end>"],
+        ["bo".ljust(30), "archive boss bo <end>"],
+        ["dee".ljust(30), "answer dee <end>"],
+        ["solved"],
+    ]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from model_cases import FAMILIES, LLAMA3, YARN, made
 
-from flowgrpo.models.config import Rope, rope_frequencies, yarn_magnitude
+from flowgrpo.models.config import Rope, rope_frequencies, small_config, yarn_magnitude
 from flowgrpo.models.families import decoder_config, text_source
 
 
@@ -179,3 +179,9 @@ def test_the_magnitude_of_yarn():
     given = {"rope_type": "yarn", "rope_theta": 1e4, **YARN}
     assert parsed(made("qwen2", rope_parameters=given)).ropes[0].magnitude == yarn_magnitude(4.0)
     assert parsed(made("qwen2", rope_parameters={**given, "attention_factor": 1.5})).ropes[0].magnitude == 1.5
+
+
+def test_a_small_decoder():
+    config = small_config(30, d=48, layers=3, head=24)
+    assert (config.v, config.d, config.h, config.k, config.e, config.num_layers) == (30, 48, 2, 2, 24, 3)
+    assert config.tied

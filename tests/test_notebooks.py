@@ -1,0 +1,87 @@
+"""The notebooks: each runs from its first cell to its last, and is stored as it ran."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+ALLOWED = {"flowgrpo", "jax", "flax", "numpy", "matplotlib", "optax", "tokenizers", "transformers"}
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def cells(path: Path, kind: str = "code") -> list[dict]:
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == kind]
+
+
+def sources(path: Path) -> list[str]:
+    """The code of each cell: plain Python, without magics."""
+    return ["".join(cell["source"]) for cell in cells(path)]
+
+
+def outputs(path: Path) -> list[dict]:
+    return [output for cell in cells(path) for output in cell["outputs"]]
+
+
+def imported(path: Path) -> set[str]:
+    """The packages that a notebook imports."""
+    nodes = [node for source in sources(path) for node in ast.walk(ast.parse(source))]
+    names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return {name.partition(".")[0] for name in names}
+
+
+def test_there_are_five_in_order():
+    assert [path.stem.partition("_")[0] for path in NOTEBOOKS] == list("12345")
+
+
+@pytest.mark.slow
+@each_notebook
+def test_cells_run_and_their_claims_hold(path, tmp_path):
+    """In a process and a folder of their own, with warnings as errors; cells assert what the text claims."""
+    script = tmp_path / "cells.py"
+    script.write_text("\n\n".join(sources(path)))
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+    command = [sys.executable, "-W", "error", script.name]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert [item.name for item in tmp_path.iterdir()] == ["cells.py"]  # nothing is left behind
+
+
+@each_notebook
+def test_imports_the_package_and_what_it_depends_on(path):
+    assert imported(path) <= ALLOWED | set(sys.stdlib_module_names)
+
+
+@each_notebook
+def test_begins_with_configure(path):
+    assert "launch.configure()" in sources(path)[0]
+    assert "jax" not in sources(path)[0].replace("JAX", "")
+
+
+@each_notebook
+def test_is_stored_as_it_ran(path):
+    """From the first cell to the last, once, without an error or a warning, and with its pictures."""
+    assert [cell["execution_count"] for cell in cells(path)] == list(range(1, len(cells(path)) + 1))
+    kinds = [output["output_type"] for output in outputs(path)]
+    assert "error" not in kinds
+    assert not [output for output in outputs(path) if output.get("name") == "stderr"]
+    pictures = [output for output in outputs(path) if "image/png" in output.get("data", {})]
+    assert pictures
+    assert not [cell for cell in cells(path) if "execution" in cell["metadata"]]  # when it ran is no result
+    assert path.stat().st_size < 500_000
+
+
+@each_notebook
+def test_names_no_place_of_the_machine_it_ran_on(path):
+    words = [*sources(path), *("".join(cell["source"]) for cell in cells(path, "markdown"))]
+    words += ["".join(output.get("text", output.get("data", {}).get("text/plain", ""))) for output in outputs(path)]
+    found = re.findall(r"(?<![\w.])/(?:root|home|tmp|var|usr|work|mnt|Users)/\S*", "\n".join(words))
+    assert not found
