@@ -18,10 +18,9 @@ from absl import flags
 
 import flowgrpo as fg
 from experiments import common
-from experiments.planner_files import export, export_adapter
+from experiments.planner_files import WHICH, export, export_adapter
 from flowgrpo.learner.folder import RUN
 
-WHICH = ("best", "last", "start")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
 _OUT = flags.DEFINE_string("out", None, "The folder to write.", required=True)
 _WHICH = flags.DEFINE_enum("which", "best", WHICH, "Best in validation, last, or the start of the training.")
