@@ -1,4 +1,4 @@
-"""What a run recorded: its `trajectories/` flow in, records with their phase and their advantages flow out."""
+"""What a run recorded: its `trajectories/` flow in, records with phase and advantages flow out, and a page of them."""
 
 import json
 from collections.abc import Mapping
@@ -8,12 +8,18 @@ from typing import Any, NamedTuple
 import flowgrpo as fg
 from experiments.hosted_setup import ADVANTAGES
 from experiments.members import ENVIRONMENTS
-from flowgrpo.learner.folder import START
+from experiments.recorded_ratios import ratios_of
+from flowgrpo.learner.folder import RUN, START, read_run
+from flowgrpo.report.viewer import viewer
 from flowgrpo.rollout.records import Played, from_json
-from flowgrpo.rollout.shown import Spell, speller, word_speller
+from flowgrpo.rollout.shown import Spell, shown, speller, word_speller
 from flowgrpo.text import load_text
 
 FOLDER = "trajectories"
+
+
+EXAMINED = "trajectories of an examination have none: nothing was learned from them"
+UNSCORED = "give --ratios=best, last or start to score these tokens with the weights of a checkpoint"
 
 
 class Recorded(NamedTuple):
@@ -23,6 +29,29 @@ class Recorded(NamedTuple):
     phase: str  # "train", "test before", "test after"
     update: int | None  # that learned from it
     advantages: list[Any] | None  # by turn; None where none were recorded, or it took no part
+
+
+def write_page(folder: Path, out: Path, *, ratios: str | None = None, tokenizer: str | None = None) -> int:
+    """Write the page of a run; `ratios` names a checkpoint to score its tokens with. How many trajectories it has."""
+    if not (folder / RUN).exists():
+        raise fg.BadInput(f"{folder} holds no run: {RUN} is missing; give the --workdir of one")
+    settings = read_run(folder)["settings"]
+    recorded = read_trajectories(folder)
+    spell = speller_of(settings, folder, tokenizer)
+    scored, names = [None] * len(recorded), {}
+    if ratios is not None:
+        update, scored = ratios_of(settings, folder, [one.played for one in recorded], ratios)
+        names = {"ratio": f"π({ratios}, update {update}) / π(sampled)"}
+    every = [
+        shown(one.played, spell, phase=one.phase, update=one.update, advantages=one.advantages, ratios=own)
+        for one, own in zip(recorded, scored, strict=True)
+    ]
+    is_trained = any(one.update is not None for one in recorded)
+    lacking = {"ratio": UNSCORED} | ({} if is_trained else {"advantage": EXAMINED})
+    # A self_verify has no choice of algorithms.
+    note = ", ".join([folder.resolve().name, *([settings["algorithm"]] if "algorithm" in settings else [])])
+    viewer(every, out, title="Rollouts", note=f"{note}, seed {settings['seed']}", lacking=lacking, names=names)
+    return len(every)
 
 
 def read_trajectories(folder: Path) -> list[Recorded]:

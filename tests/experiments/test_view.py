@@ -4,13 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
 import flowgrpo as fg
-from experiments import view
 from experiments.hosted_setup import record, record_advantages
-from experiments.recorded import read_trajectories, speller_of
+from experiments.recorded import read_trajectories, speller_of, write_page
 from flowgrpo.rollout.records import Played, make_turn
 from flowgrpo.types import Status, Trajectory
 
@@ -51,14 +48,6 @@ def run(tmp_path):
     return tmp_path
 
 
-def show(folder, **chosen) -> None:
-    """The command, with these flags."""
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["view", f"--workdir={folder}"])
-    with flagsaver.flagsaver(**{"workdir": str(folder), "out": None, "ratios": None, "tokenizer": None, **chosen}):
-        view.main()
-
-
 def test_examinations_come_first_and_then_updates(run):
     found = read_trajectories(run)
     assert [(one.phase, one.update) for one in found] == [
@@ -87,28 +76,26 @@ def test_a_line_that_is_being_written_is_left_out(run):
     assert len(read_trajectories(run)) == 5
 
 
-def test_the_command_writes_the_page_and_says_so(run, capsys):
-    show(run)
-    assert f"5 trajectories of {run}: {run / 'trajectories.html'}" in capsys.readouterr().out
-    html = (run / "trajectories.html").read_text(encoding="utf-8")
+def test_the_page_of_a_run_has_its_words_and_says_what_it_lacks(run):
+    assert write_page(run, run / "page.html") == 5
+    html = (run / "page.html").read_text(encoding="utf-8")
     assert '"dee "' in html
     assert "give --ratios=best" in html
-    show(run, out=str(run / "other.html"))
-    assert (run / "other.html").read_text(encoding="utf-8") == html
 
 
 def test_where_nothing_is_there_it_is_said(run, tmp_path):
+    out = tmp_path / "page.html"
     with pytest.raises(fg.BadInput, match=r"holds no run: run\.json is missing; give the --workdir of one"):
-        show(tmp_path / "nowhere")
+        write_page(tmp_path / "nowhere", out)
     with pytest.raises(fg.BadInput, match="has no checkpoint yet: let the run go on"):
-        show(run, ratios="best")
+        write_page(run, out, ratios="best")
     (run / "trajectories" / "000001.advantages.jsonl").write_text("[1]\n")
     with pytest.raises(fg.BadInput, match=r"000001\.advantages\.jsonl holds no advantages"):
-        show(run)
+        write_page(run, out)
     for path in (run / "trajectories").iterdir():
         path.unlink()
     with pytest.raises(fg.BadInput, match=r"holds no trajectories: .*let the run go on"):
-        show(run)
+        write_page(run, out)
 
 
 def test_a_tokenizer_that_is_gone_can_be_named(tmp_path):
