@@ -1,6 +1,6 @@
 // One trajectory, or two side by side: task and verdict, then turn by turn context, action, and what came of it.
 
-const FOLDED = 40; // tokens of a context that is folded at first
+const FOLDED = 30; // tokens of a context that is folded at first
 const LAST = 90; // characters at its end that are shown of it
 const shownPart = document.getElementById("shown");
 
