@@ -161,7 +161,7 @@ def records_of(rollout: Rollout, tasks: Sequence[Task], tools: Sequence[str] = (
 
 def _record(rollout: Rollout, n: int, length_t: np.ndarray, task: Task, tools: Sequence[str], sample: int) -> Played:
     given = rollout.trajectories
-    turns = np.flatnonzero(given.turns[n])
+    turns = np.flatnonzero(given.turns[n]).tolist()
     outcome = float(given.outcome[n])
     trajectory = Trajectory(
         turns=[_cut(given, n, t, int(length_t[t])) for t in turns],
@@ -177,8 +177,8 @@ def _record(rollout: Rollout, n: int, length_t: np.ndarray, task: Task, tools: S
         group=trajectory.group,
         sample=sample,
         trajectory=trajectory,
-        tools=tuple(tools[number] if number >= 0 else "" for number in rollout.tool[n][turns]),
-        errors=tuple(bool(error) for error in rollout.error[n][turns]),
+        tools=tuple(tools[int(rollout.tool[n][t])] if rollout.tool[n][t] >= 0 else "" for t in turns),
+        errors=tuple(bool(rollout.error[n][t]) for t in turns),
         log=(),
         lens=(0,) * (len(turns) + 1),
         output=None,
@@ -190,11 +190,12 @@ def _record(rollout: Rollout, n: int, length_t: np.ndarray, task: Task, tools: S
 
 def _cut(given: Trajectories, n: int, t: int, length: int) -> Turn:
     """One turn without padding."""
-    version = given.version[n, t, :length]
+    columns = (given.tokens, given.chosen, given.logp_sampled, given.version)
+    tokens, chosen, logp, version = (np.asarray(x_ntl)[n, t, :length] for x_ntl in columns)
     return Turn(
-        tokens=given.tokens[n, t, :length],
-        chosen=given.chosen[n, t, :length],
-        logp_sampled=given.logp_sampled[n, t, :length],
+        tokens=tokens,
+        chosen=chosen,
+        logp_sampled=logp,
         version=int(version[0]) if (version == version[0]).all() else version,
         reward=float(given.reward[n, t]) if given.by_turn is not None and given.by_turn[n] else None,
         anchor=int(given.anchor[n, t]),
