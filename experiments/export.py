@@ -20,10 +20,9 @@ import flowgrpo as fg
 from experiments import common
 from experiments.endings import command, contents, ending
 from experiments.headings import heading
-from experiments.planner_files import export, export_adapter
+from experiments.planner_files import WHICH, export, export_adapter
 from flowgrpo.learner.folder import RUN
 
-WHICH = ("best", "last", "start")
 heading("What is run")
 _WHICH = flags.DEFINE_enum("which", "best", WHICH, "Best in validation, last, or the start of the training.")
 _ADAPTER = flags.DEFINE_bool("adapter", False, "Write the adapter alone, in PEFT's format.")

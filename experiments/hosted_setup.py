@@ -1,5 +1,6 @@
 """The parts of a run on a host environment, and its rollouts: what training and examinations of it share."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -27,6 +28,8 @@ from flowgrpo.rollout.records import Played, aborted, rollout_of, to_json
 from flowgrpo.rollout.width import Width
 from flowgrpo.tasks import Tasks, batch_at, split_tasks
 from flowgrpo.types import BadInput, Task
+
+ADVANTAGES = ".advantages.jsonl"  # beside the trajectories of an update
 
 
 class HostedSetup(NamedTuple):
@@ -142,6 +145,28 @@ def record(path: Path, played: Sequence[Played]) -> None:
     if played:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(to_json(one) + "\n" for one in played))
+
+
+def record_advantages(path: Path, played: Sequence[Played], advantages: np.ndarray) -> None:
+    """Write what each of these trajectories got, a line each: by turn, or by token of a turn, as the algorithm has it.
+
+    `advantages` has a row for each of them; whoever takes no part in the update (F5) has null.
+    """
+    if not played:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = zip(played, np.asarray(advantages, np.float64), strict=True)
+    path.write_text("".join(json.dumps(_advantages_of(one, own)) + "\n" for one, own in lines))
+
+
+def _advantages_of(one: Played, own: np.ndarray) -> dict[str, Any]:
+    """The line of a trajectory, whose turns are the first rows of `own`."""
+    turns = one.trajectory.turns if valid([one]) else ()
+    given = [
+        row.tolist() if own.ndim == 1 else row[: len(turn.tokens)].tolist()
+        for row, turn in zip(own, turns, strict=False)
+    ]
+    return {"group": one.group, "sample": one.sample, "advantage": given or None}
 
 
 def domains_of(played: Sequence[Played]) -> dict[str, list[Played]]:

@@ -10,7 +10,7 @@ setting `offload` says where models are that a stage does not use: "none" leaves
 `fold_in(seed, update)`, so a run goes on exactly as it would have (S1).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import hosted_exam
-from experiments.hosted_setup import HostedSetup, dense, domains_of, kept, play, record, valid
+from experiments.hosted_setup import (
+    ADVANTAGES,
+    HostedSetup,
+    dense,
+    domains_of,
+    in_order,
+    kept,
+    play,
+    record,
+    record_advantages,
+    valid,
+)
 from experiments.prompts import open_share
 from experiments.session import Work
 from experiments.session_files import train_line
@@ -139,12 +150,20 @@ def learned_from(setup: HostedSetup, run: loop.Run, played: Hosted, timings: Map
         judge_key = _keys(run.key, update)[1]
         shuffled = shuffled_rewards(rollout.trajectories, judge_key, samples=setup.sizes.samples)
         rollout = rollout.replace(trajectories=jax.device_get(shuffled))
-    first = [one for one in played.played if one.group < setup.settings["recorded"]]
-    record(setup.folder / "trajectories" / f"{update + 1:06d}.jsonl", first)
+    every = in_order(played).played  # as the rollout's arrays have them
+    first = [n for n, one in enumerate(every) if one.group < setup.settings["recorded"]]
+    recorded, path = [every[n] for n in first], setup.folder / "trajectories" / f"{update + 1:06d}.jsonl"
+    record(path, recorded)
     fates = {f"tokens_{fate.name.lower()}": size for fate, size in played.ledger.fates.items()}
     solved = {f"success_{name}": _solved(own) for name, own in domains_of(valid(played.played)).items()}
     drawn = open_share(setup.settings, update) if setup.prompts is None else setup.prompts.learn(update, played.played)
-    return Rolled(rollout, {**solved, **fates, **drawn}, timings)
+    credited = partial(_record_credit, path.with_suffix(ADVANTAGES), recorded, first)
+    return Rolled(rollout, {**solved, **fates, **drawn}, timings, credited)
+
+
+def _record_credit(path: Path, played: Sequence[Played], rows: Sequence[int], credit: loop.Credit) -> None:
+    """Write what these trajectories got, which are those rows of the update's."""
+    record_advantages(path, played, np.asarray(credit.adv)[np.array(rows, int)])
 
 
 def _keys(key: jax.Array, update: int) -> jax.Array:

@@ -23,6 +23,8 @@ from flowgrpo.models.hf import Model, load_model, save_model
 from flowgrpo.models.lora import Adapted, LoraConfig, merge
 from flowgrpo.models.peft import save_adapter
 
+WHICH = ("best", "last", "start")  # in validation, of all, the start of the training
+
 # What there is ------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 from textwrap import indent
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 
 import flowgrpo as fg
 from experiments import setups
+from experiments.hosted_setup import record
 from experiments.plays import right_tool_share
 from experiments.session import Tested, Work, blank_like
 from experiments.session_files import report, train_line
@@ -19,12 +21,18 @@ from flowgrpo.evaluate import Evaluation, evaluate
 from flowgrpo.learner.critic import acting, with_critic
 from flowgrpo.rollout import exam
 from flowgrpo.rollout.compiled import Rollout
+from flowgrpo.rollout.records import Played
+from flowgrpo.rollout.shown import records_of
 
 VALIDATION_TASKS = 256
+RECORDED = 200  # test trajectories that are written
 
 
-def pure_work(setup: setups.Setup, *, test_tasks: int = 1000) -> Work:
-    """Warm start by imitation, iterations in three programs, examinations on fresh tasks."""
+def pure_work(setup: setups.Setup, *, test_tasks: int = 1000, folder: Path | None = None) -> Work:
+    """Warm start by imitation, iterations in three programs, examinations on fresh tasks.
+
+    The first test trajectories are written to the `folder`, where one is given.
+    """
     keys = setups.seed_keys(setup.settings["seed"])
     play = jax.jit(make_exam(setup, "validation", VALIDATION_TASKS))
     return Work(
@@ -39,7 +47,7 @@ def pure_work(setup: setups.Setup, *, test_tasks: int = 1000) -> Work:
         make_step=partial(make_step, setup, keys),
         line=partial(train_line, tools=setup.env.tools),
         examine=lambda params: judge(play(params, keys["validation"]), setup.env),
-        test=partial(_test, setup, keys["test"], test_tasks),
+        test=partial(_test, setup, keys["test"], test_tasks, folder),
     )
 
 
@@ -78,8 +86,11 @@ def _init(setup: setups.Setup, key: jax.Array) -> Any:
     return with_critic(setup.critic, key, setup.policy.init(key))
 
 
-def _test(setup: setups.Setup, key: jax.Array, tasks: int, params: Sequence[Any]) -> Tested:
+def _test(setup: setups.Setup, key: jax.Array, tasks: int, folder: Path | None, params: Sequence[Any]) -> Tested:
     rollouts = play_test(setup, params, key, tasks=tasks)
+    if folder is not None:
+        for when, rollout in zip(("before", "after"), rollouts, strict=True):
+            record(folder / "trajectories" / f"test-{when}.jsonl", first_records(rollout, setup.env))
     before, after = figures = [judge(rollout, setup.env) for rollout in rollouts]
     right = [right_tool_share(setup.env, rollout) for rollout in rollouts]
     words = "\n".join([report(before, after, right), "", *stories(rollouts, setup.env)])
@@ -98,6 +109,17 @@ def judge(rollout: Rollout, env: fg.Env, *, samples: int = 1, ks: Sequence[int] 
     columns = (trajectories.correct, turns_nt.sum(axis=1), errors_n, played.tool)
     grouped = (np.asarray(x).reshape(-1, samples, *np.shape(x)[1:]) for x in columns)
     return evaluate(*grouped, tools=env.tools, ks=ks)
+
+
+def first_records(rollout: Rollout, env: fg.Env) -> list[Played]:
+    """The first trajectories; a task is asked by what its environment says first, and is judged there."""
+    few = jax.tree.map(lambda x: x[:RECORDED], jax.device_get(rollout))
+    given = few.trajectories
+    asked = (
+        np.where(chosen, PAD, tokens) for tokens, chosen in zip(given.tokens[:, 0], given.chosen[:, 0], strict=True)
+    )
+    tasks = [fg.Task(f"{env.name}-{n}", in_words(env, tokens), (), env.name) for n, tokens in enumerate(asked)]
+    return records_of(few, tasks, env.tools)
 
 
 def stories(rollouts: list[Rollout], env: fg.Env) -> list[str]:

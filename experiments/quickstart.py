@@ -79,7 +79,7 @@ def main() -> None:
         settings = read_flags(seed)
         base = Path(_WORKDIR.value or f"runs/quickstart-{settings['env']}-{seed}")
         folder = base / f"seed{seed}" if _WORKDIR.value and _NUM_SEEDS.value > 1 else base
-        work = pure_work(setups.build(settings), test_tasks=_TEST.value)
+        work = pure_work(setups.build(settings), test_tasks=_TEST.value, folder=folder)
         results.append(one_run(work, folder, every=_EVERY.value, resume=_RESUME.value))
     if len(results) > 1:
         for result in results:

@@ -53,6 +53,7 @@ class Rolled(NamedTuple):
     rollout: Rollout
     metrics: Mapping[str, Any] = {}
     timings: Mapping[str, Any] = {}
+    credited: Callable[[loop.Credit], None] | None = None  # hears what its trajectories got, before the update
 
 
 RollOut = Callable[[loop.Run, Told], Rolled]
@@ -179,6 +180,8 @@ def _step(run: loop.Run, *, parts: Parts) -> tuple[loop.Run, dict[str, Any]]:
         rolled, scored, freed = _play(_found(residency, run), parts, open_stages)
         residency.enter("train")
         trajectories, batch, credit = _pack(rolled.rollout, scored, parts)
+        if rolled.credited is not None:
+            rolled.credited(credit)
         with _stage(parts, "train"):
             run, metrics = _learn(_found(residency, run), batch, parts)
         residency.enter("rollout")

@@ -163,7 +163,7 @@ class Course:
             begun = Begun(self.following.said, self.following.anchor, self.begun)
         return Unfinished(**self._record(), turns=tuple(self.turns), seconds=seconds, begun=begun)
 
-    def played(self, scored: Scored | None, correct: bool, *, by_turn: bool, seconds: float) -> Played:
+    def played(self, scored: Scored | None, correct: bool, *, by_turn: bool, seconds: float | None) -> Played:
         """The trajectory with its outcome: what a reward said, or else the sum of what was paid."""
         status, reason, outcome = self.status, self.reason, None
         assert status is not None

@@ -39,7 +39,7 @@ class Played:
     output: str | None  # what the system answered in the end; None where it came to none
     scored: Scored | None  # what the reward said; None where none was asked
     reason: str  # why it ended as it did, where the policy or the environment did not simply end it
-    seconds: float  # from its start to its end, the verdict not included
+    seconds: float | None  # from its start to its end, the verdict not included; None where no clock ran for it alone
 
 
 class Begun(NamedTuple):

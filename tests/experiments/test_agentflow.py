@@ -1,11 +1,16 @@
 """The agent run as a command: what it writes, how it goes on, what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from experiments import agent_setups
+from experiments.recorded import read_trajectories
+from experiments.recorded_ratios import ratios_of
+from flowgrpo.learner.folder import read_run
 from flowgrpo.rollout.records import from_json
 from flowgrpo.types import BadInput
 
@@ -45,16 +50,41 @@ def test_it_writes_what_it_says(whole):
 
 def test_its_trajectories_are_records_that_can_be_read(whole):
     names = sorted(path.name for path in (whole / "trajectories").iterdir())
-    assert names == [f"{update:06d}.jsonl" for update in (1, 2, 3, 4)] + ["test-after.jsonl", "test-before.jsonl"]
+    trained = [f"{update:06d}{end}" for update in (1, 2, 3, 4) for end in (".advantages.jsonl", ".jsonl")]
+    assert names == [*trained, "test-after.jsonl", "test-before.jsonl"]
     played = [from_json(line) for line in (whole / "trajectories" / "test-after.jsonl").read_text().splitlines()]
     assert len(played) == 12
     assert all(one.trajectory.turns for one in played)
+
+
+def test_they_become_a_page_with_advantages_and_ratios(command, whole):
+    """The policy that sampled scores its own tokens: their ratios are 1 (F7)."""
+    found = read_trajectories(whole)
+    learned = [one for one in found if one.phase == "train"]
+    assert all(one.advantages is None or len(one.advantages) == len(one.played.trajectory.turns) for one in learned)
+    assert any(one.advantages for one in learned)
+    before = [one.played for one in found if one.phase == "test before"]
+    update, ratios = ratios_of(read_run(whole)["settings"], whole, before, "start")
+    assert update == 0
+    for one, own in zip(before, ratios, strict=True):
+        for turn, ratio in zip(one.trajectory.turns, own, strict=True):
+            np.testing.assert_allclose(ratio[turn.chosen], 1.0, atol=1e-4)
+    said = command("view", f"--workdir={whole}", "--ratios=last").stdout
+    assert f"{len(found)} trajectories of {whole}" in said
+    assert "π(last, update 4) / π(sampled)" in json.loads(f'"{page_names(whole)}"')
+
+
+def page_names(folder: Path) -> str:
+    """What the page of a run calls its ratios."""
+    return re.search(r'"names":\{"ratio":"(.*?)"\}', (folder / "trajectories.html").read_text())[1]
 
 
 def test_S1_a_run_that_was_stopped_ends_as_one_that_was_not(command, whole, tmp_path):
     folder = tmp_path / "parts"
     command("agentflow", f"--workdir={folder}", "--updates=2", *SMALL)
     command("agentflow", f"--workdir={folder}", "--updates=4", *SMALL)
+    for path in sorted((whole / "trajectories").glob("*.advantages.jsonl")):
+        assert (folder / "trajectories" / path.name).read_bytes() == path.read_bytes()
     assert result(folder)["resumed_at"] == [2]
     assert result(folder)["params_sha256"] == result(whole)["params_sha256"]
     assert (folder / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()

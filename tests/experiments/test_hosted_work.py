@@ -1,5 +1,7 @@
 """Runs on host environments: what is offloaded changes no number, and clocks stand apart."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +43,11 @@ def test_offloading_changes_no_number_and_says_what_it_moved(tmp_path):
         np.testing.assert_array_equal(x, y)
     assert (tmp_path / "disk" / "trajectories" / "000002.jsonl").read_text().count("\n") == 4
     assert list((tmp_path / "disk" / "offload").iterdir()) == []
+    got = [(tmp_path / offload / "trajectories" / "000002.advantages.jsonl").read_text() for offload in runs]
+    assert got[0] == got[1]
+    lines = [json.loads(line) for line in got[0].splitlines()]
+    assert [(line["group"], line["sample"]) for line in lines] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert sum(line["advantage"][0] for line in lines) == pytest.approx(0.0, abs=1e-5)
 
 
 @pytest.mark.slow

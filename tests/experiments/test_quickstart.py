@@ -46,6 +46,12 @@ def test_it_writes_what_it_says(whole):
     assert "seconds" not in (whole / "metrics.jsonl").read_text()
 
 
+def test_its_test_trajectories_become_a_page(command, whole):
+    said = command("view", f"--workdir={whole}", "--ratios=start").stdout
+    assert f"32 trajectories of {whole}" in said  # 16 test tasks, before and after
+    assert (whole / "trajectories.html").exists()
+
+
 def test_S1_a_run_that_was_stopped_ends_as_one_that_was_not(command, whole, tmp_path):
     folder = tmp_path / "parts"
     command("quickstart", f"--workdir={folder}", "--updates=2", *SMALL)

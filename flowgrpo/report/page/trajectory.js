@@ -1,0 +1,130 @@
+// One trajectory, or two side by side: task and verdict, then turn by turn context, action, and what came of it.
+
+const FOLDED = 30; // tokens of a context that is folded at first
+const LAST = 90; // characters at its end that are shown of it
+const shownPart = document.getElementById("shown");
+
+/** A trajectory as an article; `beside` is true of the second of two. */
+function article(i) {
+  const detail = DATA.details[i];
+  return h("article", { "aria-label": `trajectory ${i + 1}` },
+    heading(i), ...detail.calls.map(callOf), ...detail.turns.map((turn, t) => turnOf(turn, t, detail)),
+    detail.turns.length ? null : h("p", { class: "empty" }, "It ended before its first turn."));
+}
+
+function heading(i) {
+  const detail = DATA.details[i], is = outcome(i), status = field("status", i), query = visible(field("query", i));
+  const place = [field("domain", i), when(i), `group ${FIELDS.group[i]}, sample ${FIELDS.sample[i]}`, field("task", i)];
+  const seconds = FIELDS.seconds[i];
+  const known = [
+    ["Answer", field("output", i) === null ? quiet("none was recorded") : text(field("output", i))],
+    ["Gold", detail.answers.length ? text(detail.answers.map(word).join("\n")) : quiet("none: the environment judges")],
+    ["Verdict", word(detail.verdict) ? text(word(detail.verdict)) : null],
+    ["Parts", Object.keys(detail.parts).length ? partsOf(detail.parts) : null],
+    ["Ended", h("span", {}, h("b", {}, status.toLowerCase().replaceAll("_", " ")), quiet(` ${word(detail.reason) || DATA.endings[status]}`))],
+    ["Took", h("span", {}, `${plural(COUNTED[i].turns, "turn")}, ${plural(COUNTED[i].tokens, "token")}`, seconds === null ? "" : `, ${number(seconds)} s`)],
+  ];
+  return h("header", { class: "task" },
+    h("p", { class: "place" }, visible(place.filter(Boolean).join("  ·  "))),
+    h("div", { class: "verdict" }, h("span", { class: `badge ${is}` }, `${MARKS[is]} ${is}`), h("span", { class: "reward" }, `reward ${number(FIELDS.reward[i], 3)}`)),
+    h("h2", {}, query),
+    h("dl", {}, ...known.filter(([, value]) => value !== null).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
+    others(i));
+}
+
+const text = (value) => h("span", { class: "text" }, visible(value));
+const quiet = (value) => h("span", { class: "muted" }, visible(value));
+const partsOf = (parts) => h("span", { class: "parts" }, ...Object.entries(parts).map(([name, value]) => h("span", {}, quiet(`${name} `), number(value, 3))));
+
+/** The other trajectories of the task: a click opens one, and with shift or by the key b it stands beside. */
+function others(i) {
+  const all = OF_TASK.get(FIELDS.task[i]);
+  if (all.length < 2) return null;
+  const chips = all.slice(0, 24).map((other) => h("button", {
+    type: "button", class: `chip ${outcome(other)}`, "aria-pressed": String(other === i), title: `${when(other)}, sample ${FIELDS.sample[other]}`,
+    onclick: (event) => (event.shiftKey ? setBeside(other) : open(other)),
+  }, `${MARKS[outcome(other)]} ${chipName(other)} ${number(FIELDS.reward[other])}`));
+  const more = all.length > 24 ? quiet(`and ${all.length - 24} more`) : null;
+  const compare = h("button", { type: "button", class: "compare", onclick: toggleBeside }, state.beside === null ? "Side by side (b)" : "One alone (b)");
+  return h("nav", { class: "others", "aria-label": "The same task" }, quiet("same task"), ...chips, more, compare);
+}
+
+const chipName = (i) => ({ [BEFORE]: "before", [AFTER]: "after" }[field("phase", i)] ?? `#${FIELDS.sample[i]}`);
+
+// Turns --------------------------------------------------------------------------------------------------
+
+function turnOf(turn, t, detail) {
+  const read = readTurn(turn), tool = word(turn.tool), next = detail.turns[t + 1];
+  const logps = values(turn.logp);
+  const mean = logps === null || !read.chosen ? null : typeof logps === "number" ? logps : logps.reduce((a, b) => a + b, 0) / logps.length;
+  const advantage = values(turn.advantage);
+  const facts = [
+    plural(read.chosen, "token"), mean === null ? "" : `mean log p ${number(mean)}`,
+    typeof advantage === "number" ? `advantage ${signed(advantage)}` : "", turn.reward === null ? "" : `reward ${number(turn.reward)}`,
+    typeof turn.version === "number" ? `version ${turn.version}` : "",
+  ];
+  const head = h("h3", {}, h("span", {}, `Turn ${t + 1}`), tool ? h("span", { class: "tool" }, visible(tool)) : null,
+    turn.error ? h("span", { class: "error" }, "⚠ error") : null, h("span", { class: "facts" }, facts.filter(Boolean).join("  ·  ")));
+  const calls = turn.calls.map(callOf);
+  if (turn.error && !turn.calls.length) calls.push(h("p", { class: "call muted" }, next ? "Nothing was called: the next context says why." : "Nothing was called."));
+  return h("section", { class: turn.error ? "turn wrong" : "turn", tabindex: "-1" }, head, ...runs(turn), ...calls);
+}
+
+/** Context and action in the order in which they stand. */
+function runs(turn) {
+  const out = [];
+  let at = 0;
+  turn.chosen.forEach((size, run) => {
+    if (size) out.push(run % 2 ? h("pre", { class: "action", tabindex: "-1" }, spans(turn, at, at + size)) : contextOf(turn, at, at + size));
+    at += size;
+  });
+  return out;
+}
+
+function contextOf(turn, from, to) {
+  const size = to - from, body = h("pre", { class: "said" });
+  const tail = visible(textOf(turn, Math.max(from, to - 60), to)).replace(/\s+/g, " ").trim();
+  const preview = tail.length > LAST ? `… ${tail.slice(-LAST).replace(/^\S*\s/, "")}` : tail;
+  const fill = () => { if (details.open && !body.childNodes.length) body.append(spans(turn, from, to)); };
+  const details = h("details", { class: "context", ontoggle: fill },
+    h("summary", {}, h("span", {}, `context, ${plural(size, "token")}`), h("span", { class: "preview" }, preview)), body);
+  details.open = state.unfolded ?? size <= FOLDED;
+  fill();
+  return details;
+}
+
+/** What was asked of a tool or a role, and the answer; the long words of roles are folded. */
+function callOf([kind, name, asked, answer, isError, failure]) {
+  const given = asked.map(([key, value]) => h("div", {}, h("span", { class: "muted" }, `${visible(word(key))} `), h("span", { class: "text" }, visible(word(value)))));
+  const broke = word(failure);
+  const came = h("div", { class: isError || broke ? "answer wrong" : "answer" }, h("span", { class: "arrow", "aria-hidden": "true" }, "→"),
+    isError || broke ? h("span", { class: "error" }, broke ? "⚠ failed" : "⚠ error") : null, h("span", { class: "text" }, visible(broke || word(answer))));
+  const title = [h("span", { class: "tool" }, visible(word(name))), quiet(word(kind) === "tool" ? "called" : "asked")];
+  if (word(kind) === "tool") return h("div", { class: "call" }, h("div", { class: "who" }, ...title), h("div", { class: "given" }, ...given), came);
+  return h("details", { class: "call" }, h("summary", {}, ...title), h("div", { class: "given" }, ...given), came);
+}
+
+// Moving through turns -------------------------------------------------------------------------------------
+
+/** The turn that was gone to last. */
+const currentTurn = () => shownPart.querySelector(".turn.current");
+
+/** Go so many turns on, in both trajectories where two are shown. */
+function walkTurns(step) {
+  const articles = [...shownPart.querySelectorAll("article")];
+  const most = Math.max(...articles.map((each) => each.querySelectorAll(".turn").length));
+  if (!(most > 0)) return;
+  state.turn = Math.min(Math.max((state.turn ?? -1) + step, 0), most - 1);
+  setCursor(null);
+  for (const each of articles) each.querySelectorAll(".turn").forEach((turn, t) => turn.classList.toggle("current", t === state.turn));
+  const top = currentTurn();
+  top?.scrollIntoView({ block: "start" });
+  top?.focus({ preventScroll: true });
+}
+
+/** Fold all contexts, or unfold them, here and in what is opened next. */
+function toggleContexts() {
+  const all = [...shownPart.querySelectorAll("details.context")];
+  state.unfolded = !(state.unfolded ?? (all.length > 0 && all.every((each) => each.open)));
+  for (const each of all) each.open = state.unfolded;
+}

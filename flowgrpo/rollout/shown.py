@@ -1,0 +1,202 @@
+"""Records and arrays as trajectories to be shown: a `Played`, or a `Rollout`, flows in, a `Shown` flows out.
+
+    viewer([shown(one, speller(text)) for one in played], "rollouts.html")
+    viewer([shown(one, word_speller(env.words)) for one in records_of(rollout, tasks, env.tools)], "rollouts.html")
+
+Tokens stay the ids that were sampled; a `Spell` says what each of them reads as, and no text is tokenised (A5).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import jax
+import numpy as np
+
+from flowgrpo.effects import Effect
+from flowgrpo.generate.stops import INCOMPLETE
+from flowgrpo.layouts import filled
+from flowgrpo.report.shown import Shown, ShownCall, ShownTurn
+from flowgrpo.rollout.compiled import Rollout
+from flowgrpo.rollout.records import Played
+from flowgrpo.text import Text
+from flowgrpo.types import Status, Task, Trajectories, Trajectory, Turn
+
+Spell = Callable[[Sequence[int]], list[str]]  # ids -> the text of each; together, that of all
+
+
+# Text of tokens -------------------------------------------------------------------------------------------
+
+
+def speller(text: Text) -> Spell:
+    """What each token reads as after others; where several make one character, the first of them has it."""
+    before = text.encode("a")[-1:]
+    start = text.decode(before)
+
+    @cache
+    def read(*ids: int) -> str:
+        if max(ids) >= text.vocab_size:
+            return "".join(f"<{i}>" for i in ids)
+        whole = text.decode([*before, *ids])
+        return whole.removeprefix(start) if whole.startswith(start) else text.decode(ids)
+
+    def spell(ids: Sequence[int]) -> list[str]:
+        pieces = [read(int(i)) for i in ids]
+        for first, piece in enumerate(pieces):
+            if INCOMPLETE in piece:
+                _complete(ids, pieces, first, read)
+        return pieces
+
+    return spell
+
+
+def _complete(ids: Sequence[int], pieces: list[str], first: int, read: Callable[..., str]) -> None:
+    """Give the character that begins at `first` to that token, where the next ones end it."""
+    for last in range(first + 1, min(first + 4, len(ids))):
+        if INCOMPLETE not in pieces[last]:
+            return
+        whole = read(*(int(i) for i in ids[first : last + 1]))
+        if INCOMPLETE not in whole:
+            pieces[first : last + 1] = [whole] + [""] * (last - first)
+            return
+
+
+def word_speller(words: Sequence[str]) -> Spell:
+    """The same for a vocabulary of whole words, such as that of a pure environment."""
+    return lambda ids: [f"{words[int(i)]} " for i in ids]
+
+
+# Trajectories ---------------------------------------------------------------------------------------------
+
+
+def shown(
+    played: Played,
+    spell: Spell,
+    *,
+    phase: str = "",
+    update: int | None = None,
+    advantages: Sequence[Any] | None = None,
+    ratios: Sequence[np.ndarray] | None = None,
+) -> Shown:
+    """A trajectory of a hosted rollout; `advantages` and `ratios` have an entry a turn."""
+    task, trajectory, scored = played.task, played.trajectory, played.scored
+    own = task if isinstance(task, Task) else Task(str(task), str(task), (), "")
+    first, *later = _calls(played)
+    nothing = [None] * len(trajectory.turns)
+    given = (trajectory.turns, played.tools, played.errors, later, advantages or nothing, ratios or nothing)
+    turns = [_turn(spell, *each) for each in zip(*given, strict=True)]
+    return Shown(
+        task=own.id,
+        query=own.query,
+        answers=own.answers,
+        domain=own.domain,
+        turns=turns,
+        phase=phase,
+        update=update,
+        group=played.group,
+        sample=played.sample,
+        reward=trajectory.outcome,
+        correct=trajectory.correct,
+        status=Status(trajectory.status),
+        reason=played.reason,
+        output=played.output,
+        verdict="" if scored is None else scored.reason,
+        parts={} if scored is None else scored.parts,
+        seconds=played.seconds,
+        calls=first,
+    )
+
+
+def _turn(
+    spell: Spell, turn: Turn, tool: str, error: bool, calls: Sequence[ShownCall], advantage: Any, ratio: Any
+) -> ShownTurn:
+    return ShownTurn(
+        tokens=np.asarray(turn.tokens),
+        pieces=spell(np.asarray(turn.tokens).tolist()),
+        chosen=np.asarray(turn.chosen),
+        logp=np.asarray(turn.logp_sampled),
+        version=turn.version,
+        tool=tool,
+        error=error,
+        reward=turn.reward,
+        calls=calls,
+        advantage=None if advantage is None else np.asarray(advantage, np.float32),
+        ratio=ratio,
+    )
+
+
+def _calls(played: Played) -> list[list[ShownCall]]:
+    """What was asked before the first turn, and by each turn; the last one has what its step was asking for."""
+    turns = len(played.trajectory.turns)
+    ends = list(accumulate(played.lens))[: turns + 1]
+    ends = [*ends, *[len(played.log)] * (turns + 1 - len(ends))]
+    ends[-1] = len(played.log)
+    return [[_call(effect) for effect in played.log[a:b]] for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def _call(effect: Effect) -> ShownCall:
+    call, result = effect
+    return ShownCall(call.kind, call.name, call.arguments, result.text, result.error, result.failure)
+
+
+# Records of arrays ----------------------------------------------------------------------------------------
+
+
+def records_of(rollout: Rollout, tasks: Sequence[Task], tools: Sequence[str] = ()) -> list[Played]:
+    """The trajectories of a batch as records, a task each; on the host. `tools` are those that `rollout.tool` numbers.
+
+    Nothing was asked of the world, no reward but the environment judged, and no clock ran for each alone.
+    """
+    rollout = jax.device_get(rollout)
+    length_nt = np.asarray(filled(rollout.trajectories)[0])
+    before: dict[int, int] = {}
+    records = []
+    for n, task in enumerate(tasks):
+        group = int(rollout.trajectories.group[n])
+        before[group] = before.get(group, -1) + 1
+        records.append(_record(rollout, n, length_nt[n], task, tools, before[group]))
+    return records
+
+
+def _record(rollout: Rollout, n: int, length_t: np.ndarray, task: Task, tools: Sequence[str], sample: int) -> Played:
+    given = rollout.trajectories
+    turns = np.flatnonzero(given.turns[n]).tolist()
+    outcome = float(given.outcome[n])
+    trajectory = Trajectory(
+        turns=[_cut(given, n, t, int(length_t[t])) for t in turns],
+        outcome=outcome if np.isfinite(outcome) else None,
+        group=int(given.group[n]),
+        correct=bool(given.correct[n]),
+        status=Status(int(given.status[n])),
+        appends=True if given.appends is None else bool(given.appends[n]),
+    )
+    return Played(
+        task=task,
+        key=(),
+        group=trajectory.group,
+        sample=sample,
+        trajectory=trajectory,
+        tools=tuple(tools[int(rollout.tool[n][t])] if rollout.tool[n][t] >= 0 else "" for t in turns),
+        errors=tuple(bool(rollout.error[n][t]) for t in turns),
+        log=(),
+        lens=(0,) * (len(turns) + 1),
+        output=None,
+        scored=None,
+        reason="",
+        seconds=None,
+    )
+
+
+def _cut(given: Trajectories, n: int, t: int, length: int) -> Turn:
+    """One turn without padding."""
+    columns = (given.tokens, given.chosen, given.logp_sampled, given.version)
+    tokens, chosen, logp, version = (np.asarray(x_ntl)[n, t, :length] for x_ntl in columns)
+    return Turn(
+        tokens=tokens,
+        chosen=chosen,
+        logp_sampled=logp,
+        version=int(version[0]) if (version == version[0]).all() else version,
+        reward=float(given.reward[n, t]) if given.by_turn is not None and given.by_turn[n] else None,
+        anchor=int(given.anchor[n, t]),
+    )

@@ -1,0 +1,103 @@
+"""What a run recorded, as the page of `view` has it: phases, advantages, texts; and what it says of what is missing."""
+
+import json
+
+import numpy as np
+import pytest
+
+import flowgrpo as fg
+from experiments.hosted_setup import record, record_advantages
+from experiments.recorded import read_trajectories, speller_of, write_page
+from flowgrpo.rollout.records import Played, make_turn
+from flowgrpo.types import Status, Trajectory
+
+ENV = {"env": "lookup", "seed": 3, "algorithm": "flow_grpo"}
+
+
+def played(group: int = 0, sample: int = 0, turns: int = 2, **ended) -> Played:
+    sequence = [make_turn([19, 11], [7, 11, 1], [-0.5, -0.25, 0.0], 0, None, 0)] * turns
+    return Played(
+        task=fg.Task(f"t{group}", "dee boss ?", ("hal",), "lookup"),
+        key=(),
+        group=group,
+        sample=sample,
+        trajectory=Trajectory(sequence, ended.pop("outcome", 1.0), group, **ended),
+        tools=("archive",) * turns,
+        errors=(False,) * turns,
+        log=(),
+        lens=(0,) * (turns + 1),
+        output="hal",
+        scored=None,
+        reason="",
+        seconds=0.5,
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of two updates, the second without advantages."""
+    (tmp_path / "run.json").write_text(json.dumps({"settings": ENV, "machine": {}}))
+    folder = tmp_path / "trajectories"
+    lost = played(0, 1, turns=1, outcome=None, status=Status.TOOL_FAILURE)
+    for name in ("test-after", "000002", "test-before"):
+        record(folder / f"{name}.jsonl", [played()])
+    record(folder / "000001.jsonl", [played(), lost])
+    record_advantages(
+        folder / "000001.advantages.jsonl", [played(), lost], np.array([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]])
+    )
+    return tmp_path
+
+
+def test_examinations_come_first_and_then_updates(run):
+    found = read_trajectories(run)
+    assert [(one.phase, one.update) for one in found] == [
+        ("test before", None),
+        ("test after", None),
+        ("train", 1),
+        ("train", 1),
+        ("train", 2),
+    ]
+
+
+def test_advantages_belong_to_group_and_sample_and_whoever_takes_no_part_has_none(run):
+    assert [one.advantages for one in read_trajectories(run)] == [None, None, [0.5, 0.5], None, None]
+
+
+def test_advantages_by_token_end_with_the_turn(tmp_path):
+    path = tmp_path / "000001.advantages.jsonl"
+    adv_ntl = np.arange(16, dtype=np.float32).reshape(1, 2, 8)
+    record_advantages(path, [played()], adv_ntl)
+    assert json.loads(path.read_text()) == {"group": 0, "sample": 0, "advantage": adv_ntl[0, :, :5].tolist()}
+
+
+def test_a_line_that_is_being_written_is_left_out(run):
+    with (run / "trajectories" / "000002.jsonl").open("a") as file:
+        file.write('{"task": {"Ta')
+    assert len(read_trajectories(run)) == 5
+
+
+def test_the_page_of_a_run_has_its_words_and_says_what_it_lacks(run):
+    assert write_page(run, run / "page.html") == 5
+    html = (run / "page.html").read_text(encoding="utf-8")
+    assert '"dee "' in html
+    assert "give --ratios=best" in html
+
+
+def test_where_nothing_is_there_it_is_said(run, tmp_path):
+    out = tmp_path / "page.html"
+    with pytest.raises(fg.BadInput, match=r"holds no run: run\.json is missing; give the --workdir of one"):
+        write_page(tmp_path / "nowhere", out)
+    with pytest.raises(fg.BadInput, match="has no checkpoint yet: let the run go on"):
+        write_page(run, out, ratios="best")
+    (run / "trajectories" / "000001.advantages.jsonl").write_text("[1]\n")
+    with pytest.raises(fg.BadInput, match=r"000001\.advantages\.jsonl holds no advantages"):
+        write_page(run, out)
+    for path in (run / "trajectories").iterdir():
+        path.unlink()
+    with pytest.raises(fg.BadInput, match=r"holds no trajectories: .*let the run go on"):
+        write_page(run, out)
+
+
+def test_a_tokenizer_that_is_gone_can_be_named(tmp_path):
+    with pytest.raises(fg.BadInput, match=r"there is no model folder .*; or name the run's tokenizer by --tokenizer"):
+        speller_of({"model": str(tmp_path / "gone")}, tmp_path)

@@ -1,0 +1,126 @@
+"""Records and arrays as trajectories to be shown: texts add up, calls belong to their turns, arrays come back."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from agent_cases import agent_text
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flowgrpo as fg
+from flowgrpo.contracts import Call, Result, Scored
+from flowgrpo.effects import Effect
+from flowgrpo.report.shown import columns
+from flowgrpo.rollout.compiled import Rollout
+from flowgrpo.rollout.records import Played, from_json, make_turn, rollout_of, to_json
+from flowgrpo.rollout.shown import records_of, shown, speller, word_speller
+from flowgrpo.types import Status, Trajectory
+
+
+def effect(words: str, **more) -> Effect:
+    return Effect(Call("tool", "echo", {"words": words}), Result(f"heard {words}", **more))
+
+
+def played(lens=(1, 0, 2), turns: int = 2, **more) -> Played:
+    sequence = [make_turn([4, 5], [6, 1], [-0.5, -0.25], 7, None, 0)] * turns
+    own = {
+        "task": fg.Task("t", "what?", ("5", "five"), "any"),
+        "key": (1, 2),
+        "group": 3,
+        "sample": 1,
+        "trajectory": Trajectory(sequence, 1.0, 3, correct=True),
+        "tools": ("", "echo")[:turns],
+        "errors": (False, True)[:turns],
+        "log": tuple(effect(word, error=word == "c") for word in "abc"),
+        "lens": lens,
+        "output": "5",
+        "scored": Scored(1.0, "it is right", {"form": 0.5}),
+        "reason": "",
+        "seconds": 2.0,
+    }
+    return Played(**{**own, **more})
+
+
+SPELL = word_speller(tuple("0123456789"))
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
+def test_A5_the_pieces_of_ids_are_the_text_of_them_all(string):
+    text = agent_text()
+    ids = text.encode(string)
+    pieces = speller(text)(ids)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == text.decode(ids)
+
+
+def test_a_character_of_several_tokens_stands_at_the_first_and_a_broken_one_is_marked():
+    text = agent_text()
+    whole = text.encode("é")
+    assert speller(text)(whole) == ["é", ""]
+    assert speller(text)(whole[:1]) == ["\ufffd"]
+    assert speller(text)([text.vocab_size + 3]) == [f"<{text.vocab_size + 3}>"]
+
+
+def test_a_record_is_shown_with_task_verdict_and_turns():
+    one = shown(played(), SPELL, phase="train", update=4, advantages=[0.5, 0.5], ratios=[np.ones(4), np.ones(4)])
+    assert (one.task, one.query, one.answers, one.domain) == ("t", "what?", ("5", "five"), "any")
+    assert (one.phase, one.update, one.group, one.sample, one.reward, one.correct) == ("train", 4, 3, 1, 1.0, True)
+    assert (one.output, one.verdict, one.parts, one.seconds) == ("5", "it is right", {"form": 0.5}, 2.0)
+    assert [turn.tool for turn in one.turns] == ["", "echo"]
+    assert list(one.turns[0].pieces) == ["4 ", "5 ", "6 ", "1 "]
+    assert columns([one])["details"][0]["turns"][1]["advantage"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("lens", "before", "by_turn"),
+    [
+        ((1, 0, 2), "a", ["", "bc"]),
+        ((0, 3, 0), "", ["abc", ""]),
+        ((1, 1), "a", ["b", "c"]),  # the last step did not return: what it asked for is its own
+        ((), "abc", []),  # nor did the reset
+    ],
+)
+def test_calls_belong_to_the_turn_that_made_them(lens, before, by_turn):
+    one = shown(played(lens, turns=len(by_turn)), SPELL)
+    assert "".join(call.asked["words"] for call in one.calls) == before
+    assert ["".join(call.asked["words"] for call in turn.calls) for turn in one.turns] == by_turn
+    assert [call.error for turn in one.turns for call in turn.calls if call.asked["words"] == "c"] in ([], [True])
+
+
+def test_a_task_of_another_kind_and_no_verdict_are_shown_too():
+    one = shown(played(task={"digit": 3}, scored=None, output=None), SPELL)
+    assert (one.task, one.answers, one.verdict, one.parts) == ("{'digit': 3}", (), "", {})
+
+
+def test_arrays_become_records_and_come_back():
+    rng = np.random.default_rng(0)
+    lost = played()
+    turns = [replace(turn, version=np.array([7, 7, 7, 8])) for turn in lost.trajectory.turns]
+    ended = Trajectory(turns[:1], None, 4, status=Status.TOOL_FAILURE)
+    every = [lost, replace(lost, sample=2), replace(lost, group=4, trajectory=ended, tools=("echo",), errors=(True,))]
+    dense = rollout_of(every, ("echo",))
+    noise = np.where(dense.trajectories.turns[:, :, None], dense.trajectories.tokens, rng.integers(0, 9, (3, 2, 4)))
+    dense = dense.replace(trajectories=dense.trajectories.replace(tokens=noise))
+    tasks = [one.task for one in every]
+    records = records_of(dense, tasks, ("echo",))
+    assert [(one.group, one.sample, one.tools, one.errors) for one in records] == [
+        (3, 0, ("", "echo"), (False, True)),
+        (3, 1, ("", "echo"), (False, True)),
+        (4, 0, ("echo",), (True,)),
+    ]
+    assert [one.trajectory.outcome for one in records] == [1.0, 1.0, None]
+    assert records[2].trajectory.status == Status.TOOL_FAILURE
+    again = rollout_of([from_json(to_json(one)) for one in records], ("echo",))
+    for name in ("chosen", "logp_sampled", "version", "turns", "outcome", "status", "length"):
+        np.testing.assert_array_equal(getattr(again.trajectories, name), getattr(dense.trajectories, name), name)
+    np.testing.assert_array_equal(again.tool, dense.tool)
+    kept = again.trajectories.turns[:, :, None]
+    np.testing.assert_array_equal(np.where(kept, again.trajectories.tokens, 0), np.where(kept, noise, 0))
+
+
+def test_no_reward_but_the_environment_judged():
+    dense: Rollout = rollout_of([played()], ("echo",))
+    (one,) = records_of(dense, [SimpleNamespace()], ("echo",))
+    assert (one.log, one.scored, one.output, one.seconds, one.lens) == ((), None, None, None, (0, 0, 0))

@@ -1,0 +1,50 @@
+"""Trajectories to be shown, for tests of the page: two turns with a tool and an error, before and after training."""
+
+import numpy as np
+
+from flowgrpo.report.shown import Shown, ShownCall, ShownTurn
+from flowgrpo.types import Status
+
+HOSTILE = "</script><script>document.title='stolen'</script><img src=x onerror=\"document.title='stolen'\">\u202eback"
+
+
+def make_turn(action: str, said: str = "say it\n", **more) -> ShownTurn:
+    """A turn of a token a word; the i-th token of the action has log-probability -i."""
+    pieces = [f"{word} " for word in said.split(" ")] + [f"{word} " for word in action.split(" ")]
+    count, spoken = len(pieces), len(action.split(" "))
+    chosen = np.arange(count) >= count - spoken
+    logp = np.where(chosen, -np.cumsum(chosen) + 1.0, 0.0)
+    own = {"tokens": 100 + np.arange(count), "chosen": chosen, "logp": logp, "version": 3}
+    return ShownTurn(**{**own, "pieces": pieces, **more})
+
+
+def make_shown(task: str = "t0", **more) -> Shown:
+    """A trajectory that calls a tool, meets an error, and answers."""
+    call = ShownCall("tool", "calculator", {"expression": "2 +"}, "it is not complete", error=True)
+    turns = [make_turn("Tool: calculator 2 +", tool="calculator", error=True, calls=(call,)), make_turn("answer 5")]
+    own = {
+        "turns": turns,
+        "query": f"what is {task}?",
+        "answers": ("5",),
+        "domain": "mathematics",
+        "reward": 1.0,
+        "correct": True,
+    }
+    return Shown(task, **{**own, "output": "5", "seconds": 1.5, **more})
+
+
+def make_many() -> list[Shown]:
+    """Six tasks before and after training, of which the last three are solved after; then eight of an update."""
+    lost = {"reward": 0.25, "correct": False, "output": "7"}
+    before = [make_shown(f"t{n}", phase="test before", group=n, **lost) for n in range(6)]
+    after = [make_shown(f"t{n}", phase="test after", group=n, **({} if n > 2 else lost)) for n in range(6)]
+    code = {"domain": "code", "phase": "train", "update": 4}
+    turns = [
+        make_turn("print(2)", tool="python", advantage=0.5, ratio=np.full(3, 1.25)),
+        make_turn("a b c", advantage=np.full(5, -1.0), ratio=np.full(5, 0.8), version=np.array([3, 3, 3, 3, 4])),
+        make_turn("end", advantage=-1.0, ratio=np.ones(3)),
+    ]
+    learned = [make_shown("c0", sample=n, turns=turns, **code) for n in range(6)]
+    failed = {"reward": None, "correct": False, "status": Status.VERIFIER_FAILURE, "output": None}
+    odd = make_shown("c1", query=HOSTILE, turns=[make_turn("x", said=HOSTILE)], **code, **failed)
+    return [*before, *after, *learned, odd, make_shown("c2", turns=(), **code, **failed, reason="never began")]
