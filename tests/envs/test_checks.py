@@ -22,6 +22,11 @@ def forgives(state, tokens, length):
     return state, now._replace(error=jnp.bool_(False))
 
 
+def never_right(state, tokens, length):
+    state, now = step(state, tokens, length, rounds=3)
+    return state.replace(correct=jnp.bool_(False)), now._replace(reward=jnp.float32(0), correct=jnp.bool_(False))
+
+
 BROKEN = {
     "must begin with": {"words": ("one", "two")},
     "a word is there twice": {"words": (*tiny_env().words, "one")},
@@ -29,7 +34,8 @@ BROKEN = {
     "does not absorb": {"step": never_absorbs},
     "paid before the end, but by_turn is not set": {"step": absorbing(pays_early)},
     "garbage is no error": {"step": absorbing(forgives)},
-    "the oracle solves 0%": {"oracle": lambda state: oracle(state.replace(digit=3 - state.digit))},
+    "the oracle solves 0%": {"step": absorbing(never_right)},
+    "the oracle makes errors": {"oracle": lambda state: oracle(state.replace(digit=3 - state.digit))},
     "an action of the oracle is int32.2.": {"oracle": lambda _: (fill([2, 1], 2), jnp.int32(2))},
 }
 

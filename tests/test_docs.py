@@ -1,0 +1,91 @@
+"""What the guides say is run: their Python page by page, their commands by the flags that exist, their links."""
+
+import ast
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
+PAGES |= {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}
+SLOW = {"docs/environments.md"}  # which trains
+PROMISE = re.compile(r"^( *)print\(.*\)  # (.+)$", re.MULTILINE)
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], re.DOTALL | re.MULTILINE)
+
+
+WITH_PYTHON = [
+    pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in PAGES if blocks(page, "python")
+]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_python_examples_run_one_after_another(page, capsys):
+    """Each example may use what the ones before it made; what a comment behind a print promises is printed."""
+    namespace: dict = {"__name__": "page"}
+    for source in blocks(page, "python"):
+        runs = source.replace("launch.configure()", "")  # the backend of the tests has started
+        exec(compile(runs, page, "exec"), namespace)
+        printed = capsys.readouterr().out
+        for promised in PROMISE.findall(source):
+            assert promised[1] in printed
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(page, words) of every command of a module of this repository."""
+    found = []
+    for page in PAGES:
+        for line in "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines():
+            for part in line.split("&&"):
+                words = shlex.split(part, comments=True)
+                if words[:2] == ["python", "-m"] and words[2].startswith("experiments"):
+                    found.append((page, words[2:]))
+    return found
+
+
+@cache
+def flags_of(module: str) -> frozenset[str]:
+    """The flags that a module of experiments defines, or one that it imports; several can't be imported at once."""
+    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "").startswith("DEFINE_"):
+            found |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("experiments"):
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                if name and (ROOT / f"{name.replace('.', '/')}.py").exists():
+                    found |= flags_of(name)
+    return frozenset(found)
+
+
+@pytest.mark.parametrize(("page", "words"), commands(), ids=lambda x: " ".join(x) if isinstance(x, list) else x)
+def test_commands_name_modules_and_flags_that_exist(page, words):
+    known = flags_of(words[0])
+    for word in words[1:]:
+        if word.startswith("--"):
+            name = word.removeprefix("--").split("=")[0]
+            assert name in known or name.removeprefix("no") in known, f"{page}: {words[0]} has no flag --{name}"
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as they are made of them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), f"{page}: {target}"
+        if anchor:
+            assert anchor in anchors(path.read_text()), f"{page}: {target}"
