@@ -18,6 +18,8 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"flowgrpo {release}"
 html_show_sphinx = False
+html_static_path = ["static"]
+html_css_files = ["formulas.css"]
 html_math_renderer = "mathml"
 
 myst_enable_extensions = ["dollarmath"]
@@ -34,6 +36,8 @@ autodoc_inherit_docstrings = False
 
 def plain_text(_app, _what, _name, _object, _options, lines: list[str]) -> None:
     """A docstring as reStructuredText: `code` in quotes becomes code, what is indented is shown as it stands."""
+    if lines and lines[0].startswith("Alias for field number"):  # of a NamedTuple, whose type says more
+        lines.clear()
     shown: list[str] = []
     for indented, run in groupby(_joined(lines), key=lambda line: line.startswith(" ")):
         if indented:
@@ -54,17 +58,18 @@ def _joined(lines: list[str]) -> list[str]:
 
 
 def _prose(text: str) -> str:
-    """Text in which nothing is markup but code."""
+    """Text in which nothing is markup but code and *emphasis*."""
     parts = re.split(r"`([^`]+)`", text)
     for i, part in enumerate(parts):
         parts[i] = f"\\ ``{' '.join(part.split())}``\\ " if i % 2 else re.sub(r"([\\*|_`])", r"\\\1", part)
-    return "".join(parts)
+    return re.sub(r"(?<!\w)\\\*(\w[\w ]*)\\\*(?!\w)", r"*\1*", "".join(parts))
 
 
 def visit_math(self, node) -> None:
     """A formula as MathML, in the line or as a block of its own."""
     inline = node.tagname == "math"
-    self.body.append(convert(node.astext(), display="inline" if inline else "block"))
+    formula = convert(node.astext(), display="inline" if inline else "block")
+    self.body.append(formula if inline else f'<div class="formula">{formula}</div>\n')
     raise SkipNode
 
 

@@ -55,7 +55,8 @@ def flags_of(module: str) -> frozenset[str]:
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "").startswith("DEFINE_"):
-            found |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()
+            words = (word.value for word in ast.walk(node) if isinstance(word, ast.Constant))
+            found |= {word for word in words if isinstance(word, str) and word.isidentifier()}
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("experiments"):
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             for name in names:
@@ -89,3 +90,31 @@ def test_links_lead_somewhere(page):
         assert path.exists(), f"{page}: {target}"
         if anchor:
             assert anchor in anchors(path.read_text()), f"{page}: {target}"
+
+
+# The API reference -------------------------------------------------------------------------------------
+
+
+def documented() -> set[str]:
+    """The modules that the reference shows."""
+    pages = "".join(path.read_text() for path in ROOT.glob("docs/api/*.md"))
+    return set(re.findall(r"^\.\. automodule:: (\S+)$", pages, re.MULTILINE))
+
+
+def test_the_reference_shows_the_module_of_every_export():
+    import flowgrpo as fg
+
+    homes = {getattr(value, "__module__", None) for name, value in vars(fg).items() if not name.startswith("_")}
+    assert {home for home in homes if home and home.startswith("flowgrpo.")} <= documented() | {"flowgrpo.spread"}
+
+
+@pytest.mark.parametrize("module", sorted(documented()))
+def test_every_public_name_of_the_reference_has_a_docstring(module):
+    """Functions and classes, and what classes offer beside their fields."""
+    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    top = [node for node in tree.body if isinstance(node, kinds)]
+    members = [node for one in top if isinstance(one, ast.ClassDef) for node in one.body if isinstance(node, kinds)]
+    bare = [node.name for node in (*top, *members) if not node.name.startswith("_") and not ast.get_docstring(node)]
+    assert ast.get_docstring(tree)
+    assert not bare

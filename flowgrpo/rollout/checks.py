@@ -80,6 +80,7 @@ class _Random:
         self.act = act
 
     def submit(self, request: Request) -> Future:
+        """A future that has its completion already."""
         words = np.asarray(jax.random.key_data(request.key)).tolist()
         tokens = list(self.act(np.random.default_rng([*words, len(request.tokens)]), request))[: request.max_tokens]
         ended = bool(tokens) and tokens[-1] in request.stop_ids
