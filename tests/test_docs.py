@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
@@ -90,6 +91,16 @@ def test_links_lead_somewhere(page):
         assert path.exists(), f"{page}: {target}"
         if anchor:
             assert anchor in anchors(path.read_text()), f"{page}: {target}"
+
+
+def test_the_citation_is_of_this_version():
+    import flowgrpo as fg
+
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert (citation["version"], citation["license"]) == (fg.__version__, "Apache-2.0")
+    for paper in citation["references"]:
+        assert {"type", "title", "authors", "year", "url"} <= set(paper)
 
 
 # The API reference -------------------------------------------------------------------------------------

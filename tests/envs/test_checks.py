@@ -1,10 +1,13 @@
 """`check_env` passes what keeps the contract (E1), and names the rule that a broken environment breaks."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import pytest
 from tiny_env import oracle, step, tiny_env
 
 import flowgrpo as fg
+from experiments.members import ENVIRONMENTS
 from flowgrpo.envs.env import absorbing, fill
 
 
@@ -45,6 +48,12 @@ def test_E1_an_environment_that_keeps_the_contract_passes():
     assert figures["oracle"] == 1.0
     assert figures["random"] < figures["demonstrations"] < 1.0
     assert figures["turns"] == 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [*ENVIRONMENTS.values(), partial(fg.maze, by_turn=True)])
+def test_E1_the_environments_of_the_family_pass(make):
+    assert fg.check_env(make())["oracle"] == 1.0
 
 
 @pytest.mark.parametrize("rule", BROKEN)
