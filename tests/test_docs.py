@@ -93,6 +93,21 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(path.read_text()), f"{page}: {target}"
 
 
+def sentences() -> list[str]:
+    """What the page of troubles says that commands say: the parts that no name or number interrupts."""
+    page = PAGES["docs/troubleshooting.md"].split("## It does not learn")[0]
+    said = " … ".join(re.findall(r"^\| `([^`]+)`", page, re.MULTILINE))
+    parts = re.split(r"…|NAME|RUN|'x'|\b\d\b|FINISHED|None|\bnan\b|\bpass do\b|ppo|\[", said)
+    return [part.strip(" ':.;=") for part in parts if len(part) > 20]
+
+
+def test_troubles_are_told_in_the_words_of_the_code():
+    paths = [*ROOT.glob("flowgrpo/**/*.py"), *ROOT.glob("experiments/**/*.py")]
+    sources = re.sub(r"\"\s*\n\s*f?\"", "", "".join(path.read_text() for path in paths))
+    assert len(sentences()) > 20
+    assert not [sentence for sentence in sentences() if sentence not in sources]
+
+
 def test_the_citation_is_of_this_version():
     import flowgrpo as fg
 

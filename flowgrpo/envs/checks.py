@@ -160,10 +160,11 @@ def _ends(plays: Play) -> bool:
 
 def _malformed(env: Env, plays: Play) -> np.ndarray:
     """Actions that hold what is no word, or don't end with END."""
-    used = np.arange(plays.tokens.shape[-1]) < plays.length[..., None]
-    known = (plays.tokens > PAD) & (plays.tokens < len(env.words))
-    last = np.take_along_axis(plays.tokens, np.maximum(plays.length[..., None] - 1, 0), axis=-1)[..., 0]
-    return (used & ~known).any(axis=-1) | (plays.length == 0) | (last != END)
+    tokens, length = np.asarray(plays.tokens), np.asarray(plays.length)[..., None]
+    used = np.arange(tokens.shape[-1]) < length
+    known = (tokens > PAD) & (tokens < len(env.words))
+    last = np.take_along_axis(tokens, np.maximum(length - 1, 0), axis=-1)[..., 0]
+    return (used & ~known).any(axis=-1) | (length[..., 0] == 0) | (last != END)
 
 
 def _same(one, other) -> bool:
