@@ -16,8 +16,9 @@ import flowgrpo as fg
 from experiments import common
 from experiments.headings import heading
 from experiments.members import ENVIRONMENTS
-from experiments.plays import PLAYERS, draw_tasks, play_many, tabulate, transcript
+from experiments.plays import draw_tasks, tabulate
 from flowgrpo.envs.env import SPLITS
+from flowgrpo.envs.play import PLAYERS, play_many, transcript
 
 heading("What is run")
 _ENVIRONMENTS = flags.DEFINE_list("environments", list(ENVIRONMENTS), f"Any of {', '.join(ENVIRONMENTS)}.")

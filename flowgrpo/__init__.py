@@ -57,6 +57,7 @@ from flowgrpo.contracts import (
     Tool,
 )
 from flowgrpo.envs.arithmetic import arithmetic
+from flowgrpo.envs.checks import check_env
 from flowgrpo.envs.lookup import lookup
 from flowgrpo.envs.maze import maze
 from flowgrpo.generate.engine import Engine
@@ -70,6 +71,7 @@ from flowgrpo.models.lora import LoraConfig, lora_policy, merge
 from flowgrpo.packing import account, fill_rate, pack
 from flowgrpo.ragged import collate
 from flowgrpo.rewards.router import router, score_async
+from flowgrpo.rollout.checks import check_host_env
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.rollout.records import Played, rollout_of
 from flowgrpo.rollout.replay import replay

@@ -1,4 +1,4 @@
-"""What the README says is run: its Python, its commands, its map."""
+"""The README's commands and its map; `test_docs` runs its Python."""
 
 import re
 import shlex
@@ -10,15 +10,6 @@ README = (ROOT / "README.md").read_text()
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-
-
-def test_python_examples_run_one_after_another(capsys):
-    """Each example may use what the ones before it made; what a comment promises is printed."""
-    namespace: dict = {}
-    for source in blocks("python"):
-        exec(compile(source, "README.md", "exec"), namespace)
-    assert capsys.readouterr().out.strip() == "[ 0.866  0.866 -0.866 -0.866]"
-    assert "# [ 0.866  0.866 -0.866 -0.866]" in README
 
 
 def test_commands_name_what_exists():
@@ -41,5 +32,7 @@ def test_map_is_true():
 def test_every_member_of_the_family_has_a_row():
     from experiments.members import ALGORITHMS
 
-    family = README.split("## The family")[1].split("\n## ")[0]
+    guide = (ROOT / "docs/algorithms.md").read_text()
+    family = guide.split("## The family")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", family, re.MULTILINE)) == set(ALGORITHMS)
+    assert set(re.findall(r"^### `(\w+)`$", guide, re.MULTILINE)) == set(ALGORITHMS)

@@ -77,14 +77,17 @@ class World:
 
     @property
     def first_relation(self) -> int:
+        """The token of the first relation."""
         return FIRST_TOOL + self.tools
 
     @property
     def first_entity(self) -> int:
+        """The token of the first entity."""
         return self.first_relation + self.relations
 
     @property
     def words(self) -> tuple[str, ...]:
+        """What each token means."""
         names = _names(TOOLS, "tool", self.tools) + _names(RELATIONS, "relation", self.relations)
         return (*SPECIAL, "?", "none", "error", "answer", *names, *_names(PEOPLE, "entity", self.entities))
 

@@ -15,9 +15,10 @@ from tiny_env import tiny_env
 
 import flowgrpo as fg
 from experiments.members import ENVIRONMENTS
-from experiments.plays import PLAYERS, Play, draw_tasks, play, play_turn
+from experiments.plays import draw_tasks
 from flowgrpo.envs.env import END, PAD, SPECIAL, SPLITS, fill
 from flowgrpo.envs.expressions import combination
+from flowgrpo.envs.play import PLAYERS, Play, play, play_turn
 
 EPISODES = 300
 

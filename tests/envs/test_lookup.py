@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import flowgrpo as fg
-from experiments.plays import PLAYERS, Play, draw_tasks, play_many, tabulate, transcript
+from experiments.plays import draw_tasks, tabulate
 from flowgrpo.envs.env import in_words, story
 from flowgrpo.envs.lookup import Task, World, is_right
+from flowgrpo.envs.play import PLAYERS, Play, play_many, transcript
 from flowgrpo.learner.warmstart import act_by_oracle, demonstrate
 
 ROOT = Path(__file__).parent.parent.parent

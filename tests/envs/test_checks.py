@@ -1,0 +1,62 @@
+"""`check_env` passes what keeps the contract (E1), and names the rule that a broken environment breaks."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import pytest
+from tiny_env import oracle, step, tiny_env
+
+import flowgrpo as fg
+from experiments.members import ENVIRONMENTS
+from flowgrpo.envs.env import absorbing, fill
+
+
+def never_absorbs(state, tokens, length):
+    return step(state, tokens, length, rounds=1)
+
+
+def pays_early(state, tokens, length):
+    state, now = step(state, tokens, length, rounds=3)
+    return state, now._replace(reward=jnp.where(now.error, 0.0, 0.1))
+
+
+def forgives(state, tokens, length):
+    state, now = step(state, tokens, length, rounds=3)
+    return state, now._replace(error=jnp.bool_(False))
+
+
+def never_right(state, tokens, length):
+    state, now = step(state, tokens, length, rounds=3)
+    return state.replace(correct=jnp.bool_(False)), now._replace(reward=jnp.float32(0), correct=jnp.bool_(False))
+
+
+BROKEN = {
+    "must begin with": {"words": ("one", "two")},
+    "a word is there twice": {"words": (*tiny_env().words, "one")},
+    "the prompt is int32.3. and int32.., but by sizes": {"sizes": fg.Sizes(prompt=4, observation=2, action=3, turns=5)},
+    "does not absorb": {"step": never_absorbs},
+    "paid before the end, but by_turn is not set": {"step": absorbing(pays_early)},
+    "garbage is no error": {"step": absorbing(forgives)},
+    "the oracle solves 0%": {"step": absorbing(never_right)},
+    "the oracle makes errors": {"oracle": lambda state: oracle(state.replace(digit=3 - state.digit))},
+    "an action of the oracle is int32.2.": {"oracle": lambda _: (fill([2, 1], 2), jnp.int32(2))},
+}
+
+
+def test_E1_an_environment_that_keeps_the_contract_passes():
+    figures = fg.check_env(tiny_env(), episodes=32)
+    assert figures["oracle"] == 1.0
+    assert figures["random"] < figures["demonstrations"] < 1.0
+    assert figures["turns"] == 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [*ENVIRONMENTS.values(), partial(fg.maze, by_turn=True)])
+def test_E1_the_environments_of_the_family_pass(make):
+    assert fg.check_env(make())["oracle"] == 1.0
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_E1_a_broken_rule_is_named(rule):
+    with pytest.raises(fg.BadInput, match=rule):
+        fg.check_env(tiny_env()._replace(**BROKEN[rule]), episodes=16)
