@@ -29,11 +29,12 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments import agent_setups, common, planner_flags
+from experiments import agent_setups, common, loggers, planner_flags
 from experiments.benchmarks.measured import show_lines
 from experiments.dry_runs import hosted_rows, parse_memory
 from experiments.hosted_setup import HostedSetup, play
 from experiments.hosted_work import hosted_work, training_tasks
+from experiments.loggers import chosen_loggers
 from experiments.members import ALGORITHMS
 from experiments.prompts import PROMPTS, prompt_settings
 from experiments.published import shape_of_model
@@ -94,6 +95,7 @@ _DRY = flags.DEFINE_flag(
 )
 _MEMORY = flags.DEFINE_string("device_memory", None, "Of a device, for --dry_run=compile: 80GiB, 24GB.")
 flags.adopt_module_key_flags(planner_flags)
+flags.adopt_module_key_flags(loggers)
 
 
 def read_flags() -> dict[str, Any]:
@@ -166,7 +168,7 @@ def main() -> None:
     """Train, or look."""
     if _DRY.value == "compile":
         jax.config.update("jax_platforms", "cpu")  # whatever there is: devices are virtual
-    settings = read_flags()
+    settings, logged = read_flags(), chosen_loggers()
     folder = Path(_WORKDIR.value or f"runs/agentflow-{_SEED.value}")
     if _DRY.value == "compile":
         dry_compile(settings, folder)
@@ -177,7 +179,7 @@ def main() -> None:
         if _DRY.value == "true":
             dry_run(setup)
             return
-        result = one_run(hosted_work(setup), folder, every=_EVERY.value)
+        result = one_run(hosted_work(setup), folder, every=_EVERY.value, loggers=logged)
     print(json.dumps(result))
 
 

@@ -22,7 +22,8 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments import common, setups
+from experiments import common, loggers, setups
+from experiments.loggers import chosen_loggers
 from experiments.members import ALGORITHMS
 from experiments.pure_work import pure_work
 from experiments.session import one_run
@@ -45,6 +46,7 @@ _RATE = flags.DEFINE_float("learning_rate", None, "Of the reinforcement phase.",
 _WARM = flags.DEFINE_integer("warm_steps", None, "Steps of imitation at most.", lower_bound=1)
 _EVERY = flags.DEFINE_integer("checkpoint_every", 10, "Updates between validations and checkpoints.", lower_bound=1)
 _TEST = flags.DEFINE_integer("test_tasks", 1000, "Test tasks of the final table.", lower_bound=1)
+flags.adopt_module_key_flags(loggers)
 
 # The command ------------------------------------------------------------------------------------------
 
@@ -74,7 +76,7 @@ def main() -> None:
         base = Path(_WORKDIR.value or f"runs/quickstart-{settings['env']}-{seed}")
         folder = base / f"seed{seed}" if _WORKDIR.value and _NUM_SEEDS.value > 1 else base
         work = pure_work(setups.build(settings), test_tasks=_TEST.value)
-        results.append(one_run(work, folder, every=_EVERY.value, resume=_RESUME.value))
+        results.append(one_run(work, folder, every=_EVERY.value, resume=_RESUME.value, loggers=chosen_loggers()))
     if len(results) > 1:
         for result in results:
             print(f"seed {result['seed']}: {result['success_before']:.1%} -> {result['success_after']:.1%}")
