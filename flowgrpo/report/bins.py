@@ -23,6 +23,11 @@ def ratio_edges() -> list[float]:
     return [math.exp(math.sinh(place * RATIO_STEP) * NEAR) for place in every]
 
 
+def ratio_place(ratio: float) -> float:
+    """Where a ratio lies, in bins from rho = 1 on."""
+    return math.asinh(math.log(ratio) / NEAR) / RATIO_STEP
+
+
 def advantage_edges() -> list[float]:
     """The edges of the bins of advantages, in order; the outermost bins are drawn as wide as the others."""
     return [(place - 0.5) * ADVANTAGE_STEP for place in range(-ADVANTAGE_SIDE, ADVANTAGE_SIDE + 2)]

@@ -14,10 +14,11 @@ import pytest
 
 from experiments import self_verify_tasks as own
 from experiments.offline_model import phrases, write_model, write_tokenizer
-from experiments.self_verify_report import GROWN, calibration_error, comparison, draw, figures, sentence, warning
+from experiments.self_verify_report import calibration_error, comparison, draw, figures, sentence
 from experiments.self_verify_setup import OFFLINE, is_right, judged, settings_of, story
 from flowgrpo.contracts import Scored
 from flowgrpo.models.hf import load_model
+from flowgrpo.report.health import warnings_of
 from flowgrpo.rewards.answer import answer
 from flowgrpo.rewards.judge import ask_alone, verdict_ids, verifier_probability
 from flowgrpo.rewards.shaping import CHECK
@@ -168,15 +169,12 @@ def test_the_table_has_a_column_for_each_and_says_what_is_not_known():
 
 
 def test_a_warning_comes_when_the_gap_has_grown_since_the_start():
-    start = {"phase": "validation", "update": 0, "gap": 0.1}
-    grown, not_grown = figures([played(0.9, True), played(0.9, False)]), figures([played(0.9, True)])
+    grown = figures([played(0.9, True), played(0.9, False)])
     assert grown.gap == pytest.approx(0.4)
-    assert GROWN < 0.3
-    said = warning([{"phase": "train", "gap": 0.9}, start, {"phase": "validation", "gap": 0.35}], grown)
-    assert said is not None
-    assert "from +0.10 to +0.40" in said
-    assert warning([start], not_grown) is None
-    assert warning([], grown) is None
+    lines = [{"phase": "validation", "update": 0, "gap": 0.1}, {"phase": "validation", "update": 10} | vars(grown)]
+    (told,) = warnings_of(lines)
+    assert told["warning"] == "gap"
+    assert "from +0.10 to +0.40" in told["words"]
     assert "gap +0.40" in sentence(grown)
 
 
