@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from experiments import self_verify_tasks as own
+from experiments.hosted_work import held_out
 from experiments.offline_model import phrases, write_model, write_tokenizer
 from experiments.self_verify_report import calibration_error, comparison, draw, figures, sentence
 from experiments.self_verify_setup import OFFLINE, is_right, judged, settings_of, story
@@ -145,6 +146,13 @@ def test_the_figures_hold_reward_truth_gap_and_how_good_the_judge_is():
     assert found.judge_right == pytest.approx(2 / 3)
     assert found.calibration_error == pytest.approx((0.1 + 0.8 + 0.2) / 3)
     assert {"outcome", "gap", "judge_right", "calibration_error", "success"} <= set(found.figures())
+
+
+def test_R3_the_held_out_check_and_its_gap_are_figures_of_an_update():
+    unchecked = dataclasses.replace(played(1.0, True), scored=Scored(1.0))
+    found = held_out([played(0.9, True), played(0.8, False), unchecked])
+    assert found == {CHECK: 0.5, "gap": pytest.approx(0.35)}
+    assert held_out([unchecked]) == {}
 
 
 def test_a_judge_that_judges_nothing_is_refused_with_its_reason():
