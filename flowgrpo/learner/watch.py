@@ -10,9 +10,8 @@
 
 All but the advantages' figures are made of sums over tokens, so they add up over micro-batches, devices and steps
 (F3). Quantiles are read from a histogram whose bins are a twentieth of log rho wide, and 5e-6 around 0; sixteen of them
-make one of those that are shown. What holds for
-the whole holds turn by turn: an algorithm's metrics are linear in the weights, so those of a turn are its metrics with
-the weight of every other turn at 0.
+make one of those that are shown. What holds for the whole holds turn by turn: an algorithm's metrics are linear in the
+weights, so those of a turn are its metrics with the weight of every other turn at 0.
 """
 
 from functools import partial

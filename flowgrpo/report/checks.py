@@ -58,6 +58,7 @@ class Finding(NamedTuple):
 
 Check = Callable[[History, Limits], Finding | None]
 
+
 # Figures over time --------------------------------------------------------------------------------------
 
 

@@ -60,10 +60,8 @@ def save(figure: Any, path: Path) -> None:
     from matplotlib import rc_context
 
     beside, kind = path.with_name(f".{path.name}"), path.suffix.lstrip(".")
-    settings: dict[Any, Any] = {
-        "svg.hashsalt": "flowgrpo",
-        "svg.fonttype": "none",
-    }  # ids from the content; letters as text
+    # In an SVG, ids come from the content, and letters stay text.
+    settings: dict[Any, Any] = {"svg.hashsalt": "flowgrpo", "svg.fonttype": "none"}
     try:
         with rc_context(settings):
             figure.savefig(beside, dpi=150, format=kind, metadata={"Date": None} if kind == "svg" else None)

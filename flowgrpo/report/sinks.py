@@ -10,7 +10,7 @@ a run of its own in TensorBoard, so that training and validation lie over each o
 
 A run that goes on doubles nothing. TensorBoard is told to forget what came after the checkpoint. The others can't take
 back what was sent: `loggers.json` remembers their run's id and the last update of each phase that they have, and what
-is done again, to the same figures, is not sent again. (In an asynchronous cluster they may differ: the first ones stay.)
+is done again, to the same figures, is not sent again. (In an asynchronous cluster they may differ; the first stay.)
 
 A sink decides about nothing. One that fails says so in one sentence, and the run goes on without it.
 """
