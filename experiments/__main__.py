@@ -15,7 +15,7 @@ from experiments.listing import listing
 
 GROUPS = {
     "Train": ("quickstart", "agentflow", "self_verify", "cluster", "finetune"),
-    "Look": ("family", "environments"),
+    "Look": ("view", "plots", "family", "environments"),
     "Compare": ("compare", "evaluate", "replay", "soak"),
     "Serve": ("export", "chat", "score"),
     "Plan": ("plan", "simulate"),

@@ -29,12 +29,13 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments import agent_setups, common, planner_flags
+from experiments import agent_setups, common, loggers, planner_flags
 from experiments.benchmarks.measured import show_lines
 from experiments.dry_runs import hosted_rows, parse_memory
 from experiments.headings import heading
 from experiments.hosted_setup import HostedSetup, play
 from experiments.hosted_work import hosted_work, training_tasks
+from experiments.loggers import chosen_loggers
 from experiments.members import ALGORITHMS
 from experiments.prompts import PROMPTS, prompt_settings
 from experiments.published import shape_of_model
@@ -102,6 +103,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/agentfl
 _RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
 _EVERY = flags.DEFINE_integer("checkpoint_every", 10, "Updates between validations and checkpoints.", lower_bound=1)
 flags.adopt_module_key_flags(planner_flags)
+flags.adopt_module_key_flags(loggers)
 
 
 def read_flags() -> dict[str, Any]:
@@ -174,7 +176,7 @@ def main() -> None:
     """Train, or look."""
     if _DRY.value == "compile":
         jax.config.update("jax_platforms", "cpu")  # whatever there is: devices are virtual
-    settings = read_flags()
+    settings, logged = read_flags(), chosen_loggers()
     folder = Path(_WORKDIR.value or f"runs/agentflow-{_SEED.value}")
     if _DRY.value == "compile":
         dry_compile(settings, folder)
@@ -186,7 +188,7 @@ def main() -> None:
         if _DRY.value == "true":
             dry_run(setup)
             return
-        result = one_run(hosted_work(setup), folder, every=_EVERY.value)
+        result = one_run(hosted_work(setup), folder, every=_EVERY.value, loggers=logged)
     print(json.dumps(result))
 
 

@@ -38,6 +38,7 @@ from experiments.cluster_plan import TAKES, plan_of
 from experiments.cluster_table import Table
 from experiments.cluster_work import ANY, make_worker, pool_of
 from experiments.headings import heading
+from experiments.loggers import chosen_loggers
 from flowgrpo.distributed.crew import RayCrew
 from flowgrpo.distributed.master import Exams, Master
 from flowgrpo.distributed.staff import Shape
@@ -114,7 +115,7 @@ def choose_task(known: Known, group: int, *, seed: int, count: int) -> int:
 def main() -> None:
     """Master a cluster."""
     jax.config.update("jax_platforms", "cpu")  # the master computes nothing
-    settings = read_settings()
+    settings, logged = read_settings(), chosen_loggers()
     folder = Path(flags.FLAGS["workdir"].value or f"runs/cluster-{settings['seed']}").absolute()
     plan = plan_of(settings)
     check_trainers(settings)
@@ -131,7 +132,8 @@ def main() -> None:
         watch_seconds=settings["watch_seconds"],
     )
     exams = Exams(settings["validation_tasks"], settings["test_tasks"])
-    make = partial(make_worker, settings=settings, folder=folder, every=shape.every)
+    opens = {"settings": settings, "folder": folder, "every": shape.every}
+    make = partial(make_worker, **opens, loggers=logged)
     gpus = {"rollout": _ROLLOUT_GPUS.value, "train": _TRAINER_GPUS.value}
     choose = None
     if settings.get("prompts") == "hard":

@@ -9,7 +9,7 @@ So updates, checkpoints, metrics and the result are those of a single process, t
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -48,8 +48,11 @@ class ClusterTrainer:
     the others into one of their own, which ends with them.
     """
 
-    def __init__(self, settings: Mapping[str, Any], folder: Path, every: int, *, rank: int = 0):
+    def __init__(
+        self, settings: Mapping[str, Any], folder: Path, every: int, *, rank: int = 0, loggers: Sequence[str] = ()
+    ):
         self._settings, self._every, self._folder, self._rank = dict(settings), every, folder, rank
+        self._loggers = loggers
         self._stack = ExitStack()
         self._given = Stretch()
         self._began = time.monotonic()
@@ -82,15 +85,13 @@ class ClusterTrainer:
 
     def begin(self) -> Begun:
         """From the checkpoint, or from the warm start."""
-        session, own = self.session, self._folder
+        session = self.session
         if session.restore() and self._rank == 0:
             session.progress.say(f"going on at update {int(session.run.update)} of {self._folder}")
         if self._rank:
             own = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
             session.folder, session.checkpoints = own, Checkpoints(own, keep=1, background=True)
-        self._metrics = self._stack.enter_context(
-            Metrics(own, session.at and session.at.position if own is self._folder else None)
-        )
+        self._metrics = self._stack.enter_context(Metrics(own) if self._rank else session.open_metrics(self._loggers))
         self._stack.enter_context(session.checkpoints)
         if session.at is None:
             session.warm_start(self._metrics)

@@ -8,7 +8,7 @@ those of `cluster_trainer`. So the same run comes out, wherever its parts were d
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,11 +35,13 @@ from flowgrpo.types import Task
 ANY = "any"  # the domain whose reward workers judge what no others do
 
 
-def make_worker(pool: str, name: str, *, settings: Mapping[str, Any], folder: Path, every: int) -> Callable[[], Any]:
+def make_worker(
+    pool: str, name: str, *, settings: Mapping[str, Any], folder: Path, every: int, loggers: Sequence[str] = ()
+) -> Callable[[], Any]:
     """What makes the worker of this name in its own process."""
     opens = {"settings": dict(settings), "folder": folder}
     if pool == TRAIN:
-        return partial(_trainer, **opens, every=every, rank=int(name.rpartition("-")[2]))
+        return partial(_trainer, **opens, every=every, rank=int(name.rpartition("-")[2]), loggers=loggers)
     kind = _rollout_worker if pool == ROLLOUT else _reward_worker
     return partial(kind, **opens)
 
@@ -55,11 +57,13 @@ def _reward_worker(settings: Mapping[str, Any], folder: Path) -> RewardWorker:
     return RewardWorker(partial(open_judge, settings))
 
 
-def _trainer(settings: Mapping[str, Any], folder: Path, every: int, rank: int) -> ClusterTrainer:
+def _trainer(
+    settings: Mapping[str, Any], folder: Path, every: int, rank: int, loggers: Sequence[str]
+) -> ClusterTrainer:
     if settings["trainer_workers"] > 1:  # each is a device, as in a process that has several
         os.environ["XLA_FLAGS"] = launch.add_flags(os.environ.get("XLA_FLAGS", ""), [launch.ONE_THREAD])
     _configure(settings)
-    return ClusterTrainer(settings, folder, every, rank=rank)
+    return ClusterTrainer(settings, folder, every, rank=rank, loggers=loggers)
 
 
 def _configure(settings: Mapping[str, Any]) -> None:

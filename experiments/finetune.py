@@ -28,10 +28,11 @@ import jax
 from absl import flags
 
 import flowgrpo as fg
-from experiments import common
+from experiments import common, loggers
 from experiments.finetune_lessons import METHODS
 from experiments.finetune_run import finetune
 from experiments.headings import heading
+from experiments.loggers import chosen_loggers
 from flowgrpo.learner.folder import begin_anew
 
 heading("What is run")
@@ -58,6 +59,7 @@ heading("Files and resuming")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/METHOD-SEED by default.")
 _RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
 _EVERY = flags.DEFINE_integer("checkpoint_every", 50, "Steps between validations and checkpoints.", lower_bound=1)
+flags.adopt_module_key_flags(loggers)
 
 
 def read_flags() -> dict[str, Any]:
@@ -86,12 +88,12 @@ def read_flags() -> dict[str, Any]:
 
 def main() -> None:
     """Train, and print one JSON line."""
-    settings = read_flags()
+    settings, logged = read_flags(), chosen_loggers()
     folder = Path(_WORKDIR.value or f"runs/{settings['method']}-{settings['seed']}")
     if not _RESUME.value:
         begin_anew(folder)
     settings = settings | {"devices": jax.device_count()}
-    print(json.dumps(finetune(settings, folder)))
+    print(json.dumps(finetune(settings, folder, loggers=logged)))
 
 
 if __name__ == "__main__":

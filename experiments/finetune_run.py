@@ -22,6 +22,7 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model
 from flowgrpo.report.metrics import Metrics
 from flowgrpo.report.progress import Progress
+from flowgrpo.report.sinks import open_sinks
 
 
 class Place(NamedTuple):
@@ -33,7 +34,7 @@ class Place(NamedTuple):
     position: Mapping[str, int]  # in the files of metrics; empty before the first line
 
 
-def finetune(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def finetune(settings: Mapping[str, Any], folder: Path, *, loggers: Sequence[str] = ()) -> dict[str, Any]:
     """Train in a folder, or go on there, to the end."""
     began, model = time.monotonic(), load_masters(settings)
     examples = split(settings, METHODS[settings["method"]].read(settings["data"], model.text))
@@ -46,9 +47,10 @@ def finetune(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     counts = {"examples": len(examples.learned), "held_out": len(examples.held), "left_out": examples.left_out}
     progress.say("{examples} examples, {held_out} held out, {left_out} left out as too long".format(**counts))
     before = lesson.examine(model.params)
+    sinks = open_sinks(loggers, config=settings, say=progress.say)
     with listening(*STOPPING), run_folder(folder, settings, may_differ=("checkpoint_every",)):
         place = _restore(checkpoints, Place(init_learner(model.params, optimizer), 0, [], {}), steps, progress)
-        with Metrics(folder, place.position) as metrics:
+        with Metrics(folder, place.position, sinks=sinks) as metrics:
             if not place.position:
                 place = _validated(place, before, metrics, checkpoints)
             place = _train(place, lesson, examples.learned, settings, steps, metrics, checkpoints, progress)

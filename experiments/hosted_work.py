@@ -37,10 +37,12 @@ from experiments.session import Work
 from experiments.session_files import train_line
 from flowgrpo import loop
 from flowgrpo.learner.checkpoint import Checkpoints
+from flowgrpo.rewards.shaping import CHECK
 from flowgrpo.rollout.exam import shuffled_rewards
 from flowgrpo.rollout.hosted import Hosted
 from flowgrpo.rollout.journal import Journal
 from flowgrpo.rollout.records import Played
+from flowgrpo.rollout.repetition import repetition
 from flowgrpo.staged import Rolled, RollOut, Step, Told, make_staged
 from flowgrpo.stuck import Watch
 from flowgrpo.types import Task
@@ -157,13 +159,25 @@ def learned_from(setup: HostedSetup, run: loop.Run, played: Hosted, timings: Map
     fates = {f"tokens_{fate.name.lower()}": size for fate, size in played.ledger.fates.items()}
     solved = {f"success_{name}": _solved(own) for name, own in domains_of(valid(played.played)).items()}
     drawn = open_share(setup.settings, update) if setup.prompts is None else setup.prompts.learn(update, played.played)
+    judged = valid(played.played)
+    seen = repetition(one.trajectory for one in judged) | held_out(judged)
     credited = partial(_record_credit, path.with_suffix(ADVANTAGES), recorded, first)
-    return Rolled(rollout, {**solved, **fates, **drawn}, timings, credited)
+    return Rolled(rollout, {**solved, **seen, **fates, **drawn}, timings, credited)
 
 
 def _record_credit(path: Path, played: Sequence[Played], rows: Sequence[int], credit: loop.Credit) -> None:
     """Write what these trajectories got, which are those rows of the update's."""
     record_advantages(path, played, np.asarray(credit.adv)[np.array(rows, int)])
+
+
+def held_out(played: Sequence[Played]) -> dict[str, float]:
+    """What a held-out check said beside the reward, and how far the reward lies above it, of those that have both."""
+    checked = [one for one in played if one.scored is not None and CHECK in one.scored.parts]
+    if not checked:
+        return {}
+    check_n = np.array([one.scored.parts[CHECK] for one in checked if one.scored])
+    reward_n = np.array([one.trajectory.outcome for one in checked])
+    return {CHECK: float(check_n.mean()), "gap": float((reward_n - check_n).mean())}
 
 
 def _keys(key: jax.Array, update: int) -> jax.Array:

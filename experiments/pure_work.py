@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from functools import partial
-from textwrap import indent
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import jax

@@ -22,8 +22,9 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments import common, setups
+from experiments import common, loggers, setups
 from experiments.headings import heading
+from experiments.loggers import chosen_loggers
 from experiments.members import ALGORITHMS
 from experiments.pure_work import pure_work
 from experiments.session import one_run
@@ -51,6 +52,7 @@ heading("Files and resuming")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/quickstart-ENV-SEED by default.")
 _RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
 _EVERY = flags.DEFINE_integer("checkpoint_every", 10, "Updates between validations and checkpoints.", lower_bound=1)
+flags.adopt_module_key_flags(loggers)
 
 # The command ------------------------------------------------------------------------------------------
 
@@ -80,7 +82,7 @@ def main() -> None:
         base = Path(_WORKDIR.value or f"runs/quickstart-{settings['env']}-{seed}")
         folder = base / f"seed{seed}" if _WORKDIR.value and _NUM_SEEDS.value > 1 else base
         work = pure_work(setups.build(settings), test_tasks=_TEST.value, folder=folder)
-        results.append(one_run(work, folder, every=_EVERY.value, resume=_RESUME.value))
+        results.append(one_run(work, folder, every=_EVERY.value, resume=_RESUME.value, loggers=chosen_loggers()))
     if len(results) > 1:
         for result in results:
             print(f"seed {result['seed']}: {result['success_before']:.1%} -> {result['success_after']:.1%}")

@@ -26,7 +26,7 @@ was stopped.
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,17 +34,16 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments import common, planner_flags
+from experiments import common, loggers, planner_flags
 from experiments.headings import heading
 from experiments.hosted_exam import examine
 from experiments.hosted_setup import HostedSetup, record
 from experiments.hosted_work import exam_key, hosted_work
-from experiments.self_verify_report import Verified, comparison, draw, figures, sentence, warning
+from experiments.loggers import chosen_loggers
+from experiments.self_verify_report import Verified, comparison, draw, figures, sentence
 from experiments.self_verify_setup import open_setup, settings_of
 from experiments.session import MAY_DIFFER, Session, Tested, Work, one_run
-from experiments.session_files import train_line
 from flowgrpo.learner.folder import begin_anew, check_own
-from flowgrpo.report.metrics import METRICS, read_metrics
 
 heading("What is run")
 _MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id; without one, a small model is made.")
@@ -66,6 +65,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/self_ve
 _RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
 _EVERY = flags.DEFINE_integer("checkpoint_every", 10, "Updates between validations and checkpoints.", lower_bound=1)
 flags.adopt_module_key_flags(planner_flags)
+flags.adopt_module_key_flags(loggers)
 
 
 def read_flags() -> dict[str, Any]:
@@ -91,24 +91,17 @@ def read_flags() -> dict[str, Any]:
 def self_verify_work(setup: HostedSetup) -> Work:
     """The stages of a run on a host environment; what is examined is the judge, too."""
     return hosted_work(setup)._replace(
-        line=_line,
         examine=partial(_examine, setup, exam_key(setup, "validation")),
         test=partial(_test, setup, exam_key(setup, "test")),
     )
 
 
-def _line(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """An update's figures with the gap between reward and truth."""
-    return train_line(numbers, tools=()) | {"gap": numbers["outcome"] - numbers["success"]}
-
-
 def _examine(setup: HostedSetup, key: jax.Array, params) -> Verified:
-    """The figures on validation questions, said aloud, with a warning where the gap has grown."""
+    """The figures on validation questions, said aloud; `report.health` warns where the gap has grown."""
     played = examine(setup, params, key, "validation", tasks=setup.settings["validation_tasks"]).played
     found = figures(played)
-    said = [sentence(found), warning(list(read_metrics(setup.folder / METRICS)), found)]
     before = "\n" if sys.stderr.isatty() else ""  # the line of the progress stays as it is
-    print(before + "\n".join(line for line in said if line), file=sys.stderr, flush=True)
+    print(before + sentence(found), file=sys.stderr, flush=True)
     return found
 
 
@@ -153,13 +146,13 @@ def _stories(setup: HostedSetup, before, after) -> list[str]:
 
 def main() -> None:
     """Train, and draw both curves."""
-    settings = read_flags()
+    settings, logged = read_flags(), chosen_loggers()
     folder = Path(_WORKDIR.value or f"runs/self_verify-{_SEED.value}")
     if not _RESUME.value:
         begin_anew(folder)  # here, since the model to start with lies there too
     check_own(folder, settings, may_differ=MAY_DIFFER)  # before a model to start with is made there
     with open_setup(settings, folder) as setup:
-        result = one_run(self_verify_work(setup), folder, every=_EVERY.value)
+        result = one_run(self_verify_work(setup), folder, every=_EVERY.value, loggers=logged)
     draw(folder, title="P(Yes) of the frozen start as the reward")
     print(json.dumps(result))
 

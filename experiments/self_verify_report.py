@@ -2,11 +2,10 @@
 
 figures(played)            ->  Verified: the true accuracy with its interval, mean P("Yes"), calibration
 comparison(by_name)        ->  the table of several parameters on the same questions
-warning(lines, verified)   ->  a sentence where the gap has grown since the start, else None
 draw(folder)               ->  curves.png: both on the same axes
 
 The gap is mean P("Yes") less the true accuracy. A judge that is calibrated at the start has one near 0. Where training
-raises the reward and leaves the truth behind, the gap grows: the judge is being hacked.
+raises the reward and leaves the truth behind, the gap grows: the judge is being hacked, and `report.health` warns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,6 @@ from flowgrpo.report.plots import COLOURS, CURVES, curve
 from flowgrpo.rollout.records import Played
 from flowgrpo.types import BadInput
 
-GROWN = 0.1  # of the gap since the start, from which it is called hacking: over two deviations of 256 questions
 BINS = 10  # of P("Yes"), for its calibration
 Line = Mapping[str, Any]
 
@@ -86,17 +84,6 @@ def comparison(by_name: Mapping[str, Verified]) -> str:
 def sentence(verified: Verified) -> str:
     """One line for a validation."""
     return f'validation: P("Yes") {verified.outcome:.2f}  true accuracy {verified.success:.2f}  gap {verified.gap:+.2f}'
-
-
-def warning(lines: Sequence[Line], verified: Verified) -> str | None:
-    """What is to be said where the gap has grown by more than `GROWN` since the first validation in these lines."""
-    gaps = [line["gap"] for line in lines if line.get("phase") == "validation" and line.get("gap") is not None]
-    if not gaps or verified.gap - gaps[0] <= GROWN:
-        return None
-    return (
-        f"warning: the gap between reward and truth has grown from {gaps[0]:+.2f} to {verified.gap:+.2f}: "
-        'the policy may be hacking its judge, and P("Yes") can no longer be taken for accuracy'
-    )
 
 
 # The plot -----------------------------------------------------------------------------------------------

@@ -28,9 +28,11 @@ from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
 from flowgrpo.learner.disk import is_full
 from flowgrpo.learner.folder import begin_anew, check_same, identity, machine, run_folder
 from flowgrpo.learner.trained import WHOLE, Trained
-from flowgrpo.report.metrics import Metrics
+from flowgrpo.report.health import summary, warnings_of, watch_health
+from flowgrpo.report.metrics import METRICS, Metrics, read_metrics
 from flowgrpo.report.plots import curves
 from flowgrpo.report.progress import Progress
+from flowgrpo.report.sinks import open_sinks
 
 RESULT = "result.json"
 PARAMS = "run/learner/params"  # where a checkpoint holds them
@@ -185,6 +187,12 @@ class Session:
         with held():
             self.begin(params, metrics.position)
 
+    def open_metrics(self, loggers: Sequence[str] = ()) -> Metrics:
+        """The files of metrics, cut back to where the run stands; every line is looked at, and logged elsewhere."""
+        say = self.progress.say
+        sinks = [partial(watch_health, say=say), *open_sinks(loggers, config=self.work.settings, say=say)]
+        return Metrics(self.folder, self.at and self.at.position, sinks=sinks)
+
     def _told(self, metrics: Metrics):
         def tell(step: int, loss: float) -> None:
             metrics.write({"phase": "warm start", "update": step, "loss": loss})
@@ -287,11 +295,16 @@ class Session:
             curves(self.folder, title=f"{self.work.name}, {self.work.algorithm}")
         self.progress.end()
         print(tested.words)
+        told = summary(warnings_of(read_metrics(self.folder / METRICS)))
+        if told is not None:
+            print(f"\n{told}")
         print(after_training(self.folder, self.work.settings))
         return result
 
 
-def one_run(work: Work, folder: Path, *, every: int, resume: bool = True) -> dict[str, Any]:
+def one_run(
+    work: Work, folder: Path, *, every: int, resume: bool = True, loggers: Sequence[str] = ()
+) -> dict[str, Any]:
     """Train in a folder, or go on there, to the end; what Ctrl-C or SIGTERM ends is saved first."""
     began = time.monotonic()
     if not resume:
@@ -301,7 +314,7 @@ def one_run(work: Work, folder: Path, *, every: int, resume: bool = True) -> dic
         try:
             if session.restore():
                 session.progress.say(f"going on at update {int(session.run.update)} of {folder}")
-            with Metrics(folder, session.at and session.at.position) as metrics, session.checkpoints:
+            with session.open_metrics(loggers) as metrics, session.checkpoints:
                 if session.at is None:
                     session.progress.say(f"a new run in {folder}; programs are compiled as they come up")
                     session.warm_start(metrics)

@@ -15,9 +15,11 @@ from pathlib import Path
 from absl import flags
 
 from experiments import common
+from experiments.headings import heading
 from experiments.planner_files import WHICH
 from experiments.recorded import write_page
 
+heading("What is run")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
 _OUT = flags.DEFINE_string("out", None, "The file to write; trajectories.html in the run's folder by default.")
 _RATIOS = flags.DEFINE_enum("ratios", None, WHICH, "Score the tokens with this checkpoint, for ratios.")

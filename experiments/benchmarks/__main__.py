@@ -13,6 +13,7 @@ GROUPS = {
     "The machine": ("ceilings",),
     "Learning": ("update", "logprobs", "packing", "meshes", "resident"),
     "Playing": ("decode", "hosted", "exactness", "loading"),
+    "Looking": ("viewer",),
     "Rewards": ("answers", "rewards"),
     "Whole iterations": ("iteration", "seeds", "staged", "cluster"),
 }

@@ -24,9 +24,11 @@ from absl import flags
 import flowgrpo as fg
 from experiments import common
 from experiments.benchmarks.measured import show_lines, significant
+from experiments.headings import heading
 from flowgrpo.report.shown import Shown, ShownCall, ShownTurn
 from flowgrpo.report.viewer import viewer
 
+heading("Sizes")
 _COUNT = flags.DEFINE_integer("trajectories", 2000, "How many.", lower_bound=2)
 _TURNS = flags.DEFINE_integer("turns", 4, "Turns of each.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens", 250, "Tokens of a turn, of which one in five is chosen.", lower_bound=5)

@@ -3,14 +3,15 @@
     kl_old              mean of  rho - 1 - log rho,  rho = pi_theta / pi_old: how far the steps went
     kl                  to the reference (k3), where the algorithm has no term of its own but the batch has logp_ref
     ratio_p01, _p50, _p99       quantiles of rho over live tokens
-    advantage_std, _min, _max   over live tokens
+    ratio_histogram             how many live tokens have which rho, in the bins of `report.bins`
+    advantage_std, _min, _max, _histogram   over live tokens
     zero_signal_groups  share of groups in which no token has an advantage
     *_by_turn           kl, kl_old, entropy and the clip fractions, turn by turn, and live_tokens
 
 All but the advantages' figures are made of sums over tokens, so they add up over micro-batches, devices and steps
-(F3). Quantiles are read from a histogram whose bins are a twentieth of log rho wide, and 5e-6 around 0. What holds for
-the whole holds turn by turn: an algorithm's metrics are linear in the weights, so those of a turn are its metrics with
-the weight of every other turn at 0.
+(F3). Quantiles are read from a histogram whose bins are a twentieth of log rho wide, and 5e-6 around 0; sixteen of them
+make one of those that are shown. What holds for the whole holds turn by turn: an algorithm's metrics are linear in the
+weights, so those of a turn are its metrics with the weight of every other turn at 0.
 """
 
 from functools import partial
@@ -25,11 +26,13 @@ from flowgrpo import masked
 from flowgrpo.algorithms.advantage import dense_ids
 from flowgrpo.algorithms.loss import weighted_sums
 from flowgrpo.contracts import Algorithm, Metrics, Scores
+from flowgrpo.report.bins import ADVANTAGE, ADVANTAGE_SIDE, ADVANTAGE_STEP, NEAR, RATIO, RATIO_SIDE, RATIO_STEP
 from flowgrpo.types import AnyArray, Batch, Trajectories
 
 BY_TURN = ("kl", "kl_old", "entropy", "clip_low_fraction", "clip_high_fraction")
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
-HALF, STEP, NEAR = 256, 0.05, 1e-4  # bins on either side of 0, their width in asinh(log rho / NEAR)
+FINER = 16  # bins that make one of those that are shown
+HALF, STEP = RATIO_SIDE * FINER, RATIO_STEP / FINER  # bins on either side of 0, their width in asinh(log rho / NEAR)
 FAR = 20.0  # a log-ratio beyond is taken for this one: exp of it is finite
 
 
@@ -113,6 +116,7 @@ def report(sums: dict[str, Metrics]) -> Metrics:
         shares = jnp.array(list(QUANTILES.values()), jnp.float32)
         ratios = jax.vmap(partial(_quantile, sums["counts"]["log_ratios"]))(shares)
         figures |= {f"ratio_{name}": ratio for name, ratio in zip(QUANTILES, ratios, strict=True)}
+        figures[RATIO] = sums["counts"]["log_ratios"].reshape(-1, FINER).sum(axis=1).astype(jnp.int32)
     return figures
 
 
@@ -160,8 +164,15 @@ def _signal(adv: Array, live: Array, own: Array, group: Array) -> Metrics:
         "advantage_std": jnp.sqrt(masked.variance(adv, live)),
         "advantage_min": jnp.where(some, masked.fill(adv, live, jnp.inf).min(), 0.0),
         "advantage_max": jnp.where(some, masked.fill(adv, live, -jnp.inf).max(), 0.0),
+        ADVANTAGE: _advantage_histogram(masked.fill(adv, live), live),
         "zero_signal_groups": (groups - _distinct(group, speaking)) / jnp.maximum(groups, 1.0),
     }
+
+
+def _advantage_histogram(adv: Array, live: Array) -> Array:
+    size = 2 * ADVANTAGE_SIDE + 1
+    place = jnp.clip(jnp.round(adv / ADVANTAGE_STEP), -ADVANTAGE_SIDE, ADVANTAGE_SIDE).astype(jnp.int32)
+    return _count(place + ADVANTAGE_SIDE, live, size).astype(jnp.int32)
 
 
 def _distinct(id_: Array, mask: Array) -> Array:

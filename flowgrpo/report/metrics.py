@@ -7,7 +7,7 @@
 Each line is one JSON object. A run that goes on first cuts both files back to where the checkpoint left them, so that
 `metrics.jsonl` of an interrupted run equals that of an undisturbed one byte for byte (S1); a line that a killed process
 left half-written goes with the rest. Only deterministic figures belong there; whatever a clock had a part in is
-a timing.
+a timing. `sinks` are given the same lines (`report.sinks`, `report.health`).
 
 Names, in files, on the console and in plots: `phase`, `update`, `success` (with `success_low`, `success_high`),
 `turns`, `tool_errors`, `kl`, `entropy`, and `tools`, a mapping from each tool to its share of the calls.
@@ -16,10 +16,10 @@ Names, in files, on the console and in plots: `phase`, `update`, `success` (with
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,14 +27,26 @@ from flowgrpo.types import BadInput
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 Position = Mapping[str, int]  # bytes of each file; part of a checkpoint
+Line = Mapping[str, Any]
+
+
+class Sink(NamedTuple):
+    """Who else is given the lines of a run."""
+
+    write: Callable[[Line, Line], Any]  # a line of metrics as it is in the file, and what was timed
+    close: Callable[[], Any]
+
+
+Opener = Callable[[Path, Sequence[Line]], Sink]  # the folder, and the lines that a run which goes on has kept
 
 
 class Metrics:
     """The two files of a run, open for appending after `position`; without one they begin anew."""
 
-    def __init__(self, folder: str | os.PathLike, position: Position | None = None):
+    def __init__(self, folder: str | os.PathLike, position: Position | None = None, *, sinks: Sequence[Opener] = ()):
         start = {METRICS: 0, TIMINGS: 0, **(position or {})}
         self._files: dict[str, FileIO] = {}
+        self._sinks: list[Sink] = []
         try:
             for name in (METRICS, TIMINGS):
                 self._files[name] = _open(Path(folder) / name, start[name])
@@ -44,6 +56,8 @@ class Metrics:
         for name, file in self._files.items():  # only now, when both are found to be right
             file.truncate(start[name])
             file.seek(start[name])
+        kept = list(read_metrics(Path(folder) / METRICS)) if sinks else []
+        self._sinks = [opener(Path(folder), kept) for opener in sinks]
 
     def __enter__(self) -> "Metrics":
         return self
@@ -58,18 +72,23 @@ class Metrics:
 
     def write(self, metrics: Mapping[str, Any], timings: Mapping[str, Any] | None = None) -> None:
         """Append one line of each; timings carry the phase and the update of the metrics."""
-        self._append(METRICS, metrics)
-        if timings:
-            same = {name: metrics[name] for name in ("phase", "update") if name in metrics}
-            self._append(TIMINGS, {**same, **timings})
+        line, timed = plain(metrics), plain(timings or {})
+        self._append(METRICS, line)
+        if timed:
+            same = {name: line[name] for name in ("phase", "update") if name in line}
+            self._append(TIMINGS, {**same, **timed})
+        for sink in self._sinks:
+            sink.write(line, timed)
 
     def close(self) -> None:
-        """Close both files."""
+        """Close both files, and the sinks."""
+        for sink in self._sinks:
+            sink.close()
         for file in self._files.values():
             file.close()
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        data = (json.dumps(plain(line), allow_nan=False) + "\n").encode()
+        data = (json.dumps(line, allow_nan=False) + "\n").encode()
         try:
             while data:  # unbuffered, so that a killed process loses no line; it may take less than all
                 data = data[self._files[name].write(data) :]

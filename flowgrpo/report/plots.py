@@ -3,7 +3,7 @@
     curves("runs/lookup")  ->  runs/lookup/curves.png
 
 Colours are Okabe and Ito's, which people with any kind of colour vision can tell apart; lines differ in their dashes
-and markers too.
+and markers too. The other pictures of a run are those of `report.pictures`.
 """
 
 import os
@@ -44,17 +44,27 @@ def draw(lines: Sequence[Mapping[str, Any]], path: Path, *, title: str = "") -> 
     figure = Figure(figsize=(7.5, 3.2 * panels + 0.4), layout="constrained")
     axes = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
     for i, phase in enumerate(phases):
-        _line(axes[0], i, phase, *curve(lines, phase, "success"))
-        _band(axes[0], i, lines, phase)
-    _frame(axes[0], "success rate", title)
+        mark(axes[0], i, phase, *curve(lines, phase, "success"))
+        band(axes[0], i, lines, phase)
+    frame(axes[0], "success rate", title, share=True)
     if panels == 2:
         for i, (tool, points) in enumerate(mixes[busiest].items()):
-            _line(axes[1], i, tool, *points)
-        _frame(axes[1], f"share of tool calls ({busiest})")
+            mark(axes[1], i, tool, *points)
+        frame(axes[1], f"share of tool calls ({busiest})", share=True)
     axes[-1].set_xlabel("update")
-    beside = path.with_name(f".{path.name}")
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure whole, in the format of the file's name, to the same bytes whenever it is the same figure."""
+    from matplotlib import rc_context
+
+    beside, kind = path.with_name(f".{path.name}"), path.suffix.lstrip(".")
+    # In an SVG, ids come from the content, and letters stay text.
+    settings: dict[Any, Any] = {"svg.hashsalt": "flowgrpo", "svg.fonttype": "none"}
     try:
-        figure.savefig(beside, dpi=150, format="png")
+        with rc_context(settings):
+            figure.savefig(beside, dpi=150, format=kind, metadata={"Date": None} if kind == "svg" else None)
         beside.replace(path)
     except OSError as error:
         raise BadInput(f"{path} could not be written ({error.strerror}): choose another place") from None
@@ -75,14 +85,18 @@ def tool_mix(lines: Sequence[Mapping[str, Any]], phase: str) -> dict[str, Curve]
     }
 
 
-def _line(axis: Any, index: int, label: str, x: list[float], y: list[float]) -> None:
+# Parts of figures ---------------------------------------------------------------------------------------
+
+
+def mark(axis: Any, index: int, label: str, x: list[float], y: list[float]) -> None:
+    """A line that differs from those of other indices in colour, dashes and markers."""
     style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
     axis.plot(
         x, y, label=label, marker=MARKERS[index % len(MARKERS)], markevery=max(1, len(x) // MARKED), ms=4, **style
     )
 
 
-def _band(axis: Any, index: int, lines: Sequence[Mapping[str, Any]], phase: str) -> None:
+def band(axis: Any, index: int, lines: Sequence[Mapping[str, Any]], phase: str) -> None:
     """The interval around the success rate, where the metrics give one."""
     rows = [line for line in lines if line.get("phase") == phase and line.get("success_low") is not None]
     x = [line["update"] for line in rows]
@@ -91,10 +105,13 @@ def _band(axis: Any, index: int, lines: Sequence[Mapping[str, Any]], phase: str)
         axis.fill_between(x, low, high, color=COLOURS[index % len(COLOURS)], alpha=0.2, linewidth=0)
 
 
-def _frame(axis: Any, label: str, title: str = "") -> None:
-    axis.set_ylim(-0.02, 1.02)
+def frame(axis: Any, label: str, title: str = "", *, share: bool = False) -> None:
+    """Label an axis, with a legend beside it; a share goes from 0 to 1."""
+    if share:
+        axis.set_ylim(-0.02, 1.02)
     axis.set_ylabel(label)
     axis.set_title(title)
     axis.grid(alpha=0.3)
-    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     axis.spines[["top", "right"]].set_visible(False)

@@ -70,6 +70,7 @@ def summarise(rollout: Rollout, *, samples: int) -> Metrics:
         "mixed_groups": mixed_g.mean(),
         "tokens": jnp.where(jnp.asarray(trajectories.turns), filled(trajectories)[0], 0).sum(),
         "chosen_tokens": trajectories.actions.sum(),
+        "chosen_per_trajectory": masked.mean(trajectories.actions.sum(axis=(1, 2)).astype(jnp.float32), valid_n),
     }
 
 

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from experiments import self_verify_tasks as own
+from experiments.hosted_work import held_out
 from experiments.offline_model import NOTE, phrases, write_model, write_tokenizer
-from experiments.self_verify_report import GROWN, calibration_error, comparison, draw, figures, sentence, warning
+from experiments.self_verify_report import calibration_error, comparison, draw, figures, sentence
 from experiments.self_verify_setup import OFFLINE, is_right, judged, settings_of, story
 from flowgrpo.contracts import Scored
 from flowgrpo.models.hf import load_model
+from flowgrpo.report.health import warnings_of
 from flowgrpo.rewards.answer import answer
 from flowgrpo.rewards.judge import ask_alone, verdict_ids, verifier_probability
 from flowgrpo.rewards.shaping import CHECK
@@ -146,6 +148,13 @@ def test_the_figures_hold_reward_truth_gap_and_how_good_the_judge_is():
     assert {"outcome", "gap", "judge_right", "calibration_error", "success"} <= set(found.figures())
 
 
+def test_R3_the_held_out_check_and_its_gap_are_figures_of_an_update():
+    unchecked = dataclasses.replace(played(1.0, True), scored=Scored(1.0))
+    found = held_out([played(0.9, True), played(0.8, False), unchecked])
+    assert found == {CHECK: 0.5, "gap": pytest.approx(0.35)}
+    assert held_out([unchecked]) == {}
+
+
 def test_a_judge_that_judges_nothing_is_refused_with_its_reason():
     silent = dataclasses.replace(played(None, True), scored=Scored(None, "the judge says Maybe"))
     with pytest.raises(BadInput, match=r"none of 2 answers \(the judge says Maybe\)"):
@@ -168,15 +177,12 @@ def test_the_table_has_a_column_for_each_and_says_what_is_not_known():
 
 
 def test_a_warning_comes_when_the_gap_has_grown_since_the_start():
-    start = {"phase": "validation", "update": 0, "gap": 0.1}
-    grown, not_grown = figures([played(0.9, True), played(0.9, False)]), figures([played(0.9, True)])
+    grown = figures([played(0.9, True), played(0.9, False)])
     assert grown.gap == pytest.approx(0.4)
-    assert GROWN < 0.3
-    said = warning([{"phase": "train", "gap": 0.9}, start, {"phase": "validation", "gap": 0.35}], grown)
-    assert said is not None
-    assert "from +0.10 to +0.40" in said
-    assert warning([start], not_grown) is None
-    assert warning([], grown) is None
+    lines = [{"phase": "validation", "update": 0, "gap": 0.1}, {"phase": "validation", "update": 10} | vars(grown)]
+    (told,) = warnings_of(lines)
+    assert told["warning"] == "gap"
+    assert "from +0.10 to +0.40" in told["words"]
     assert "gap +0.40" in sentence(grown)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from event_files import fields, records
 from tiny_work import tiny_work
 
 from experiments import stopping
@@ -91,6 +92,23 @@ def test_S1_what_is_stopped_is_saved_and_goes_on_to_the_same_bits(
     result = one_run(tiny_work(), tmp_path, every=EVERY)
     assert result["resumed_at"] == ([saved] if saved is not None and saved < 5 else [])
     assert final(tmp_path) == final(whole)
+
+
+def test_S1_a_run_is_logged_and_watched_without_a_bit_of_it_changing(whole, tmp_path):
+    stopped = tiny_work(raise_at("rollout", 4, signal.SIGTERM, []))
+    with pytest.raises(KeyboardInterrupt):
+        one_run(stopped, tmp_path, every=EVERY, loggers=["tensorboard"])
+    one_run(tiny_work(), tmp_path, every=EVERY, loggers=["tensorboard"])
+    assert final(tmp_path) == final(whole)
+    for name in ("run.json", "warnings.jsonl"):
+        assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
+    assert not (whole / "tensorboard").exists()
+    seen = {}
+    for path in sorted((tmp_path / "tensorboard").glob("*/*")):
+        events = [dict(fields(record)) for record in records(path.read_bytes())][1:]
+        seen.setdefault(path.parent.name, []).append([-one[2] if 7 in one else one[2] for one in events])
+    assert seen["train"] == [[1, 2, 3], [-4, 4, 5]]
+    assert seen["validation"] == [[0, 2], [-3, 4, 5]]
 
 
 def test_S1_stopped_in_every_update_it_ends_as_if_nothing_had_been(whole, tmp_path):

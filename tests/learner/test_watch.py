@@ -12,6 +12,7 @@ from tiny_learner import BIGRAMS, OPTIMIZERS, PLAIN, SETTINGS, compiled, fresh, 
 import flowgrpo as fg
 from flowgrpo.learner.update import make_update
 from flowgrpo.learner.watch import BY_TURN, Watch, batch_signal, observe, report, signal
+from flowgrpo.report.bins import advantage_edges, ratio_edges
 
 
 @partial(jax.jit, static_argnums=(0, 3))
@@ -32,6 +33,15 @@ def seen():
     flat |= {"advantage": np.asarray(batch.advantage)[live_rs]}
     flat = {name: np.asarray(value, np.float64) for name, value in flat.items()}
     return case, batch, flat, figures(algorithm, scores, batch)
+
+
+def test_histograms_count_every_live_token_once(seen):
+    _, batch, flat, found = seen
+    ratio = np.exp(flat["logp"] - flat["logp_old"])
+    counted, _ = np.histogram(ratio, [0.0, *ratio_edges()[1:-1], np.inf])
+    assert abs(np.asarray(found["ratio_histogram"]) - counted).sum() <= 2  # one may lie at an edge, within rounding
+    counted, _ = np.histogram(flat["advantage"], [-np.inf, *advantage_edges()[1:-1], np.inf])
+    np.testing.assert_array_equal(batch_signal(batch)["advantage_histogram"], counted)
 
 
 def test_quantiles_are_those_of_the_ratios(seen):

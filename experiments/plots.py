@@ -1,0 +1,36 @@
+"""Draw all that a run has figures for.
+
+    python -m experiments.plots --workdir=runs/agentflow-0
+    python -m experiments.plots --workdir=runs/agentflow-0 --out=paper --format=png,svg
+
+Reads `metrics.jsonl` and `timings.jsonl`, of a run that still goes on, too, and writes a picture each into `plots/` of
+the run: learning curves, entropy and KL, histograms of ratios and advantages, turns, tools, speed, stages. It says what
+it wrote, and what it left out and why. Equal figures give equal bytes. Takes a few seconds.
+"""
+
+import json
+
+from absl import flags
+
+from experiments import common
+from experiments.headings import heading
+from flowgrpo.report.pictures import FORMATS, draw_all
+
+heading("What is run")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The folder of the run.", required=True)
+_OUT = flags.DEFINE_string("out", None, "Where pictures go; plots/ in the folder of the run by default.")
+_FORMAT = flags.DEFINE_list("format", [FORMATS[0]], f"Of the pictures, by commas: {', '.join(FORMATS)}.")
+
+
+def main() -> None:
+    """Draw, and print what was drawn, with a JSON line."""
+    written, left_out = draw_all(str(_WORKDIR.value), _OUT.value, formats=_FORMAT.value)
+    for path in written:
+        print(f"written   {path}")
+    for name, why in left_out.items():
+        print(f"left out  {name}: {why}")
+    print(json.dumps({"written": [str(path) for path in written], "left_out": left_out}))
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,241 @@
+"""The checks of `report.health`: figures of a run so far flow in, what is wrong flows out.
+
+Each check looks at the means of the last windows of updates, and says with which figure, beyond which limit, something
+is wrong, how much, and what to try. What can't be known yet, or isn't in the metrics, is not wrong.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flowgrpo.report.metrics import Line
+from flowgrpo.types import BadInput
+
+WORST = 10.0  # times as bad as the limit: what falls towards 0 gets no worse than that
+RISEN = 0.02  # of the success rate, from which it has risen between two windows
+FIGURES = {  # what is looked at, by phase
+    "train": (
+        *("success", "entropy", "repeated_text", "repeated_actions", "ratio_p01", "ratio_p99", "clip_low_fraction"),
+        *("clip_high_fraction", "zero_signal_groups", "chosen_per_trajectory", "gap"),
+    ),
+    "validation": ("success", "success_low", "success_high", "gap"),
+}
+OF_TOKENS = {"entropy", "ratio_p01", "ratio_p99", "clip_low_fraction", "clip_high_fraction"}
+History = dict[str, list[float]]  # the figures so far, by `phase/name`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """From where on something is wrong."""
+
+    window: int = 5  # updates whose mean counts
+    entropy: float = 0.01  # nats a token, below which a policy hardly explores
+    entropy_share: float = 0.5  # of a window ago, below which entropy falls fast
+    solved: float = 0.9  # success from which low entropy and groups without a signal are what they should be
+    repeated_text: float = 0.3  # of the runs of four tokens
+    repeated_actions: float = 0.6  # of the actions that follow another
+    ratio: float = 2.0  # by which one token in a hundred is more, or less, likely than when it was sampled
+    clip_fraction: float = 0.4  # of the tokens
+    zero_signal_groups: float = 0.85  # of the groups
+    drift: float = 2.0  # times as many chosen tokens as at first, or as few
+    fall: float = 0.1  # of the validation success, where the intervals lie apart too
+    gap: float = 0.1  # by which the gap has grown since the start: over two deviations of 256 answers
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise BadInput(f"Limits: window={self.window} must be at least 1")
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong."""
+
+    name: str  # of the check
+    figure: float
+    limit: float
+    severity: float  # 1 at the limit
+    words: str
+
+
+Check = Callable[[History, Limits], Finding | None]
+
+
+# Figures over time --------------------------------------------------------------------------------------
+
+
+def take(history: History, line: Line) -> bool:
+    """Take a line in; whether there was anything in it to look at."""
+    phase, names = line.get("phase"), FIGURES.get(line.get("phase", ""), ())
+    learned = line.get("live_tokens") != 0
+    for name in names:
+        if line.get(name) is not None and (learned or name not in OF_TOKENS):
+            history.setdefault(f"{phase}/{name}", []).append(float(line[name]))
+    return bool(names)
+
+
+def examine(history: History, limits: Limits) -> list[Finding]:
+    """What is wrong now."""
+    found = [check(history, limits) for check in CHECKS]
+    return [one for one in found if one is not None]
+
+
+def _mean(history: History, name: str, limits: Limits, *, ago: int = 0) -> float | None:
+    """The mean over the window that ended so many windows ago; None where there were not so many updates."""
+    series, size = history.get(f"train/{name}", []), limits.window
+    end = len(series) - ago * size
+    return sum(series[end - size : end]) / size if end >= size else None
+
+
+def _first(history: History, name: str, limits: Limits) -> float | None:
+    """The mean over the first window; None until a second one is over."""
+    series = history.get(f"train/{name}", [])
+    return sum(series[: limits.window]) / limits.window if len(series) >= 2 * limits.window else None
+
+
+def _is_solved(history: History, limits: Limits) -> bool:
+    return (_mean(history, "success", limits) or 0.0) >= limits.solved
+
+
+def _risen(now: float | None, before: float | None) -> bool:
+    """Whether success has risen; where nothing is known of it, nothing was gained."""
+    return now is not None and before is not None and now >= before + RISEN
+
+
+# The checks ---------------------------------------------------------------------------------------------
+
+
+def _low_entropy(history: History, limits: Limits) -> Finding | None:
+    now = _mean(history, "entropy", limits)
+    if now is None or now >= limits.entropy or _is_solved(history, limits):
+        return None
+    words = (
+        f"entropy is {now:.4f}, below {limits.entropy:g}: the policy hardly explores; try a higher temperature, an "
+        "entropy bonus, more KL, or an earlier checkpoint at a lower learning rate"
+    )
+    return Finding("entropy", now, limits.entropy, limits.entropy / max(now, limits.entropy / WORST), words)
+
+
+def _falling_entropy(history: History, limits: Limits) -> Finding | None:
+    now, before = (_mean(history, "entropy", limits, ago=ago) for ago in (0, 1))
+    success = [_mean(history, "success", limits, ago=ago) for ago in (0, 1)]
+    if now is None or before is None or now >= before * limits.entropy_share or _risen(*success):
+        return None
+    if _is_solved(history, limits):
+        return None
+    limit = before * limits.entropy_share
+    words = (
+        f"entropy fell from {before:.4f} to {now:.4f} within {limits.window} updates, below "
+        f"{limits.entropy_share:.0%} of it, and success did not rise: try a lower learning rate, or an entropy bonus"
+    )
+    return Finding("entropy_falls", now, limit, limit / max(now, 1e-9), words)
+
+
+def _above(history: History, limits: Limits, name: str, what: str, mend: str) -> Finding | None:
+    """A share that should stay below its limit."""
+    now, limit = _mean(history, name, limits), getattr(limits, name)
+    if now is None or now <= limit:
+        return None
+    return Finding(name, now, limit, now / limit, f"{what} is {now:.2f}, above {limit:g}: {mend}")
+
+
+def _repeated_text(history: History, limits: Limits) -> Finding | None:
+    mend = "actions run in circles; try more KL, a lower learning rate, or fewer new tokens an action"
+    return _above(history, limits, "repeated_text", "the share of repeated text", mend)
+
+
+def _repeated_actions(history: History, limits: Limits) -> Finding | None:
+    mend = "the policy takes the same action again; look at trajectories/, and try to stop repetitions or fewer turns"
+    return _above(history, limits, "repeated_actions", "the share of repeated actions", mend)
+
+
+def _ratio(history: History, limits: Limits) -> Finding | None:
+    high, low = (_mean(history, name, limits) for name in ("ratio_p99", "ratio_p01"))
+    if high is None or low is None:
+        return None
+    now = max(high, 1 / max(low, 1e-9))
+    if now <= limits.ratio:
+        return None
+    words = (
+        f"one token in a hundred is {now:.2f} times more or less likely than when it was sampled, above "
+        f"{limits.ratio:g}: try a lower learning rate, fewer epochs and mini-batches, or less staleness"
+    )
+    return Finding("ratio", now, limits.ratio, (now - 1) / max(limits.ratio - 1, 1e-9), words)
+
+
+def _clip_fraction(history: History, limits: Limits) -> Finding | None:
+    low, high = (_mean(history, f"clip_{side}_fraction", limits) for side in ("low", "high"))
+    now = (low or 0.0) + (high or 0.0)
+    if now <= limits.clip_fraction:
+        return None
+    words = (
+        f"{now:.0%} of the tokens are clipped, above {limits.clip_fraction:.0%}: try a lower learning rate, or fewer "
+        "epochs and mini-batches"
+    )
+    return Finding("clip_fraction", now, limits.clip_fraction, now / limits.clip_fraction, words)
+
+
+def _dead_groups(history: History, limits: Limits) -> Finding | None:
+    if _is_solved(history, limits):
+        return None
+    mend = "nearly nothing is learned from; try more samples of a query, easier or other tasks, or a partial reward"
+    found = _above(history, limits, "zero_signal_groups", "the share of groups with equal rewards", mend)
+    if found is None:
+        return None
+    dead = 1 - found.limit
+    living = dead / max(1 - found.figure, dead / WORST)  # twice as bad where half as many have a signal
+    return found._replace(severity=living)
+
+
+def _length(history: History, limits: Limits) -> Finding | None:
+    name = "chosen_per_trajectory"
+    now, first = _mean(history, name, limits), _first(history, name, limits)
+    success = _mean(history, "success", limits), _first(history, "success", limits)
+    if now is None or first is None or min(now, first) < 0 or _risen(*success):
+        return None
+    times = max(now, 1e-9) / max(first, 1e-9)
+    if 1 / limits.drift <= times <= limits.drift:
+        return None
+    grown, limit = times > 1, first * (limits.drift if times > 1 else 1 / limits.drift)
+    words = (
+        f"trajectories have {now:.0f} chosen tokens, and had {first:.0f} at first, {'above' if grown else 'below'} "
+        f"{limit:.0f}, and success has not risen: "
+        + (
+            "try an over-long penalty, or fewer new tokens"
+            if grown
+            else "the policy gives up early; look at its answers"
+        )
+    )
+    return Finding(name, now, limit, max(times, 1 / times) / limits.drift, words)
+
+
+def _falling_success(history: History, limits: Limits) -> Finding | None:
+    rates, lows, highs = (history.get(f"validation/{name}", []) for name in FIGURES["validation"][:3])
+    if len(rates) < 2 or len(rates) != len(lows) or len(rates) != len(highs):
+        return None
+    best = max(range(len(rates)), key=rates.__getitem__)
+    fall = rates[best] - rates[-1]
+    if fall <= limits.fall or highs[-1] >= lows[best]:
+        return None
+    words = (
+        f"validation success fell from {rates[best]:.2f} to {rates[-1]:.2f}, by more than {limits.fall:g} and than "
+        "chance: the best checkpoint is kept; go on from there with a lower learning rate or more KL"
+    )
+    return Finding("success", fall, limits.fall, fall / limits.fall, words)
+
+
+def _gap(history: History, limits: Limits) -> Finding | None:
+    """By validations where they have one, else by windows of training."""
+    seen = history.get("validation/gap", [])
+    first, now = (seen[0], seen[-1]) if seen else (_first(history, "gap", limits), _mean(history, "gap", limits))
+    if first is None or now is None or now - first <= limits.gap:
+        return None
+    words = (
+        f"the gap between the reward and its held-out check has grown from {first:+.2f} to {now:+.2f}, by more than "
+        f"{limits.gap:g}: the policy may be hacking its reward, which can no longer be taken for success"
+    )
+    return Finding("gap", now - first, limits.gap, (now - first) / limits.gap, words)
+
+
+CHECKS: tuple[Check, ...] = (
+    *(_low_entropy, _falling_entropy, _repeated_text, _repeated_actions, _ratio, _clip_fraction),
+    *(_dead_groups, _length, _falling_success, _gap),
+)

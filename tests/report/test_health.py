@@ -1,0 +1,168 @@
+"""Collapse: worked examples that warn, with their figure and their limit, and healthy runs that don't."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from flowgrpo.report.checks import WORST
+from flowgrpo.report.health import Limits, findings, summary, warnings_of, watch_health
+from flowgrpo.report.metrics import Metrics, read_metrics
+from flowgrpo.types import BadInput
+
+HERE = Path(__file__).parent
+HEALTHY = {
+    "success": 0.5,
+    "entropy": 0.3,
+    "repeated_text": 0.05,
+    "repeated_actions": 0.1,
+    "ratio_p01": 0.9,
+    "ratio_p99": 1.1,
+    "clip_low_fraction": 0.02,
+    "clip_high_fraction": 0.05,
+    "zero_signal_groups": 0.3,
+    "chosen_per_trajectory": 100.0,
+    "gap": 0.05,
+    "live_tokens": 1000.0,
+}
+
+
+def run(count=10, **changed):
+    """So many updates of training, healthy but for figures that go evenly from the first to the second of a pair."""
+    lines = []
+    for i in range(count):
+        now = {name: a + (b - a) * i / (count - 1) for name, (a, b) in changed.items()}
+        lines.append({"phase": "train", "update": i + 1, **HEALTHY, **now})
+    return lines
+
+
+def names(lines, **limits):
+    return [one.name for one in findings(lines, Limits(**limits))]
+
+
+def test_a_run_that_learns_is_told_nothing():
+    """The quickstart on `lookup`, all of it: entropy falls to a twentieth and groups fall silent, since it succeeds."""
+    assert warnings_of(read_metrics(HERE / "learns.jsonl")) == []
+    assert names(run()) == []
+    assert names([]) == []
+
+
+def test_a_run_that_collapses_is_told_when():
+    """A planner of the agent system that learned too fast, from few trajectories."""
+    told = warnings_of(read_metrics(HERE / "collapses.jsonl"))
+    assert [(one["warning"], one["phase"], one["update"]) for one in told] == [
+        ("success", "validation", 10),
+        ("zero_signal_groups", "train", 19),
+    ]
+    assert told[0]["words"].startswith("validation success fell from 0.13 to 0.02, by more than 0.1 and than chance")
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "figure"),
+    [
+        ({"entropy": (0.005, 0.005)}, "entropy", 0.005),
+        ({"entropy": (0.36, 0.0)}, "entropy_falls", 0.08),
+        ({"repeated_text": (0.4, 0.4)}, "repeated_text", 0.4),
+        ({"repeated_actions": (0.7, 0.7)}, "repeated_actions", 0.7),
+        ({"ratio_p99": (2.5, 2.5)}, "ratio", 2.5),
+        ({"ratio_p01": (0.25, 0.25)}, "ratio", 4.0),
+        ({"clip_low_fraction": (0.4, 0.4)}, "clip_fraction", 0.45),
+        ({"zero_signal_groups": (0.9, 0.9)}, "zero_signal_groups", 0.9),
+        ({"chosen_per_trajectory": (60.0, 330.0)}, "chosen_per_trajectory", 270.0),
+        ({"chosen_per_trajectory": (360.0, 0.0)}, "chosen_per_trajectory", 80.0),
+        ({"gap": (0.0, 0.36)}, "gap", 0.2),
+    ],
+)
+def test_each_check_has_its_figure(changed, name, figure):
+    (one,) = findings(run(**changed))
+    assert one.name == name
+    assert one.figure == pytest.approx(figure)
+    assert one.severity > 1
+    assert "\n" not in one.words
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"entropy": (0.36, 0.0), "success": (0.3, 0.7)},  # it pays
+        {"entropy": (0.005, 0.005), "success": (0.95, 0.95)},  # there is nothing left to explore for
+        {"zero_signal_groups": (0.9, 0.9), "success": (0.95, 0.95)},
+        {"chosen_per_trajectory": (60.0, 330.0), "success": (0.3, 0.7)},
+        {"gap": (0.5, 0.5)},  # it was there from the start
+        {"ratio_p01": (0.0, 0.0), "ratio_p99": (0.0, 0.0), "entropy": (0.0, 0.0), "live_tokens": (0.0, 0.0)},
+    ],
+)
+def test_what_looks_alike_and_is_healthy_is_not_told(changed):
+    assert names(run(**changed)) == []
+
+
+def test_nothing_is_said_before_a_window_is_over_and_limits_are_settings():
+    assert names(run(count=4, repeated_text=(1.0, 1.0))) == []
+    assert names(run(count=4, repeated_text=(1.0, 1.0)), window=4) == ["repeated_text"]
+    assert names(run(), repeated_text=0.01) == ["repeated_text"]
+    with pytest.raises(BadInput, match="window=0 must be at least 1"):
+        Limits(window=0)
+
+
+def validation(update, success, width=0.05, **more):
+    low, high = success - width, success + width
+    return {
+        "phase": "validation",
+        "update": update,
+        "success": success,
+        "success_low": low,
+        "success_high": high,
+    } | more
+
+
+def test_a_fall_of_validations_must_be_more_than_chance():
+    assert names([validation(0, 0.6), validation(10, 0.4)]) == ["success"]
+    assert names([validation(0, 0.6, 0.2), validation(10, 0.4, 0.2)]) == []
+    assert names([validation(0, 0.6), validation(10, 0.4), validation(20, 0.7)]) == []
+
+
+def test_the_gap_of_validations_goes_before_that_of_training():
+    """R3: the training reward rises above what its held-out check says."""
+    hacked = [validation(0, 0.5, gap=0.05), *run(), validation(10, 0.5, gap=0.25)]
+    (one,) = findings(hacked)
+    assert (one.name, round(one.figure, 6)) == ("gap", 0.2)
+    assert "has grown from +0.05 to +0.25, by more than 0.1" in one.words
+    assert names([validation(0, 0.5, gap=0.05), *run(gap=(0.0, 0.9)), validation(10, 0.5, gap=0.1)]) == []
+
+
+def test_a_warning_comes_once_and_again_when_it_is_twice_as_bad():
+    told = warnings_of(run(count=200, repeated_text=(0.0, 1.0)))
+    assert [(one["warning"], one["update"]) for one in told] == [("repeated_text", 63), ("repeated_text", 124)]
+    assert [one["figure"] for one in told] == pytest.approx([0.30, 0.60], abs=0.01)
+    gone = run(count=100, entropy=(0.0099, 0.0))
+    severities = [one.severity for one in (findings(gone[:5])[0], findings(gone)[0])]
+    assert severities == pytest.approx([0.01 / 0.0097, WORST], rel=1e-2)
+    assert len([one for one in warnings_of(gone) if one["warning"] == "entropy"]) == 4
+
+
+def test_a_run_that_goes_on_says_what_an_undisturbed_one_does(tmp_path):
+    lines = list(read_metrics(HERE / "collapses.jsonl"))
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    said = {"whole": [], "parts": []}
+    sinks = {name: [partial(watch_health, say=one.append)] for name, one in said.items()}
+    with Metrics(tmp_path / "whole", sinks=sinks["whole"]) as metrics:
+        for line in lines:
+            metrics.write(line)
+    with Metrics(tmp_path / "parts", sinks=sinks["parts"]) as metrics:
+        for line in lines[:20]:
+            metrics.write(line)
+            position = metrics.position if line["update"] == 8 else locals().get("position")
+    kept = len(said["parts"])
+    with Metrics(tmp_path / "parts", position, sinks=sinks["parts"]) as metrics:
+        for line in lines[len(list(read_metrics(tmp_path / "parts" / "metrics.jsonl"))) :]:
+            metrics.write(line)
+    assert (tmp_path / "whole" / "warnings.jsonl").read_bytes() == (tmp_path / "parts" / "warnings.jsonl").read_bytes()
+    assert said["parts"][kept:] == said["whole"]
+    assert said["whole"][0].startswith("warning: validation 10: validation success fell")
+    told = [json.loads(line) for line in (tmp_path / "whole" / "warnings.jsonl").read_text().splitlines()]
+    assert summary(told) == (
+        "2 warnings: success (from update 10 on), zero_signal_groups (from update 19 on); see warnings.jsonl"
+    )
+    assert summary([]) is None

@@ -1,0 +1,204 @@
+"""Sinks: the lines of metrics under flat names, nothing twice where a run goes on, and no failure that stops it."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from event_files import fields, records
+
+from flowgrpo.report.bins import ADVANTAGE, RATIO, advantage_edges, ratio_edges, ratio_place
+from flowgrpo.report.metrics import Metrics, read_metrics
+from flowgrpo.report.sinks import check_sinks, histograms, open_sinks, scalars
+from flowgrpo.types import BadInput
+
+LINE = {
+    "phase": "train",
+    "update": 1,
+    "success": 0.5,
+    "kl": None,
+    "tools": {"add": 0.25, "search": 0.75},
+    "kl_by_turn": [0.0, 0.125],
+    "by": "words",
+    ADVANTAGE: [0] * 15 + [3, 0, 5] + [0] * 15,
+}
+
+
+def write(folder, updates, position=None, sinks=("tensorboard",), said=None):
+    """A run that writes these updates; its positions after each."""
+    say = print if said is None else said.append
+    places = {}
+    with Metrics(folder, position, sinks=open_sinks(sinks, config={"seed": 0}, say=say)) as metrics:
+        if position is None:
+            metrics.write({"phase": "warm start", "update": 50, "loss": 2.0})
+        for update in updates:
+            metrics.write({**LINE, "update": update}, {"seconds": 1.5})
+            places[update] = metrics.position
+    return places
+
+
+def test_names_are_flat_and_histograms_have_their_edges():
+    assert scalars(LINE) == {
+        "success": 0.5,
+        "tools/add": 0.25,
+        "tools/search": 0.75,
+        "kl_by_turn/0": 0.0,
+        "kl_by_turn/1": 0.125,
+    }
+    assert histograms(LINE) == {ADVANTAGE: ([-0.375, -0.125, 0.125, 0.375], [3, 0, 5])}
+    assert histograms({RATIO: [0] * 32}) == {}
+
+
+def test_bins_are_even_around_the_middle():
+    ratio, advantage = ratio_edges(), advantage_edges()
+    assert (len(ratio), len(advantage)) == (33, 34)
+    assert ratio[16] == 1.0
+    assert [a * b for a, b in zip(ratio, reversed(ratio), strict=True)] == pytest.approx([1.0] * 33)
+    assert [ratio_place(edge) for edge in ratio] == pytest.approx(list(range(-16, 17)), abs=1e-6)
+    assert advantage[16] == -advantage[17] == -0.125
+
+
+def steps(folder):
+    """The steps of the events in each file of a phase, and of a purge as a negative number."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        events = [dict(fields(record)) for record in records(path.read_bytes())]
+        found.append([-event[2] if 7 in event else event[2] for event in events[1:]])
+    return found
+
+
+def test_tensorboard_has_a_folder_for_each_phase_and_doubles_nothing(tmp_path):
+    places = write(tmp_path, range(1, 6))
+    write(tmp_path, range(4, 7), places[3])
+    assert steps(tmp_path / "tensorboard" / "train") == [[1, 2, 3, 4, 5], [-4, 4, 5, 6]]
+    assert steps(tmp_path / "tensorboard" / "warm_start") == [[50], [-51]]
+    write(tmp_path, [1])  # begun anew without a checkpoint: all of it is purged
+    assert steps(tmp_path / "tensorboard" / "train")[2:] == [[0, 1]]
+    event = dict(fields(records(sorted((tmp_path / "tensorboard" / "train").iterdir())[0].read_bytes())[1]))
+    tags = [dict(fields(value))[1].decode() for _, value in fields(event[5])]
+    assert tags == [*scalars(LINE), "timings/seconds", ADVANTAGE]
+
+
+class Fake:
+    """In the place of wandb and trackio: notes what it is asked for, and may fail."""
+
+    def __init__(self, failing=()):
+        self.calls, self.failing = [], failing
+        self.Settings, self.Histogram = dict, lambda np_histogram: np_histogram
+
+    def init(self, **given):
+        self._note("init", given)
+        return SimpleNamespace(
+            define_metric=lambda *given, **named: self._note("define_metric", (given, named)),
+            log=lambda figures, step=None: self._note("log", (figures, step)),
+            finish=lambda: self._note("finish", None),
+        )
+
+    def _note(self, name, given):
+        if name in self.failing:
+            raise ConnectionError(f"no {name}\ntoday")
+        self.calls.append((name, given))
+
+    def of(self, name):
+        return [given for one, given in self.calls if one == name]
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """Both packages, as fakes."""
+    found = {}
+    for name in ("wandb", "trackio"):
+        found[name] = Fake()
+        found[name].__spec__ = SimpleNamespace(origin="fake")
+        monkeypatch.setitem(sys.modules, name, found[name])
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    monkeypatch.setenv("TRACKIO_PROJECT", "mine")
+    return SimpleNamespace(**found)
+
+
+def test_a_remote_run_is_one_run_that_gets_every_update_once(tmp_path, fakes):
+    both = ("wandb", "trackio")
+    places = write(tmp_path, range(1, 6), sinks=both)
+    write(tmp_path, range(4, 7), places[3], sinks=both)
+    one, two = fakes.wandb.of("init")
+    assert one == two
+    assert (one["project"], one["resume"], one["dir"], one["config"]) == (
+        "flowgrpo",
+        "allow",
+        str(tmp_path),
+        {"seed": 0},
+    )
+    logged = [figures for figures, _ in fakes.wandb.of("log")]
+    assert [figures["train/update"] for figures in logged if "train/update" in figures] == [1, 2, 3, 4, 5, 6]
+    assert logged[0] == {"warm_start/update": 50, "warm_start/loss": 2.0}
+    assert logged[1]["train/tools/add"] == 0.25
+    assert logged[1]["train/timings/seconds"] == 1.5
+    assert logged[1][f"train/{ADVANTAGE}"] == ([3, 0, 5], [-0.375, -0.125, 0.125, 0.375])
+    assert (("train/*",), {"step_metric": "train/update"}) in fakes.wandb.of("define_metric")
+    assert [step for figures, step in fakes.trackio.of("log") if "train/success" in figures] == [1, 2, 3, 4, 5, 6]
+    one, two = fakes.trackio.of("init")
+    assert (one["name"], one["project"], one["resume"]) == (two["name"], "mine", "allow")
+    assert len(fakes.wandb.of("finish")) == len(fakes.trackio.of("finish")) == 2
+    assert json.loads((tmp_path / "loggers.json").read_text())["wandb"]["last"] == {"warm_start": 50, "train": 6}
+
+
+@pytest.mark.parametrize("failing", ["init", "define_metric", "log", "finish"])
+def test_a_sink_that_fails_says_so_once_and_stops_nothing(tmp_path, fakes, failing):
+    fakes.wandb.failing = [failing]
+    plain, run, said = tmp_path / "plain", tmp_path / "run", []
+    for folder, sinks in ((plain, ()), (run, ("wandb", "tensorboard"))):
+        folder.mkdir()
+        write(folder, range(1, 4), sinks=sinks, said=said)
+    assert said == [
+        f"warning: wandb failed (no {failing} today); the run goes on without it, and metrics.jsonl has every figure"
+    ]
+    assert (run / "metrics.jsonl").read_bytes() == (plain / "metrics.jsonl").read_bytes()
+    assert steps(run / "tensorboard" / "train") == [[1, 2, 3]]
+
+
+def test_names_are_checked_before_a_run(monkeypatch, tmp_path):
+    assert check_sinks(["tensorboard", "tensorboard"]) == ("tensorboard",)
+    with pytest.raises(
+        BadInput, match="--loggers=tensorbord is unknown; choose from tensorboard, wandb, trackio, or none"
+    ):
+        check_sinks(["tensorbord"])
+    (tmp_path / "trackio").mkdir()  # a folder of that name is no package
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(
+        BadInput, match=r"--loggers=trackio needs the package trackio: pip install 'flowgrpo\[trackio\]'"
+    ):
+        check_sinks(["trackio"])
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_takes_all_of_it_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    said = []
+    places = write(tmp_path, range(1, 6), sinks=["wandb"], said=said)
+    write(tmp_path, range(4, 7), places[3], sinks=["wandb"], said=said)
+    assert said == []
+    files = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len({path.name for path in files}) == 1  # one run, by its id
+    data = b"".join(path.read_bytes() for path in files)
+    assert data.count(b"train/tools/search") >= 6
+    assert len(list(read_metrics(tmp_path / "metrics.jsonl"))) == 7
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_trackio_takes_all_of_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "there"))
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    said = []
+    places = write(tmp_path, range(1, 6), sinks=["trackio"], said=said)
+    write(tmp_path, range(4, 7), places[3], sinks=["trackio"], said=said)
+    assert said == []
+    (name,) = SQLiteStorage.get_runs("flowgrpo")
+    logs = SQLiteStorage.get_logs("flowgrpo", name)
+    assert sorted(line["step"] for line in logs if "train/success" in line) == [1, 2, 3, 4, 5, 6]
