@@ -16,7 +16,7 @@ from experiments.plays import right_tool_share
 from experiments.session import Tested, Work, blank_like
 from experiments.session_files import report, train_line
 from flowgrpo import loop
-from flowgrpo.envs.env import story
+from flowgrpo.envs.env import PAD, in_words, story
 from flowgrpo.evaluate import Evaluation, evaluate
 from flowgrpo.learner.critic import acting, with_critic
 from flowgrpo.rollout import exam
