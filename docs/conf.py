@@ -24,8 +24,7 @@ html_math_renderer = "mathml"
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
-# Of one name several attributes may be; and compare.md is not written yet: take out the first with that page.
-suppress_warnings = ["toc.not_readable", "ref.python"]
+suppress_warnings = ["ref.python"]  # of one name several attributes may be
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
