@@ -19,17 +19,15 @@ Runs on any CPU, offline. Expected of `--study=credit` with its 16 seeds: the ta
 import inspect
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 from absl import flags
 
-import flowgrpo as fg
 from experiments import common, compare_page
 from experiments.compare_runs import RUNS, compare
 from experiments.headings import heading
-from experiments.studies import STUDIES, Study
+from experiments.studies import STUDIES, chosen_arms
 from flowgrpo import launch
 from flowgrpo.learner.folder import begin_anew, run_folder
 from flowgrpo.report.metrics import plain
@@ -53,16 +51,6 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/compare
 _RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
 
 # The command ------------------------------------------------------------------------------------------
-
-
-def chosen_arms(study: Study, names: Sequence[str] | None) -> Study:
-    """The study with some of its arms only, and always its baseline."""
-    if not names:
-        return study
-    unknown = [name for name in names if name not in study.arms]
-    if unknown:
-        raise fg.BadInput(f"--arms: {unknown[0]!r} is no arm of this study; they are {', '.join(study.arms)}")
-    return study._replace(arms={name: arm for name, arm in study.arms.items() if name in (*names, study.baseline)})
 
 
 def main() -> None:

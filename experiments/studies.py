@@ -6,7 +6,7 @@ All of a study's arms start from the same planners, seed by seed, see as many tr
 same tasks. A study of your own is a function like these, called by `compare_runs.compare(study, folder, ...)`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,6 +43,16 @@ class Study(NamedTuple):
     arms: Mapping[str, Arm]
     settings: Mapping[str, Any] = SMALL  # in the place of an environment's preset
     worlds: Mapping[str, Mapping[str, Any]] = WORLD
+
+
+def chosen_arms(study: Study, names: Sequence[str] | None) -> Study:
+    """The study with some of its arms only, and always its baseline."""
+    if not names:
+        return study
+    unknown = [name for name in names if name not in study.arms]
+    if unknown:
+        raise fg.BadInput(f"--arms: {unknown[0]!r} is no arm of this study; they are {', '.join(study.arms)}")
+    return study._replace(arms={name: arm for name, arm in study.arms.items() if name in (*names, study.baseline)})
 
 
 def member(advantage: Advantage, weigh: Weigh = weights.flow_weights, **options: Any) -> fg.Algorithm:

@@ -12,9 +12,8 @@ import pytest
 import flowgrpo as fg
 from experiments import arms, compare_page, studies
 from experiments.arms import Arm
-from experiments.compare import chosen_arms
 from experiments.compare_runs import compare, read_runs
-from experiments.studies import STUDIES, Study
+from experiments.studies import STUDIES, Study, chosen_arms
 from flowgrpo.learner.warmstart import demonstrate
 from flowgrpo.rollout.compiled import Rollout, repeat
 from flowgrpo.rollout.exam import draw_tasks
