@@ -58,7 +58,8 @@ def main() -> None:
     began = time.monotonic()
     study = chosen_arms(STUDIES[_STUDY.value](), _ARMS.value)
     folder = Path(_WORKDIR.value or f"runs/compare-{_STUDY.value}")
-    chosen = {"updates": _UPDATES.value, "warm_steps": _WARM.value}
+    asked = {"updates": _UPDATES.value, "warm_steps": _WARM.value}
+    chosen = {name: value for name, value in asked.items() if value is not None}
     lanes = _LANES.value or (1 if jax.default_backend() == "cpu" else None)
     own = {"every": _EVERY.value, "tasks": _TASKS.value, "lanes": lanes}
     identity = {"study": _STUDY.value, "chosen": chosen, **own, "settings": dict(study.settings)}

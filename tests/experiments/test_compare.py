@@ -12,7 +12,7 @@ import pytest
 import flowgrpo as fg
 from experiments import arms, compare_page, studies
 from experiments.arms import Arm
-from experiments.compare_runs import compare, read_runs
+from experiments.compare_runs import compare, read_runs, settings_of
 from experiments.studies import STUDIES, Study, chosen_arms
 from flowgrpo.learner.warmstart import demonstrate
 from flowgrpo.rollout.compiled import Rollout, repeat
@@ -108,6 +108,14 @@ def _played(env: fg.Env):
         np.arange(shown.turns.shape[1])[None] < np.asarray(shown.turns).sum(1)[:, None] - 1
     )
     return Rollout(shown, np.where(calls, 0, -1), np.zeros(calls.shape, bool))
+
+
+def test_settings_are_the_studies_unless_others_are_chosen():
+    study = STUDIES["credit"]()
+    assert settings_of(study, "lookup", {})["updates"] == study.settings["updates"]
+    assert settings_of(study, "lookup", {})["warm_steps"] == study.settings["warm_steps"]
+    chosen = settings_of(study, "lookup", {"updates": 7})
+    assert (chosen["updates"], chosen["decay_updates"]) == (7, 7)
 
 
 def test_some_arms_and_always_the_baseline():
