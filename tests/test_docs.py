@@ -26,8 +26,9 @@ WITH_PYTHON = [
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON)
-def test_python_examples_run_one_after_another(page, capsys):
+def test_python_examples_run_one_after_another(page, capsys, tmp_path, monkeypatch):
     """Each example may use what the ones before it made; what a comment behind a print promises is printed."""
+    monkeypatch.chdir(tmp_path)  # what they write
     namespace: dict = {"__name__": "page"}
     for source in blocks(page, "python"):
         runs = source.replace("launch.configure()", "")  # the backend of the tests has started

@@ -38,18 +38,31 @@ class Overlong(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options that combine, with their defaults; constructors take them as keyword arguments."""
+    """The options that combine, with their defaults; constructors take them as keyword arguments.
 
-    beta: float | Array = 0.0  # strength of the KL term to the reference
-    kl: str | None = None  # k1, k2 or k3; None: k3 in the loss, k1 in the reward
-    kl_in: str = "loss"  # or "reward"
-    kl_weighted: bool = False  # weigh the KL term in the loss by the ratio, for off-policy data
+    beta: strength of the KL to the reference, in advantage per nat; 0 scores no reference
+    kl: its estimator, k1, k2 or k3; None is k3 in the loss and k1 in the reward
+    kl_in: where it is paid, "loss" or "reward"
+    kl_weighted: weigh the KL in the loss by the ratio, for off-policy data
+    entropy_bonus: pays for the entropy of each token, in advantage per nat; usually 0 to 0.02, and too much destroys
+        the policy: entropy rises towards the logarithm of the vocabulary
+    dual_clip: ratio x advantage is at least this, above 1, times an advantage that is negative
+    correction: a `Correction` for stale or mismatched samplers
+    dynamic_sampling: only groups with 0 < correct < G
+    overlong: an `Overlong` punishment of the outcome
+    reference_every: updates after which the reference becomes the current policy
+    """
+
+    beta: float | Array = 0.0
+    kl: str | None = None
+    kl_in: str = "loss"
+    kl_weighted: bool = False
     entropy_bonus: float | Array = 0.0
-    dual_clip: float | Array | None = None  # bounds ratio x advantage where the advantage is negative
+    dual_clip: float | Array | None = None
     correction: Correction | None = None
-    dynamic_sampling: bool = False  # only groups with 0 < correct < G
+    dynamic_sampling: bool = False
     overlong: Overlong | None = None
-    reference_every: int | None = None  # updates after which the reference is refreshed
+    reference_every: int | None = None
 
     @property
     def kl_kind(self) -> str:
