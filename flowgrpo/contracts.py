@@ -7,6 +7,7 @@ one family needs of another (a judge needs `Generate`, an agent needs tools) is 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from flax import struct
 from jax import Array
 from jaxtyping import Float, Int
@@ -57,9 +58,9 @@ class Env(NamedTuple):
     make_task: Callable[..., Any]  # (key, split) -> task
     reset: Callable[..., tuple]  # (key, task) -> (state, Observation)
     step: Callable[..., tuple]  # (state, tokens, length) -> (state, Step)
-    anchor: Callable[..., Array]  # state -> an int32 that is equal where the state is (GiGPO)
     oracle: Callable[..., tuple]  # state -> (tokens, length): the best action
     demonstrate: Callable[..., tuple]  # (key, state) -> (tokens, length): an action of the stated, lesser quality
+    anchor: Callable[..., Array] = lambda _: jnp.int32(0)  # state -> an int32 that is equal where the state is (GiGPO)
     by_turn: bool = False  # rewards are paid turn by turn, and not only for the outcome
 
 
