@@ -55,7 +55,8 @@ def call_step(env: HostEnv, state, action: Sequence[int], do: Do) -> Following:
 def _pair(env: HostEnv, name: str, form: str, kind: type, given: Any) -> tuple:
     """What a function gave, where it is a state and one of this kind."""
     if isinstance(given, kind) or not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], kind)):
-        raise BadInput(f"{env.name}: {name} must give {form}, and gave {given!r:.80}")
+        found = f"({', '.join(type(x).__name__ for x in given)})" if type(given) is tuple else type(given).__name__
+        raise BadInput(f"{env.name}: {name} must give {form}, and gave {found}")
     return given
 
 
