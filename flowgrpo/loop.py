@@ -129,6 +129,8 @@ def make_iteration(
 
     Over a `mesh` trajectories are rolled out and learned from on all its devices, each of which takes its share.
     """
+    if algorithm.name == "gigpo" and env.anchor is Env._field_defaults["anchor"]:
+        raise BadInput(f"gigpo compares turns of equal states, but {env.name} has no anchor: give it one")
     rollout = make_rollout(env, policy, temperature=settings.temperature, block=settings.block, mesh=mesh)
     slots = longest(env)
     rest = {"banned": (PAD,), "critic": critic, "trained": trained, "slots": slots, "mesh": mesh}

@@ -176,6 +176,12 @@ def test_an_algorithm_with_targets_needs_a_critic():
         loop.make_iteration(ENV, POLICY, fg.ppo(), OPTIMIZER, SIZES)
 
 
+def test_gigpo_needs_an_anchor():
+    env = ENV._replace(anchor=fg.Env._field_defaults["anchor"])
+    with pytest.raises(fg.BadInput, match="gigpo compares turns of equal states, but tiny has no anchor"):
+        loop.make_iteration(env, POLICY, fg.gigpo(), OPTIMIZER, SIZES)
+
+
 def test_pairs_are_not_parted_by_mini_batches():
     with pytest.raises(fg.BadInput, match="dpo needs its groups whole, and packing parts them: set mini_batches to 1"):
         loop.make_iteration(ENV, POLICY, fg.dpo(), OPTIMIZER, loop.Settings(mini_batches=2))
