@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from flowgrpo.contracts import Env, Observation
+from flowgrpo.contracts import Env
 from flowgrpo.envs.env import END, PAD, SPECIAL, SPLITS
 from flowgrpo.envs.play import PLAYERS, Act, Play, play
 from flowgrpo.types import BadInput
@@ -155,7 +155,7 @@ def _check_play(env: Env, plays: Play, player: str) -> None:
     right = (step.correct & ends).any(axis=1)
     rules: dict[str, Callable[[], Any]] = {
         "an observation has other words than those of the environment, or no padding after its length": lambda: (
-            _is_row(env, plays.prompt) and _is_row(env, step.observation)
+            _is_row(env, *plays.prompt) and _is_row(env, *step.observation)
         ),
         "an episode that goes on says nothing": lambda: (
             (plays.prompt.length > 0).all() and (step.observation.length > 0)[live & ~step.done].all()
@@ -180,7 +180,7 @@ def _check_play(env: Env, plays: Play, player: str) -> None:
         "Step.correct is true where state.correct is not": lambda: not (right & ~plays.state.correct).any(),
         "state.correct is true where Step.correct is not": lambda: not (plays.state.correct & ~right).any(),
         f"the oracle or a demonstration says what is none of the {len(env.words)} words, or has no padding after its "
-        "length": lambda: player in ("random", "garbage") or _is_row(env, _spoken(plays)),
+        "length": lambda: player in ("random", "garbage") or _is_row(env, *_spoken(plays)),
         "the oracle or a demonstration does not end with <end> at its length": lambda: (
             player in ("random", "garbage") or _ends(plays)
         ),
@@ -191,8 +191,8 @@ def _check_play(env: Env, plays: Play, player: str) -> None:
         _must(env, holds(), f"{rule} (episodes by {player})")
 
 
-def _is_row(env: Env, said: Observation) -> bool:
-    tokens, length = np.asarray(said.tokens), np.asarray(said.length)
+def _is_row(env: Env, tokens, length) -> bool:
+    tokens, length = np.asarray(tokens), np.asarray(length)
     used = np.arange(tokens.shape[-1]) < length[..., None]
     known = (tokens > PAD) & (tokens < len(env.words))
     return bool(
@@ -200,9 +200,9 @@ def _is_row(env: Env, said: Observation) -> bool:
     )
 
 
-def _spoken(plays: Play) -> Observation:
+def _spoken(plays: Play) -> tuple[np.ndarray, np.ndarray]:
     """The actions of turns that took place."""
-    return Observation(np.where(plays.live[..., None], plays.tokens, PAD), np.where(plays.live, plays.length, 0))
+    return (np.where(plays.live[..., None], plays.tokens, PAD), np.where(plays.live, plays.length, 0))
 
 
 def _ends(plays: Play) -> bool:
