@@ -2,6 +2,7 @@
 
     python -m experiments.environments
     python -m experiments.environments --environments=lookup --split=test --episodes=10000 --show=3
+    python -m experiments.environments --environments=my_module:my_env
 
 Prints a line for each: success in %, turns and calls an episode, malformed or refused actions in %, and of the calls
 those to the right tool in %, where that is a matter of the call alone. Runs anywhere, in seconds.
@@ -12,16 +13,17 @@ demonstrations 17 % in 4.0 turns with 35 % of their calls to the right one of 4 
 
 from absl import flags
 
-import flowgrpo as fg
 from experiments import common
 from experiments.headings import heading
-from experiments.members import ENVIRONMENTS
+from experiments.members import BY_IMPORT, ENVIRONMENTS, make_env
 from experiments.plays import draw_tasks, tabulate
 from flowgrpo.envs.env import SPLITS
 from flowgrpo.envs.play import PLAYERS, play_many, transcript
 
 heading("What is run")
-_ENVIRONMENTS = flags.DEFINE_list("environments", list(ENVIRONMENTS), f"Any of {', '.join(ENVIRONMENTS)}.")
+_ENVIRONMENTS = flags.DEFINE_list(
+    "environments", list(ENVIRONMENTS), f"Any of {', '.join(ENVIRONMENTS)}, or {BY_IMPORT}."
+)
 _SPLIT = flags.DEFINE_enum("split", "train", SPLITS, "Whose tasks.")
 _SHOW = flags.DEFINE_integer("show", 0, "Episodes of each player to print in words.", lower_bound=0)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of tasks and players.")
@@ -32,9 +34,7 @@ _EPISODES = flags.DEFINE_integer("episodes", 20_000, "Episodes of each player.",
 def main() -> None:
     """Let every player play, print."""
     for name in _ENVIRONMENTS.value:
-        if name not in ENVIRONMENTS:
-            raise fg.BadInput(f"environment {name!r} is unknown; choose from {', '.join(ENVIRONMENTS)}")
-        env = ENVIRONMENTS[name]()
+        env = make_env(name)
         tasks = draw_tasks(env, _SPLIT.value, count=_EPISODES.value, seed=_SEED.value)
         for player, act in PLAYERS.items():
             plays = play_many(env, act, tasks, seed=_SEED.value + 1)

@@ -1,5 +1,8 @@
 """The dicts that map a flag's value to a constructor: one for each family."""
 
+import os
+import sys
+from importlib import import_module
 from typing import Any
 
 import optax
@@ -30,6 +33,28 @@ ENVIRONMENTS = {
     "arithmetic": fg.arithmetic,
     "maze": fg.maze,
 }
+
+BY_IMPORT = "MODULE:FUNCTION, which is called without arguments and gives a fg.Env"
+
+
+def make_env(name: str) -> fg.Env:
+    """The environment of that name, or what `module:function` gives; the module may lie in the current folder."""
+    if name in ENVIRONMENTS:
+        return ENVIRONMENTS[name]()
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise fg.BadInput(f"environment {name!r} is unknown; choose from {', '.join(ENVIRONMENTS)}, or {BY_IMPORT}")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        constructor = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise fg.BadInput(f"environment {name!r} can't be imported: {error}") from None
+    env = constructor() if callable(constructor) else constructor
+    if not isinstance(env, fg.Env):
+        raise fg.BadInput(f"environment {name!r} gave {env!r:.80}, which is no fg.Env: give {BY_IMPORT}")
+    return env
+
 
 OWN_CLIP = ("gspo", "cispo", "flow_grpo_released")  # whose bounds are of another kind than a preset's
 UNCLIPPED = ("rloo", "kimi", "dpo")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import flowgrpo as fg
 from experiments import agent_setups, self_verify_setup, setups
 from experiments.lora_setup import lora_of
-from experiments.members import ENVIRONMENTS
+from experiments.members import make_env
 from experiments.session import PARAMS
 from flowgrpo.envs.env import END, PAD
 from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
@@ -60,7 +60,7 @@ def base_model(settings: Mapping[str, Any], folder: Path) -> Model:
 
 def word_model(settings: Mapping[str, Any]) -> Model:
     """The model of a quickstart as a Llama, of the same shape; without parameters."""
-    config = setups.shape(ENVIRONMENTS[settings["env"]](), settings)
+    config = setups.shape(make_env(settings["env"]), settings)
     source = llama(config)
     return Model(make_policy(config), {}, None, families.decoder_config(source), source)
 
@@ -112,7 +112,7 @@ def export(folder: Path, out: Path, *, which: str = "best") -> dict[str, Any]:
         params = merge(Adapted(model.params, params), model.config, lora)
     save_model(out, model._replace(params=params))
     if "env" in settings:
-        write_words(out, ENVIRONMENTS[settings["env"]]().words)
+        write_words(out, make_env(settings["env"]).words)
     return {"out": str(out), "which": which, "update": step, "params_sha256": params_sha256(params)}
 
 

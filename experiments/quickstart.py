@@ -2,6 +2,7 @@
 
     python -m experiments.quickstart
     python -m experiments.quickstart --env=arithmetic --seed=1 --workdir=runs/mine
+    python -m experiments.quickstart --env=my_module:my_env
     python -m experiments.quickstart --control=shuffled_rewards
 
 Two phases: a small model imitates flawed demonstrations, and is then trained in the environment on nothing but the
@@ -25,13 +26,13 @@ from absl import flags
 from experiments import common, loggers, setups
 from experiments.headings import heading
 from experiments.loggers import chosen_loggers
-from experiments.members import ALGORITHMS
+from experiments.members import ALGORITHMS, BY_IMPORT
 from experiments.pure_work import pure_work
 from experiments.session import one_run
 from flowgrpo import launch
 
 heading("What is run")
-_ENV = flags.DEFINE_enum("env", "lookup", list(setups.PRESETS), "Environment.")
+_ENV = flags.DEFINE_string("env", "lookup", f"Any of {', '.join(setups.PRESETS)}, or {BY_IMPORT}.")
 _ALGORITHM = flags.DEFINE_enum("algorithm", None, list(ALGORITHMS), "Member of the family; flow_grpo by default.")
 _CONTROL = flags.DEFINE_enum(
     "control", None, setups.CONTROLS, "Shuffle rewards within groups, imitate on, or credit the last turn only."
@@ -53,6 +54,10 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/quickst
 _RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
 _EVERY = flags.DEFINE_integer("checkpoint_every", 10, "Updates between validations and checkpoints.", lower_bound=1)
 flags.adopt_module_key_flags(loggers)
+
+flags.register_validator(
+    _ENV, lambda name: name in setups.PRESETS or ":" in name, f"choose from {', '.join(setups.PRESETS)}, or {BY_IMPORT}"
+)
 
 # The command ------------------------------------------------------------------------------------------
 
@@ -79,7 +84,7 @@ def main() -> None:
     results = []
     for seed in range(_SEED.value, _SEED.value + _NUM_SEEDS.value):
         settings = read_flags(seed)
-        base = Path(_WORKDIR.value or f"runs/quickstart-{settings['env']}-{seed}")
+        base = Path(_WORKDIR.value or f"runs/quickstart-{settings['env'].replace(':', '-')}-{seed}")
         folder = base / f"seed{seed}" if _WORKDIR.value and _NUM_SEEDS.value > 1 else base
         work = pure_work(setups.build(settings), test_tasks=_TEST.value, folder=folder)
         results.append(one_run(work, folder, every=_EVERY.value, resume=_RESUME.value, loggers=chosen_loggers()))

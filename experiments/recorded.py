@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import flowgrpo as fg
 from experiments.hosted_setup import ADVANTAGES
-from experiments.members import ENVIRONMENTS
+from experiments.members import make_env
 from experiments.recorded_ratios import ratios_of
 from flowgrpo.learner.folder import RUN, START, read_run
 from flowgrpo.report.viewer import viewer
@@ -97,7 +97,7 @@ def _advantages(path: Path) -> dict[tuple[int, int], list[Any] | None]:
 def speller_of(settings: Mapping[str, Any], folder: Path, tokenizer: str | None = None) -> Spell:
     """What the run's tokens read as: the words of its environment, or what its tokenizer says."""
     if "env" in settings:
-        return word_speller(ENVIRONMENTS[settings["env"]]().words)
+        return word_speller(make_env(settings["env"]).words)
     source = tokenizer or settings["model"] or folder / START
     try:
         return speller(load_text(source))

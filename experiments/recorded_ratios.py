@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.members import ENVIRONMENTS
+from experiments.members import make_env
 from experiments.planner_files import read_planner, word_model
 from experiments.planner_setup import load_start, make_planner
 from flowgrpo import loop
@@ -54,7 +54,7 @@ def _ratios(one: Played, logp_tl: np.ndarray) -> list[np.ndarray]:
 
 
 def _pure_score(settings: Mapping[str, Any], params: Any) -> Callable[[Trajectories], np.ndarray]:
-    slots = loop.longest(ENVIRONMENTS[settings["env"]]())
+    slots = loop.longest(make_env(settings["env"]))
     return _scoring(settings, word_model(settings).policy, params, banned=(PAD,), slots=slots)
 
 

@@ -12,6 +12,12 @@ from flowgrpo.evaluate import Evaluation
 from flowgrpo.learner.checkpoint import Checkpoints
 from flowgrpo.report.metrics import TIMINGS, read_metrics
 
+OF_TOKENS = {  # figures of the tokens that an update learned from
+    *("entropy", "kl", "kl_old", "surrogate", "ratio", "advantage", "correction", "clip_low_fraction"),
+    *("clip_high_fraction", "ratio_p01", "ratio_p50", "ratio_p99", "log_ratio_max", "margin", "accuracy"),
+    *("value_loss", "value", "target", "explained_variance"),
+}
+
 
 def write_result(path: Path, result: Mapping[str, Any]) -> None:
     """The file, which is there when it is whole."""
@@ -41,11 +47,17 @@ def check_finite(figures: Mapping[str, Any], checkpoints: Checkpoints) -> None:
 
 
 def train_line(figures: Mapping[str, Any], tools: Sequence[str]) -> dict[str, Any]:
-    """An update's figures as a line of metrics: shares of the tools by name."""
+    """An update's figures as a line of metrics: shares of the tools by name, and no mean over no tokens."""
     calls = np.asarray(figures.get("tool_calls", []), float)
     rest = {name: value for name, value in figures.items() if name != "tool_calls"}
+    if figures.get("live_tokens") == 0:
+        rest = {name: value for name, value in rest.items() if not _is_of_tokens(name)}
     shares = calls / max(calls.sum(), 1.0)
     return {"phase": "train"} | rest | {"tools": dict(zip(tools, shares.tolist(), strict=False))}
+
+
+def _is_of_tokens(name: str) -> bool:
+    return name.removesuffix("_by_turn") in OF_TOKENS
 
 
 def report(before: Evaluation, after: Evaluation, right: Sequence[float | None] = (None, None)) -> str:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 import flowgrpo as fg
 from experiments.devices import mesh_of, placing
-from experiments.members import ENVIRONMENTS, make_algorithm
+from experiments.members import BY_IMPORT, make_algorithm, make_env
 from flowgrpo import loop
 from flowgrpo.envs.env import PAD
 from flowgrpo.learner.critic import ActorCritic, Valuation, by_part, copied_trunk, own_network, shared_trunk
@@ -63,6 +63,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "maze": {"d": 64, "layers": 2, "updates": 120},
 }
+OUTSIDE: dict[str, Any] = {"d": 64, "layers": 2, "updates": 150}  # of environments that nobody has tuned anything for
 # What fits an algorithm where that differs from what fits Flow-GRPO; and how long it then takes in an environment.
 BY_ALGORITHM: dict[str, dict[str, Any]] = {
     "ppo": {
@@ -99,10 +100,10 @@ class Setup(NamedTuple):
 
 def settings_of(env: str, **chosen: Any) -> dict[str, Any]:
     """The preset of an environment with what was chosen in its place; `None` is no choice."""
-    if env not in PRESETS:
-        raise fg.BadInput(f"environment {env!r} is unknown; choose from {', '.join(PRESETS)}")
+    if env not in PRESETS and ":" not in env:
+        raise fg.BadInput(f"environment {env!r} is unknown; choose from {', '.join(PRESETS)}, or {BY_IMPORT}")
     algorithm = chosen.get("algorithm") or COMMON["algorithm"]
-    preset = COMMON | PRESETS[env] | BY_ALGORITHM.get(algorithm, {}) | LENGTHS.get((env, algorithm), {})
+    preset = COMMON | PRESETS.get(env, OUTSIDE) | BY_ALGORITHM.get(algorithm, {}) | LENGTHS.get((env, algorithm), {})
     unknown = sorted(set(chosen) - set(preset) - {"seed"})
     if unknown:
         raise fg.BadInput(f"{unknown[0]!r} is no setting; they are {', '.join(preset)}")
@@ -111,7 +112,7 @@ def settings_of(env: str, **chosen: Any) -> dict[str, Any]:
 
 def build(settings: dict[str, Any], *, env: fg.Env | None = None, algorithm: fg.Algorithm | None = None) -> Setup:
     """The parts that these settings describe, or those that are given in their place."""
-    env = ENVIRONMENTS[settings["env"]]() if env is None else env
+    env = make_env(settings["env"]) if env is None else env
     config = shape(env, settings)
     policy = make_policy(config, unroll=True)
     algorithm = _algorithm(settings, env) if algorithm is None else algorithm

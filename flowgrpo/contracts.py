@@ -7,6 +7,7 @@ one family needs of another (a judge needs `Generate`, an agent needs tools) is 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from flax import struct
 from jax import Array
 from jaxtyping import Float, Int
@@ -24,43 +25,72 @@ class Observation(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one turn of an environment gave, beside the next state."""
+    """What one turn of an environment gave, beside the next state.
+
+        observation     what is said next, an Observation; of length 0 where the episode is over
+        reward          float32: paid for this turn; 0 before the end, unless the Env has by_turn
+        done            bool: the episode has ended, by this turn or before
+        correct         bool: it ended, and the task is solved; the same as the state's
+        tool            int32: index of the tool that was called; -1 where none was
+        error           bool: the action was malformed, or its call was refused
+
+    All are arrays of one example.
+    """
 
     observation: Observation
-    reward: Array  # paid for this turn
-    done: Array  # the episode has ended, by this turn or before
-    correct: Array  # it ended, and the task is solved
-    tool: Array  # index of the tool that was called; -1 where none was
-    error: Array  # the action was malformed, or its call was refused
+    reward: Array
+    done: Array
+    correct: Array
+    tool: Array
+    error: Array
 
 
 class Sizes(NamedTuple):
-    """How large things can get; all static."""
+    """How large things can get.
 
-    prompt: int  # tokens of the first observation
-    observation: int  # tokens of any later one
-    action: int  # tokens of an action, its END included
+        prompt          tokens of the first observation
+        observation     tokens of any later one
+        action          tokens of an action, its <end> included
+        turns           actions of an episode; one that is not over then has ended at the turn limit
+
+    All are static.
+    """
+
+    prompt: int
+    observation: int
+    action: int
     turns: int
 
 
 class Env(NamedTuple):
     """A pure environment: states and tasks are pytrees, all functions are for one example, and finished states absorb.
 
-    Token 0 is padding and can't be chosen; token 1 ends an action (`envs.env` names them). `make_task` makes unlimited
-    tasks of a split ("train", "validation" or "test") that share no combination with those of the others.
+        name            for messages and figures
+        words           what each token means; token 0 is padding and can't be chosen, token 1 ends an action
+        tools           their names; a Step says which of them was called
+        sizes           a Sizes: slots of what is said and done, and turns
+        make_task       (key, split) -> task, without end; splits are "train", "validation" and "test"
+        reset           (key, task) -> (state, Observation); a state has the fields done and correct
+        step            (state, tokens, length) -> (state, Step); wrap it in envs.env.absorbing
+        oracle          state -> (tokens, length): the best action, which proves that tasks can be solved
+        demonstrate     (key, state) -> (tokens, length): what a warm start imitates, of a stated, lesser quality
+        anchor          state -> an int32 that is equal where the state is; only gigpo reads it, and needs it
+        by_turn         rewards are paid turn by turn, and not only for the outcome
+
+    Tasks of one split share no combination with those of the others.
     """
 
     name: str
-    words: tuple[str, ...]  # what each token means
+    words: tuple[str, ...]
     tools: tuple[str, ...]
     sizes: Sizes
-    make_task: Callable[..., Any]  # (key, split) -> task
-    reset: Callable[..., tuple]  # (key, task) -> (state, Observation)
-    step: Callable[..., tuple]  # (state, tokens, length) -> (state, Step)
-    anchor: Callable[..., Array]  # state -> an int32 that is equal where the state is (GiGPO)
-    oracle: Callable[..., tuple]  # state -> (tokens, length): the best action
-    demonstrate: Callable[..., tuple]  # (key, state) -> (tokens, length): an action of the stated, lesser quality
-    by_turn: bool = False  # rewards are paid turn by turn, and not only for the outcome
+    make_task: Callable[..., Any]
+    reset: Callable[..., tuple]
+    step: Callable[..., tuple]
+    oracle: Callable[..., tuple]
+    demonstrate: Callable[..., tuple]
+    anchor: Callable[..., Array] = lambda _: jnp.int32(0)
+    by_turn: bool = False
 
 
 Params = dict[str, Array]
@@ -174,39 +204,66 @@ Do = Callable[[Call], Result]
 
 
 class Said(NamedTuple):
-    """What a host environment says to the policy: tokens after all that came before, or a context of its own."""
+    """What a host environment says to the policy.
+
+        tokens          ids, at least one
+        appends         they come after all that was said and done before; else they are a context of their own
+
+    An environment does the one or the other in all its turns.
+    """
 
     tokens: Sequence[int]
     appends: bool = True
 
 
 class HostStep(NamedTuple):
-    """What one action in a host environment gave, beside the next state."""
+    """What one action in a host environment gave, beside the next state.
 
-    said: Said | None  # None where it is done
+        said            a Said; None where it is done
+        done            the episode is over
+        reward          paid for this action; None where there is an outcome only
+        correct         the task is solved, where the environment itself judges
+        tool            name of the tool that was called, one of the environment's; "" where none was
+        error           the action was malformed, or its call gave an error
+        output          what the system answered in the end, for a reward to judge
+        status          how it ended, where it is done
+
+    Most steps give the first two alone.
+    """
+
+    said: Said | None
     done: bool
-    reward: float | None = None  # paid for this action; None where there is an outcome only
-    correct: bool = False  # where the environment itself judges
-    tool: str = ""  # that was called; "" where none was
-    error: bool = False  # the action was malformed, or its call gave an error
-    output: str | None = None  # what the system answered in the end, for a reward to judge
+    reward: float | None = None
+    correct: bool = False
+    tool: str = ""
+    error: bool = False
+    output: str | None = None
     status: Status = Status.FINISHED
 
 
 class HostEnv(NamedTuple):
     """An environment of Python values: states are immutable, and all effects go through `do`, which may take its time.
 
-    Each action is a turn of the trajectory. Whoever plays ends it after `turns` actions.
+        name            for messages and figures
+        tools           names of the tools that its steps call
+        turns           actions at most; whoever plays ends the trajectory then
+        max_tokens      of an action, its stop token included
+        stop_ids        tokens that end an action
+        reset           (key, task, do) -> (state, Said)
+        step            (state, tokens, do) -> (state, HostStep)
+        anchor          state -> an integer that is equal where the state is; only gigpo reads it, and needs it
+
+    Each action is a turn of the trajectory.
     """
 
     name: str
     tools: tuple[str, ...]
-    turns: int  # actions at most
-    max_tokens: int  # of an action, its stop token included
+    turns: int
+    max_tokens: int
     stop_ids: tuple[int, ...]
-    reset: Callable[..., tuple[Any, Said]]  # (key, task, do) -> (state, Said)
-    step: Callable[..., tuple[Any, HostStep]]  # (state, tokens, do) -> (state, HostStep)
-    anchor: Callable[[Any], int] = lambda _: 0  # an integer that is equal where the state is (GiGPO)
+    reset: Callable[..., tuple[Any, Said]]
+    step: Callable[..., tuple[Any, HostStep]]
+    anchor: Callable[[Any], int] = lambda _: 0
 
 
 class Completion(NamedTuple):

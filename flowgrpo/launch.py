@@ -26,6 +26,7 @@ FLAWED_JAXLIB = ("0.10.2",)
 NO_FLAWED_FUSION = "--xla_cpu_experimental_ynn_fusion_type="
 DAY = 86400  # seconds
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # for the products of a CPU device
+_CONFIGURED: dict[str, object] = {}  # what `configure` was called with in this process
 DETERMINISTIC = ("--xla_gpu_deterministic_ops=true",)  # the CPU is deterministic as it is
 
 
@@ -36,8 +37,12 @@ def configure(
 
     Several `cpu_devices` work side by side with a thread each, where one device would take all threads for every
     product: programs of many small operations are up to twice as fast, once their rows are dealt over the devices.
+    Called again with the same settings it does nothing.
     """
+    chosen = {"compilation_cache": compilation_cache, "deterministic": deterministic, "cpu_devices": cpu_devices}
     if _backend_started():
+        if chosen == _CONFIGURED:
+            return
         raise BadInput(
             "JAX's backend has started, and reads no settings any more: call launch.configure before the first "
             "array, device or compilation"
@@ -52,6 +57,7 @@ def configure(
     os.environ["XLA_FLAGS"] = add_flags(os.environ.get("XLA_FLAGS", ""), flags)
     if compilation_cache is not None:
         _keep_compiled(make_folder(compilation_cache))
+    _CONFIGURED.update(chosen)
 
 
 def join(coordinator: str, num_processes: int, process_id: int, *, seconds: float = 60.0) -> None:

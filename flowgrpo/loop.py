@@ -37,17 +37,30 @@ from flowgrpo.types import BadInput, Batch, Trajectories
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is rolled out in an iteration, and how it is learned from."""
+    """How much is rolled out in an iteration, and how it is learned from.
+
+        queries         tasks of an update
+        samples         trajectories of each query: the group
+        oversample      times as many queries are rolled out; an update takes groups with a signal first
+        temperature     of sampling, and of scoring what was sampled
+        micro_rows      rows that are scored together: less memory with fewer, the same numbers
+        mini_batches    parts of the batch, each with an optimizer step of its own
+        epochs          times that the batch is gone through
+        block           trajectories that roll out together; None: all
+        compute_dtype   what parameters are cast to where they are used; None: their own
+
+    An update learns from `queries * samples` trajectories.
+    """
 
     queries: int = 32
-    samples: int = 8  # trajectories of each query: the group
-    oversample: int = 1  # times as many queries are rolled out; an update takes groups with a signal first
+    samples: int = 8
+    oversample: int = 1
     temperature: float = 1.0
-    micro_rows: int = 16  # rows that are scored together
+    micro_rows: int = 16
     mini_batches: int = 1
     epochs: int = 1
-    block: int | None = None  # trajectories that roll out together
-    compute_dtype: Any = None  # what parameters are cast to where they are used, where that is another than their own
+    block: int | None = None
+    compute_dtype: Any = None
 
     def __post_init__(self):
         for name in ("queries", "samples", "oversample", "micro_rows", "mini_batches", "epochs"):
@@ -116,6 +129,8 @@ def make_iteration(
 
     Over a `mesh` trajectories are rolled out and learned from on all its devices, each of which takes its share.
     """
+    if algorithm.name == "gigpo" and env.anchor is Env._field_defaults["anchor"]:
+        raise BadInput(f"gigpo compares turns of equal states, but {env.name} has no anchor: give it one")
     rollout = make_rollout(env, policy, temperature=settings.temperature, block=settings.block, mesh=mesh)
     slots = longest(env)
     rest = {"banned": (PAD,), "critic": critic, "trained": trained, "slots": slots, "mesh": mesh}

@@ -62,10 +62,23 @@ def test_deterministic_does_not_promise_what_the_users_flags_contradict(monkeypa
     launch.configure()
 
 
-def test_it_is_said_when_it_is_too_late():
+def test_it_is_said_when_it_is_too_late(monkeypatch):
+    monkeypatch.setattr(launch, "_CONFIGURED", {})
     jax.devices()
     with pytest.raises(BadInput, match=r"backend has started.*call launch\.configure before"):
         launch.configure()
+
+
+def test_the_same_settings_once_more_are_no_news(monkeypatch):
+    monkeypatch.setattr(launch, "_CONFIGURED", {})
+    monkeypatch.setenv("XLA_FLAGS", "")
+    with monkeypatch.context() as before:
+        before.setattr(launch, "_backend_started", lambda: False)
+        launch.configure()
+    jax.devices()
+    launch.configure()
+    with pytest.raises(BadInput, match="backend has started"):
+        launch.configure(deterministic=True)
 
 
 def test_programs_are_kept_and_found_again(tmp_path):

@@ -1,6 +1,6 @@
 """The loop: three programs or one, the same numbers; fresh tasks by update; groups with a signal first; controls."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,14 @@ import pytest
 from tiny_env import tiny_env
 
 import flowgrpo as fg
+from experiments.session_files import train_line
 from flowgrpo import loop
 from flowgrpo.learner.critic import acting, by_part, copied_trunk, own_network, shared_trunk, with_critic
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.critic import make_critic
 from flowgrpo.models.decoder import make_policy
-from flowgrpo.rollout.exam import make_exam, shuffled_rewards
+from flowgrpo.rollout.exam import make_exam, shuffled_rewards, summarise
 
 pytestmark = pytest.mark.slow
 
@@ -65,6 +66,24 @@ def test_three_programs_do_what_one_does(by_one):
         for name in ("success", "turns", "tokens", "tool_calls", "tool_errors", "mixed_groups", "zero_signal_groups"):
             assert figures[name] == others[name], name
         assert figures["loss"] == pytest.approx(others["loss"], abs=1e-5)
+
+
+def test_an_update_from_no_tokens_has_no_means_over_them():
+    """Where no group has a signal the line says what was rolled out, and nothing of what was learned from."""
+
+    def unanimous(trajectories, _key):
+        return trajectories.replace(outcome=jnp.zeros(len(trajectories.outcome)))
+
+    algorithm = fg.flow_grpo(beta=0.0)
+    silent = loop.make_iteration(ENV, POLICY, algorithm, OPTIMIZER, SIZES, judge=unanimous)
+    ((_, figures),) = loop.train(loop.three_programs(silent, ENV, algorithm, SIZES), start(), 1)
+    line = train_line(figures, ENV.tools)
+    assert figures["live_tokens"] == line["live_tokens"] == 0
+    kept = {"loss", "grad_norm", "steps", "skipped", "live_tokens", "live_tokens_by_turn", "ratio_histogram"}
+    of_rollout = jax.eval_shape(partial(summarise, samples=4), iteration().rollout(start()))
+    signals = {name for name in figures if name.startswith(("advantage_", "zero_signal", "tokens_"))}
+    assert set(line) == {"phase", "update", "tools"} | set(of_rollout) | kept | signals
+    assert {"entropy", "kl_old", "ratio_p99", "entropy_by_turn"} <= set(figures) - set(line)
 
 
 def test_F7_nothing_has_moved_before_the_first_step(by_one):
@@ -155,6 +174,12 @@ def test_sizes_are_checked(name):
 def test_an_algorithm_with_targets_needs_a_critic():
     with pytest.raises(fg.BadInput, match="ppo needs a critic: pass one as critic="):
         loop.make_iteration(ENV, POLICY, fg.ppo(), OPTIMIZER, SIZES)
+
+
+def test_gigpo_needs_an_anchor():
+    env = ENV._replace(anchor=fg.Env._field_defaults["anchor"])
+    with pytest.raises(fg.BadInput, match="gigpo compares turns of equal states, but tiny has no anchor"):
+        loop.make_iteration(env, POLICY, fg.gigpo(), OPTIMIZER, SIZES)
 
 
 def test_pairs_are_not_parted_by_mini_batches():

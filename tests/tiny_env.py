@@ -40,8 +40,9 @@ def step(state, tokens, length, *, rounds):
     count = jnp.where(right, state.right + 1, state.right)
     done = count == rounds
     following = state.replace(digit=digit, right=count, turn=state.turn + 1, done=done, correct=done)
-    said = fg.Observation(fill([digit + ONE, jnp.where(right, PAD, AGAIN)], 2), jnp.where(right, 1, 2))
+    said = fill([jnp.where(done, PAD, digit + ONE), jnp.where(right, PAD, AGAIN)], 2)
     reward = jnp.where(done, 1.0, 0.0)
+    said = fg.Observation(said, jnp.where(done, 0, jnp.where(right, 1, 2)))
     return following, fg.Step(said, reward, done, done, jnp.where(right, 0, -1), ~right)
 
 

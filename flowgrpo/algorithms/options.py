@@ -40,17 +40,21 @@ class Overlong(NamedTuple):
 class Options:
     """The options that combine, with their defaults; constructors take them as keyword arguments.
 
-    beta: strength of the KL to the reference, in advantage per nat; 0 scores no reference
-    kl: its estimator, k1, k2 or k3; None is k3 in the loss and k1 in the reward
-    kl_in: where it is paid, "loss" or "reward"
-    kl_weighted: weigh the KL in the loss by the ratio, for off-policy data
-    entropy_bonus: pays for the entropy of each token, in advantage per nat; usually 0 to 0.02, and too much destroys
-        the policy: entropy rises towards the logarithm of the vocabulary
-    dual_clip: ratio x advantage is at least this, above 1, times an advantage that is negative
-    correction: a `Correction` for stale or mismatched samplers
-    dynamic_sampling: only groups with 0 < correct < G
-    overlong: an `Overlong` punishment of the outcome
-    reference_every: updates after which the reference becomes the current policy
+        beta                strength of the KL term to the reference; 0: there is none. 0.001 to 0.1 is usual
+        kl                  its estimator: k1, k2 or k3; None: k3 in the loss, k1 in the reward
+        kl_in               where it is paid: "loss" or "reward"
+        kl_weighted         weigh the KL term in the loss by the ratio, for off-policy data
+        entropy_bonus       paid for each nat of a token's entropy: between 0.003 and 0.02; see below
+        dual_clip           bounds ratio x advantage where the advantage is negative: above 1, 3 is usual
+        correction          a Correction for stale or mismatched samplers
+        dynamic_sampling    learn from groups with 0 < correct < G only
+        overlong            an Overlong: the soft punishment of long trajectories
+        reference_every     updates after which the reference becomes the current policy
+
+    Advantages are around 1 and a token's entropy is at most log(vocabulary), so a bonus weighs little until it does
+    too much: then `entropy` rises towards log(vocabulary) and `tool_errors` to 1, the sooner the higher the
+    learning rate. On a small environment, 0.02 at a rate of 1e-3 was best after a dip, 0.003 changed little,
+    and 0.03 at 2e-3 destroyed the policy within 40 updates.
     """
 
     beta: float | Array = 0.0

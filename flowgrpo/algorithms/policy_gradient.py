@@ -67,7 +67,10 @@ def _whitened_return(trajectories, outcome_n, valid_n, options, *, gamma, baseli
 
 
 def flow_grpo(*, clip_low=0.2, clip_high=0.2, beta=0.001, eps=1e-6, **options) -> Algorithm:
-    """Flow-GRPO as its paper writes it (Li et al., 2025): trajectory statistics, trajectory-turn-token mean."""
+    """Flow-GRPO as its paper writes it (Li et al., 2025): trajectory statistics, trajectory-turn-token mean.
+
+    `options` are those of `fg.Options`, whose docstring says what each does.
+    """
     return _clipped(
         "flow_grpo",
         (clip_low, clip_high),

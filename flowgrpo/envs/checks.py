@@ -7,6 +7,8 @@ It plays episodes by the oracle, by demonstrations, by random tokens and by garb
 same is known to the environment alone.
 """
 
+import traceback
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,20 +18,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from flowgrpo.contracts import Env, Observation
+from flowgrpo.contracts import Env
 from flowgrpo.envs.env import END, PAD, SPECIAL, SPLITS
 from flowgrpo.envs.play import PLAYERS, Act, Play, play
 from flowgrpo.types import BadInput
 
 KINDS = {"reward": "float32", "done": "bool", "correct": "bool", "tool": "int32", "error": "bool"}
+FUNCTIONS = ("make_task", "reset", "step", "oracle", "demonstrate", "anchor")
+UNTRACEABLE = {  # what a function of Python values does with an array, and what to do instead
+    jax.errors.TracerBoolConversionError: "decides on an array with a Python if: use jnp.where",
+    jax.errors.TracerIntegerConversionError: "indexes a Python value with an array: make an array of that value",
+    jax.errors.TracerArrayConversionError: "gives an array to NumPy: use jax.numpy",
+}
+IMITABLE = (0.05, 0.9)  # what demonstrations should solve, so that a warm start leaves something to learn
 
 
 def check_env(env: Env, *, episodes: int = 64, seed: int = 0) -> dict[str, float]:
     """Raise `BadInput` where the contract is broken; else what share of episodes each player solves, and the turns of
-    the oracle.
+    the oracle. Warn where demonstrations solve so many or so few that nothing is left, or given, to learn.
     """
     _check_words(env)
     keys = jax.random.split(jax.random.key(seed), episodes)
+    for split in SPLITS:
+        _traced(env, "make_task", keys[0], split=split)
     tasks = {split: jax.jit(jax.vmap(partial(env.make_task, split=split)))(keys) for split in SPLITS}
     train, held_out = tasks[SPLITS[0]], SPLITS[1:]
     _check_shapes(env, _first(train), keys[0])
@@ -42,12 +53,15 @@ def check_env(env: Env, *, episodes: int = 64, seed: int = 0) -> dict[str, float
     _must(env, _same(_first(played["random"]), alone), "an episode alone differs from the same one in a vmap")
     oracle = {SPLITS[0]: played["oracle"]} | {split: _to_numpy(run(ORACLE, keys, tasks[split])) for split in held_out}
     for split, plays in oracle.items():
-        solved = plays.state.correct.mean()
-        _must(
-            env, solved >= 0.99, f"the oracle solves {solved:.0%} of the tasks of {split}: it must know the best action"
-        )
+        _check_oracle(env, plays, split)
     solved = {name: float(plays.state.correct.mean()) for name, plays in played.items()}
     _must(env, solved.pop("garbage") == 0, "an action of arbitrary integers solved a task: only words may count")
+    if not IMITABLE[0] <= solved["demonstrations"] <= IMITABLE[1]:
+        warnings.warn(
+            f"{env.name}: demonstrations solve {solved['demonstrations']:.0%}, but training needs groups with both "
+            f"outcomes: make them solve {IMITABLE[0]:.0%} to {IMITABLE[1]:.0%}",
+            stacklevel=2,
+        )
     return solved | {"turns": float(played["oracle"].live.sum(axis=1).mean())}
 
 
@@ -78,6 +92,9 @@ def _must(env: Env, holds: Any, rule: str) -> None:
 
 
 def _check_words(env: Env) -> None:
+    for name in FUNCTIONS:
+        given = getattr(env, name)
+        _must(env, callable(given), f"{name} is {given!r:.80}, but must be a function; only anchor may be left out")
     words, sizes = env.words, env.sizes
     _must(env, words[: len(SPECIAL)] == SPECIAL, f"words begin with {words[:2]}, but must begin with {SPECIAL}")
     _must(env, len(set(words)) == len(words), "a word is there twice")
@@ -86,39 +103,65 @@ def _check_words(env: Env) -> None:
 
 def _check_shapes(env: Env, task, key: Array) -> None:
     """Rows of int32 in the slots that `sizes` states, scalars of the dtypes of a `Step`."""
-    state, prompt = jax.eval_shape(env.reset, key, task)
+    state, prompt = _traced(env, "reset", key, task)
     _must(env, hasattr(state, "done") and hasattr(state, "correct"), "a state needs the fields done and correct")
-    after, now = jax.eval_shape(lambda state: env.step(state, *env.oracle(state)), state)
+    action = _traced(env, "oracle", state)
+    after, now = _traced(env, "step", state, *action)
     same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), state, after)
     _must(env, jax.tree.all(same), "step gives a state of other shapes or dtypes than it is given")
     rows = {
         "the prompt": (prompt, env.sizes.prompt),
         "an observation": (now.observation, env.sizes.observation),
-        "an action of the oracle": (jax.eval_shape(env.oracle, state), env.sizes.action),
-        "a demonstrated action": (jax.eval_shape(env.demonstrate, key, state), env.sizes.action),
+        "an action of the oracle": (action, env.sizes.action),
+        "a demonstrated action": (_traced(env, "demonstrate", key, state), env.sizes.action),
     }
     for name, ((tokens, length), size) in rows.items():
         found = f"{tokens.dtype}{list(tokens.shape)} and {length.dtype}{list(length.shape)}"
         right = f"int32[{size}] and int32[]"
         _must(env, found == right, f"{name} is {found}, but by sizes it must be {right}")
     scalars = {f"Step.{name}": (getattr(now, name), kind) for name, kind in KINDS.items()}
-    scalars["the anchor"] = (jax.eval_shape(env.anchor, state), "int32")
+    scalars["the anchor"] = (_traced(env, "anchor", state), "int32")
     for name, (leaf, kind) in scalars.items():
         _must(
             env, (str(leaf.dtype), leaf.shape) == (kind, ()), f"{name} is {leaf.dtype}{list(leaf.shape)}, not {kind}[]"
         )
 
 
+def _traced(env: Env, name: str, *given, **settings):
+    """The shapes that one of the functions gives; `BadInput` with its line where it can't be traced."""
+    try:
+        return jax.eval_shape(partial(getattr(env, name), **settings), *given)
+    except tuple(UNTRACEABLE) as error:
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_of_jax(frame.filename)]
+        line = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}"
+        raise BadInput(f"{env.name}: {name} {UNTRACEABLE[type(error)]} ({line})") from None
+
+
+def _is_of_jax(filename: str) -> bool:
+    return filename.startswith(jax.__file__.removesuffix("__init__.py"))
+
+
+def _check_oracle(env: Env, plays: Play, split: str) -> None:
+    solved, unended = plays.state.correct.mean(), 1 - plays.step.done[:, -1].mean()
+    more = f", or needs more than turns={env.sizes.turns}: {unended:.0%} of its episodes ended at the turn limit"
+    rule = f"the oracle solves {solved:.0%} of the tasks of {split}: it must know the best action"
+    _must(env, solved >= 0.99, rule + (more if unended else ""))
+
+
 def _check_play(env: Env, plays: Play, player: str) -> None:
     """What holds of every episode, whoever plays it."""
     step, live, over = plays.step, plays.live, ~plays.live
     ends = live & step.done
+    right = (step.correct & ends).any(axis=1)
     rules: dict[str, Callable[[], Any]] = {
         "an observation has other words than those of the environment, or no padding after its length": lambda: (
-            _is_row(env, plays.prompt) and _is_row(env, step.observation)
+            _is_row(env, *plays.prompt) and _is_row(env, *step.observation)
         ),
         "an episode that goes on says nothing": lambda: (
             (plays.prompt.length > 0).all() and (step.observation.length > 0)[live & ~step.done].all()
+        ),
+        "an episode that is over still speaks: its last observation must have length 0": lambda: (
+            not step.observation.length[ends].any()
         ),
         "a reward is not finite": lambda: np.isfinite(step.reward).all(),
         "a tool's number is none of tools": lambda: ((step.tool >= -1) & (step.tool < len(env.tools))).all(),
@@ -134,6 +177,10 @@ def _check_play(env: Env, plays: Play, player: str) -> None:
             and (step.tool[over] == -1).all()
             and not any(field[over].any() for field in (step.reward, step.error, *step.observation))
         ),
+        "Step.correct is true where state.correct is not": lambda: not (right & ~plays.state.correct).any(),
+        "state.correct is true where Step.correct is not": lambda: not (plays.state.correct & ~right).any(),
+        f"the oracle or a demonstration says what is none of the {len(env.words)} words, or has no padding after its "
+        "length": lambda: player in ("random", "garbage") or _is_row(env, *_spoken(plays)),
         "the oracle or a demonstration does not end with <end> at its length": lambda: (
             player in ("random", "garbage") or _ends(plays)
         ),
@@ -144,13 +191,18 @@ def _check_play(env: Env, plays: Play, player: str) -> None:
         _must(env, holds(), f"{rule} (episodes by {player})")
 
 
-def _is_row(env: Env, said: Observation) -> bool:
-    tokens, length = np.asarray(said.tokens), np.asarray(said.length)
+def _is_row(env: Env, tokens, length) -> bool:
+    tokens, length = np.asarray(tokens), np.asarray(length)
     used = np.arange(tokens.shape[-1]) < length[..., None]
     known = (tokens > PAD) & (tokens < len(env.words))
     return bool(
         (length >= 0).all() and (length <= tokens.shape[-1]).all() and np.where(used, known, tokens == PAD).all()
     )
+
+
+def _spoken(plays: Play) -> tuple[np.ndarray, np.ndarray]:
+    """The actions of turns that took place."""
+    return (np.where(plays.live[..., None], plays.tokens, PAD), np.where(plays.live, plays.length, 0))
 
 
 def _ends(plays: Play) -> bool:

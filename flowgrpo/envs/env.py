@@ -30,6 +30,8 @@ def split_index(split: str) -> int:
 
 def fill(tokens: Sequence[Array | int], size: int) -> Array:
     """These tokens at the start of `size` slots, padding after them."""
+    if len(tokens) > size:
+        raise BadInput(f"{len(tokens)} tokens do not fit {size} slots: raise what fg.Sizes says, or say less")
     row = jnp.stack([jnp.asarray(token, jnp.int32) for token in tokens])
     return jnp.pad(row, (0, size - len(row)))
 

@@ -42,17 +42,35 @@ def check_host_env(
     """
     if not tasks or not env.stop_ids or min(env.turns, env.max_tokens, samples, vocabulary) < 1:
         raise BadInput(f"{env.name}: give a task, and an environment with stop_ids, turns and max_tokens of at least 1")
+    if max(env.stop_ids) >= vocabulary:
+        raise BadInput(f"{env.name}: stop_ids are {env.stop_ids}, but no token reaches vocabulary={vocabulary}")
     tasks = [task for task in tasks for _ in range(samples)]
     keys = jax.random.split(jax.random.key(seed), len(tasks))
     policy = _Random(act or _any_tokens(vocabulary, env))
     groups = [index // samples for index in range(len(tasks))]
     played = hosted(env, policy.submit, do=do)(tasks, keys, groups).played
+    if max(policy.sizes, default=0) > env.max_tokens:
+        raise BadInput(
+            f"{env.name}: act said {max(policy.sizes)} tokens, but an action has at most max_tokens={env.max_tokens}"
+        )
     for one in played:
         if one.trajectory.status == Status.ABORTED:
             raise BadInput(f"{env.name}: task {one.task!r:.80}: {one.reason}")
         replay(env, one)
+    _check_records(env, played)
     _check_values(env, tasks[0], keys[0], policy, do)
     return list(played)
+
+
+def _check_records(env: HostEnv, played: Sequence[Played]) -> None:
+    """Calls are of tools that the environment names, and actions end with the tokens that it names."""
+    for tool in sorted({tool for one in played for tool in one.tools} - {"", *env.tools}):
+        raise BadInput(f"{env.name}: step called the tool {tool!r}, but tools are {env.tools}: name it there")
+    last = {int(turn.tokens[-1]) for one in played for turn in one.trajectory.turns}
+    if not last & set(env.stop_ids):
+        raise BadInput(
+            f"{env.name}: no action ended with one of stop_ids={env.stop_ids}: let act say it, or name what ends one"
+        )
 
 
 def _check_values(env: HostEnv, task, key, policy: "_Random", do: Do) -> None:
@@ -78,11 +96,14 @@ class _Random:
 
     def __init__(self, act: Act):
         self.act = act
+        self.sizes: list[int] = []  # of all that `act` said
 
     def submit(self, request: Request) -> Future:
         """A future that has its completion already."""
         words = np.asarray(jax.random.key_data(request.key)).tolist()
-        tokens = list(self.act(np.random.default_rng([*words, len(request.tokens)]), request))[: request.max_tokens]
+        said = list(self.act(np.random.default_rng([*words, len(request.tokens)]), request))
+        self.sizes.append(len(said))
+        tokens = said[: request.max_tokens]
         ended = bool(tokens) and tokens[-1] in request.stop_ids
         future: Future = Future()
         future.set_result(Completion(tokens, [-1.0] * len(tokens), [0] * len(tokens), "stop" if ended else "length"))

@@ -67,7 +67,19 @@ def make_rollout(
         raise BadInput("the policy has no make_cache, and a rollout needs one")
     if not temperature > 0:
         raise BadInput(f"temperature is {temperature}, but must be greater than 0")
+    policy = policy._replace(unembed=partial(_unembed, env, policy.unembed))
     return partial(_rollout, env, policy, temperature=temperature, block=block, mesh=mesh)
+
+
+def _unembed(env: Env, unembed: Callable, params, hidden: Array) -> Array:
+    """The policy's logits, one for each word; their number is known while tracing."""
+    logits = unembed(params, hidden)
+    if logits.shape[-1] != len(env.words):
+        raise BadInput(
+            f"the policy chooses among {logits.shape[-1]} tokens, but {env.name} has {len(env.words)} words: "
+            f"give it a vocabulary of {len(env.words)}"
+        )
+    return logits
 
 
 def repeat(tasks, samples: int):

@@ -10,9 +10,10 @@ tells it what came of that. So a rollout, a resumed one and a replay go the same
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import index
 from typing import Any, NamedTuple
 
-from flowgrpo.contracts import Completion, Do, HostEnv, HostStep, Request, Scored
+from flowgrpo.contracts import Completion, Do, HostEnv, HostStep, Request, Said, Scored
 from flowgrpo.effects import Effect
 from flowgrpo.rollout.records import Begun, Played, Unfinished, acted
 from flowgrpo.types import COUNTS, BadInput, Status, Trajectory, Turn
@@ -30,8 +31,8 @@ class Following(NamedTuple):
 
 def call_reset(env: HostEnv, key, task, do: Do) -> Following:
     """The environment's reset, or an exception where what it gives can't be used."""
-    state, said = env.reset(key, task, do)
-    tokens = tuple(map(int, said.tokens))
+    state, said = _pair(env, "reset", "(state, Said(tokens))", Said, env.reset(key, task, do))
+    tokens = _ids(env, said)
     if not tokens:
         raise BadInput(f"{env.name} said nothing at its reset: a policy needs at least one token to continue")
     return Following(state, tokens, bool(said.appends), int(env.anchor(state)), None)
@@ -39,7 +40,7 @@ def call_reset(env: HostEnv, key, task, do: Do) -> Following:
 
 def call_step(env: HostEnv, state, action: Sequence[int], do: Do) -> Following:
     """The same for a step."""
-    state, now = env.step(state, action, do)
+    state, now = _pair(env, "step", "(state, HostStep(said, done))", HostStep, env.step(state, action, do))
     if now.reward is not None and not math.isfinite(now.reward):
         raise BadInput(f"{env.name} paid {now.reward}: a reward must be finite")
     if not isinstance(now.output, str | None) or now.status not in list(Status):
@@ -48,8 +49,22 @@ def call_step(env: HostEnv, state, action: Sequence[int], do: Do) -> Following:
         return Following(state, (), None, 0, now)
     if now.said is None:
         raise BadInput(f"{env.name} says nothing, but is not done: a step that goes on says something")
-    tokens = tuple(map(int, now.said.tokens))
-    return Following(state, tokens, bool(now.said.appends), int(env.anchor(state)), now)
+    return Following(state, _ids(env, now.said), bool(now.said.appends), int(env.anchor(state)), now)
+
+
+def _pair(env: HostEnv, name: str, form: str, kind: type, given: Any) -> tuple:
+    """What a function gave, where it is a state and one of this kind."""
+    if isinstance(given, kind) or not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], kind)):
+        found = f"({', '.join(type(x).__name__ for x in given)})" if type(given) is tuple else type(given).__name__
+        raise BadInput(f"{env.name}: {name} must give {form}, and gave {found}")
+    return given
+
+
+def _ids(env: HostEnv, said: Said) -> tuple[int, ...]:
+    try:
+        return tuple(map(index, said.tokens))
+    except TypeError:
+        raise BadInput(f"{env.name} said {said.tokens!r:.80}: tokens are ids; encode words first") from None
 
 
 @dataclass(eq=False)

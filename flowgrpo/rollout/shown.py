@@ -1,7 +1,7 @@
 """Records and arrays as trajectories to be shown: a `Played`, or a `Rollout`, flows in, a `Shown` flows out.
 
     viewer([shown(one, speller(text)) for one in played], "rollouts.html")
-    viewer([shown(one, word_speller(env.words)) for one in records_of(rollout, tasks, env.tools)], "rollouts.html")
+    viewer([shown(one, word_speller(env.words)) for one in records_of(rollout, tools=env.tools)], "rollouts.html")
 
 Tokens stay the ids that were sampled; a `Spell` says what each of them reads as, and no text is tokenised (A5).
 """
@@ -21,7 +21,7 @@ from flowgrpo.report.shown import Shown, ShownCall, ShownTurn
 from flowgrpo.rollout.compiled import Rollout
 from flowgrpo.rollout.records import Played
 from flowgrpo.text import Text
-from flowgrpo.types import Status, Task, Trajectories, Trajectory, Turn
+from flowgrpo.types import BadInput, Status, Task, Trajectories, Trajectory, Turn
 
 Spell = Callable[[Sequence[int]], list[str]]  # ids -> the text of each; together, that of all
 
@@ -143,12 +143,18 @@ def _call(effect: Effect) -> ShownCall:
 # Records of arrays ----------------------------------------------------------------------------------------
 
 
-def records_of(rollout: Rollout, tasks: Sequence[Task], tools: Sequence[str] = ()) -> list[Played]:
+def records_of(rollout: Rollout, tasks: Sequence[Task] | None = None, tools: Sequence[str] = ()) -> list[Played]:
     """The trajectories of a batch as records, a task each; on the host. `tools` are those that `rollout.tool` numbers.
 
-    Nothing was asked of the world, no reward but the environment judged, and no clock ran for each alone.
+    Nothing was asked of the world, no reward but the environment judged, and no clock ran for each alone. Without
+    `tasks`, which are arrays in a pure environment, each is named by the number of its group.
     """
     rollout = jax.device_get(rollout)
+    group_n = np.asarray(rollout.trajectories.group).tolist()
+    if tasks is None:
+        tasks = [Task(f"task {group}", f"task {group}", (), "") for group in group_n]
+    if not isinstance(tasks, Sequence) or len(tasks) != len(group_n):
+        raise BadInput("tasks must be fg.Task, one a trajectory; leave them out where tasks are arrays")
     length_nt = np.asarray(filled(rollout.trajectories)[0])
     before: dict[int, int] = {}
     records = []

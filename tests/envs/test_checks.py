@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import pytest
 from tiny_env import oracle, step, tiny_env
@@ -30,6 +31,34 @@ def never_right(state, tokens, length):
     return state.replace(correct=jnp.bool_(False)), now._replace(reward=jnp.float32(0), correct=jnp.bool_(False))
 
 
+def speaks_at_the_end(state, tokens, length):
+    state, now = step(state, tokens, length, rounds=3)
+    said = fg.Observation(fill([2], 2), jnp.int32(1))
+    return state, now._replace(observation=jax.tree.map(partial(jnp.where, now.done), said, now.observation))
+
+
+def disagrees(which: str, state, tokens, length):
+    """`correct` of the state or of the step is lost."""
+    state, now = step(state, tokens, length, rounds=3)
+    lost = jnp.bool_(False)
+    return (state.replace(correct=lost), now) if which == "state" else (state, now._replace(correct=lost))
+
+
+def decides(state, tokens, length):
+    if tokens[0] == 2:
+        return state, fg.Step
+    return step(state, tokens, length, rounds=3)
+
+
+def looks_up(state):
+    return oracle(state.replace(digit=("none", "one")[state.digit]))
+
+
+def demonstrates(digit: int, key, state):  # noqa: ARG001
+    return oracle(state.replace(digit=jnp.int32(digit)))
+
+
+SMALL = fg.Sizes(prompt=3, observation=2, action=3, turns=2)
 BROKEN = {
     "must begin with": {"words": ("one", "two")},
     "a word is there twice": {"words": (*tiny_env().words, "one")},
@@ -40,6 +69,15 @@ BROKEN = {
     "the oracle solves 0%": {"step": absorbing(never_right)},
     "the oracle makes errors": {"oracle": lambda state: oracle(state.replace(digit=3 - state.digit))},
     "an action of the oracle is int32.2.": {"oracle": lambda _: (fill([2, 1], 2), jnp.int32(2))},
+    "what is none of the 7 words": {"demonstrate": partial(demonstrates, 5)},
+    "is over still speaks": {"step": absorbing(speaks_at_the_end)},
+    "the oracle solves 0%.*or needs more than turns=2: 100% of its episodes": {"sizes": SMALL},
+    "Step.correct is true where state.correct is not": {"step": absorbing(partial(disagrees, "state"))},
+    "state.correct is true where Step.correct is not": {"step": absorbing(partial(disagrees, "step"))},
+    r"step decides on an array with a Python if: use jnp.where .*test_checks.py:\d+: if tokens": {"step": decides},
+    "oracle indexes a Python value with an array": {"oracle": looks_up},
+    "demonstrate is None, but must be a function": {"demonstrate": None},
+    "3 tokens do not fit 2 slots": {"demonstrate": lambda *_: (fill([2, 2, 1], 2), jnp.int32(3))},
 }
 
 
@@ -48,6 +86,13 @@ def test_E1_an_environment_that_keeps_the_contract_passes():
     assert figures["oracle"] == 1.0
     assert figures["random"] < figures["demonstrations"] < 1.0
     assert figures["turns"] == 3.0
+
+
+def test_an_anchor_may_be_left_out_and_demonstrations_that_leave_nothing_to_learn_are_warned_of():
+    given = {name: value for name, value in tiny_env()._asdict().items() if name != "anchor"}
+    perfect = fg.Env(**given | {"demonstrate": lambda _, state: oracle(state)})
+    with pytest.warns(UserWarning, match="tiny: demonstrations solve 100%.*make them solve 5% to 90%"):
+        assert fg.check_env(perfect, episodes=8)["oracle"] == 1.0
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from cases import batch_of, make_case, scores_of
 
 import flowgrpo as fg
 from experiments import agent_setups, setups
-from experiments.members import ALGORITHMS, make_algorithm
+from experiments.members import ALGORITHMS, make_algorithm, make_env
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -31,6 +31,25 @@ def test_a_preset_does_not_change_bounds_of_another_kind(name, same):
     batch = batch_of(two, case.trajectories)
     scores = scores_of(case, batch)
     np.testing.assert_array_equal(one.loss(scores, batch)[0], two.loss(scores, batch)[0])
+
+
+def test_an_environment_from_outside_is_one_that_a_function_gives():
+    assert make_env("tiny_env:tiny_env").name == "tiny"
+    assert setups.settings_of("tiny_env:tiny_env", updates=3)["d"] == setups.OUTSIDE["d"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("chess", "'chess' is unknown; choose from lookup, arithmetic, maze, or MODULE:FUNCTION"),
+        ("tiny_envy:tiny_env", "can't be imported: No module named 'tiny_envy'"),
+        ("tiny_env:chess", "can't be imported: module 'tiny_env' has no attribute 'chess'"),
+        ("builtins:list", r"gave \[\], which is no fg.Env: give MODULE:FUNCTION"),
+    ],
+)
+def test_what_gives_no_environment_is_refused(name, said):
+    with pytest.raises(fg.BadInput, match=said):
+        make_env(name)
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known():

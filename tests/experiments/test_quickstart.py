@@ -94,6 +94,17 @@ def test_a_folder_without_a_run_is_refused(command, tmp_path):
     assert "holds no run" in refused.stderr
 
 
+def test_an_environment_from_outside_is_trained_in_and_its_run_opened_again(command, tmp_path):
+    env = "tests.tiny_env:tiny_env"
+    command("quickstart", f"--env={env}", f"--workdir={tmp_path}", "--updates=2", *SMALL)
+    assert result(tmp_path)["env"] == "tiny"
+    assert (
+        json.loads(command("evaluate", f"--workdir={tmp_path}", "--num_tasks=8").stdout.splitlines()[-1])["tasks"] == 8
+    )
+    assert "trajectories of" in command("view", f"--workdir={tmp_path}", "--ratios=start").stdout
+    assert "oracle" in command("environments", f"--environments={env}", "--episodes=8").stdout
+
+
 def test_an_unknown_environment_is_refused(command):
     refused = command("quickstart", "--env=chess", check=False)
     assert refused.returncode == 2

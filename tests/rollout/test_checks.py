@@ -40,6 +40,30 @@ BROKEN = {
 }
 
 
+@pytest.mark.parametrize("said", ["a b", [0.5]])
+def test_words_are_no_tokens(said):
+    with pytest.raises(fg.BadInput, match=r"toy said .*: tokens are ids; encode words first"):
+        check(make_env()._replace(reset=lambda *_: (None, Said(said))))
+
+
+@pytest.mark.parametrize("name", ["reset", "step"])
+def test_what_is_no_pair_is_said_to_be_none(name):
+    form = {"reset": Said([3]), "step": HostStep(Said([3]), False)}[name]
+    with pytest.raises(fg.BadInput, match=rf"toy: {name} must give \(state, {type(form).__name__}\(.*and gave"):
+        check(make_env()._replace(**{name: lambda *_: form}))
+
+
+def test_tools_actions_and_stop_tokens_are_those_that_it_names():
+    with pytest.raises(fg.BadInput, match=r"step called the tool 'echo', but tools are \('other',\)"):
+        check(make_env()._replace(tools=("other",)))
+    with pytest.raises(fg.BadInput, match="act said 7 tokens, but an action has at most max_tokens=6"):
+        check(make_env(), act=lambda *_: [3] * 7)
+    with pytest.raises(fg.BadInput, match="no action ended with one of stop_ids"):
+        check(make_env(), act=lambda *_: [4, 3])
+    with pytest.raises(fg.BadInput, match="no token reaches vocabulary=12"):
+        check(make_env()._replace(stop_ids=(12,)))
+
+
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_rule_is_named(rule):
     with pytest.raises(fg.BadInput, match=rule):

@@ -134,6 +134,13 @@ def test_an_uneven_block_and_a_bad_temperature_are_refused(work):
         make_rollout(ENV, POLICY, temperature=0)
 
 
+def test_a_policy_of_another_vocabulary_is_refused(work):
+    env = ENV._replace(words=(*ENV.words, "more"))
+    said = f"chooses among {len(ENV.words)} tokens, but tiny has {len(env.words)} words: give it a vocabulary of"
+    with pytest.raises(fg.BadInput, match=said):
+        jax.eval_shape(make_rollout(env, POLICY), *work)
+
+
 def test_no_retracing(work):
     rollout, traces = make_rollout(ENV, POLICY), []
 

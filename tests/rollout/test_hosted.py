@@ -201,9 +201,9 @@ def test_what_raises_in_a_tool_ends_its_own_trajectory_alone(engine, error):
     ("given", "said"),
     [
         (HostStep(None, False), "says nothing, but is not done"),
-        (HostStep(Said(["word"]), False), "step raised ValueError"),
+        (HostStep(Said(["word"]), False), "tokens are ids; encode words first"),
         (HostStep(None, True, reward=float("nan")), "paid nan"),
-        (None, "step raised AttributeError"),
+        (None, "step must give (state, HostStep(said, done)), and gave (State, NoneType)"),
         (HostStep(None, True, output=42), "give a Status and a string"),
         (HostStep(None, True, status="done"), "give a Status and a string"),
     ],

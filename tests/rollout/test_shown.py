@@ -124,3 +124,11 @@ def test_no_reward_but_the_environment_judged():
     dense: Rollout = rollout_of([played()], ("echo",))
     (one,) = records_of(dense, [SimpleNamespace()], ("echo",))
     assert (one.log, one.scored, one.output, one.seconds, one.lens) == ((), None, None, None, (0, 0, 0))
+
+
+def test_tasks_that_are_arrays_are_named_by_their_group():
+    dense: Rollout = rollout_of([played()], ("echo",))
+    (one,) = records_of(dense, tools=("echo",))
+    assert shown(one, SPELL).task == f"task {one.group}"
+    with pytest.raises(fg.BadInput, match=r"tasks must be fg\.Task, one a trajectory"):
+        records_of(dense, np.zeros((1, 3)))  # type: ignore[arg-type]
