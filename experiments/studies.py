@@ -2,8 +2,9 @@
 
     STUDIES["credit"]()  ->  Study(question, baseline, arms, settings, worlds)
 
-All of a study's arms start from the same planners, seed by seed, see as many trajectories, and are examined on the
-same tasks. A study of your own is a function like these, called by `compare_runs.compare(study, folder, ...)`.
+All of a study's arms start from the same planners, seed by seed, see as many trajectories, and are examined on the same
+tasks. The figures of `credit` were measured; what the others expect is what their formulas say, and is yet to be held
+against 16 seeds. A study of your own is a function like these, called by `compare_runs.compare(study, folder, ...)`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
