@@ -216,18 +216,17 @@ def by_turn_zscore(trajectories: Trajectories, _outcome_n, valid_n, _options: Op
     return adv_m.reshape(member_nt.shape)
 
 
-def imitating(**teacher: Any) -> Callable[[setups.Setup], Program]:
+def imitating(*, oracle: bool = False, **teacher: Any) -> Callable[[setups.Setup], Program]:
     """As many trajectories an update as the others sample, of another planner, which are imitated.
 
-    `teacher` has the settings of the environment whose demonstrations they are; `play_oracle=True` takes its oracle.
+    `teacher` has the settings of the environment whose demonstrations they are, or whose `oracle`.
     """
-    return partial(_imitating, teacher=teacher)
+    return partial(_imitating, oracle=oracle, teacher=teacher)
 
 
-def _imitating(setup: setups.Setup, *, teacher: Mapping[str, Any]) -> Program:
-    own = dict(teacher)
-    env = ENVIRONMENTS[setup.settings["env"]](**{name: value for name, value in own.items() if name != "play_oracle"})
-    if own.get("play_oracle"):
+def _imitating(setup: setups.Setup, *, oracle: bool, teacher: Mapping[str, Any]) -> Program:
+    env = ENVIRONMENTS[setup.settings["env"]](**teacher)
+    if oracle:
         env = env._replace(demonstrate=lambda _key, state: env.oracle(state))
     shown, sizes = setup._replace(env=env), setup.sizes
     learn = make_supervised(setup.policy, setup.optimizer, banned=(PAD,), micro_rows=sizes.micro_rows)

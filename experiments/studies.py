@@ -217,7 +217,7 @@ def imitation() -> Study:
             "Flow-GRPO": Arm(),
             "imitates its own": Arm(program=arms.imitating()),
             "imitates a stronger": Arm(program=arms.imitating(skill=0.5)),
-            "imitates an oracle": Arm(program=arms.imitating(play_oracle=True)),
+            "imitates an oracle": Arm(program=arms.imitating(oracle=True)),
         },
     )
 

@@ -133,7 +133,7 @@ SMALL = Study(
     {
         "broadcast": Arm(),
         "late": Arm(algorithm=studies.stale().arms["4 late, corrected"].algorithm, program=arms.stale(2)),
-        "imitates": Arm(program=arms.imitating(play_oracle=True)),
+        "imitates": Arm(program=arms.imitating(oracle=True)),
     },
     settings=SIZES,
     worlds={"lookup": {"hops": (1, 1)}},
