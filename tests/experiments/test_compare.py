@@ -75,7 +75,7 @@ def test_every_study_is_built_and_says_what_to_expect(name):
     study = STUDIES[name]()
     assert study.baseline in study.arms
     assert len(study.arms) >= 3
-    assert "Expected: " in (STUDIES[name].__doc__ or "")
+    assert "Expected" in (STUDIES[name].__doc__ or "")
     for arm in study.arms.values():
         if arm.algorithm is not None:
             assert arm.algorithm().advantages is not None
