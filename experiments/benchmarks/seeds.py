@@ -9,8 +9,9 @@ program` the same as one program. `together` deals the seeds over the devices, w
 Seconds are those of all seeds and updates, compilation apart. The first three updates must agree to rounding; after
 them near-ties fall differently now and then, so the success of all seeds at the end is compared as a distribution.
 
-Prints a table and one JSON line. Runs on any CPU, offline, in minutes. On two quiet cores, 16 seeds and 20 updates: 13.9
-seconds alone, 16.7 as one program each, 7.6 together with one lane and 9.7 with two; three updates agree to 1.4e-5.
+Prints a table and one JSON line. Runs on any CPU, offline, in minutes. On two quiet cores, for 16 seeds and 20 updates,
+13.9 seconds alone, 16.7 as one program each, 7.6 together with one lane and 9.7 with two; three updates agree to
+1.4e-5.
 """
 
 import json
