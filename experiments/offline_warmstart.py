@@ -57,6 +57,7 @@ def write_start(folder: Path, make_env: Callable[..., HostEnv], do: Do, settings
     write_model(beside, [*queries, *(_spoken(text, talk) for talk in talks), *entries], seed=settings["seed"])
     note_made(beside, made)
     beside.replace(folder)
+    shutil.rmtree(first)
 
 
 def warm_start(
