@@ -75,11 +75,13 @@ def arguments(begun: Path, method: str, workdir: Path, *more: str, model: Path |
 
 @pytest.mark.slow
 def test_demonstrations_are_learned_then_preferences_and_the_folder_opens(command, begun, tmp_path):
-    taught = json.loads(command("finetune", *arguments(begun, "sft", tmp_path / "sft", "--epochs=3")).stdout)
+    said = command("finetune", *arguments(begun, "sft", tmp_path / "sft", "--epochs=3"))
+    taught = json.loads(said.stdout.splitlines()[-1])
     assert taught["nll_after"] < taught["nll_before"] - 1
     assert (taught["examples"], taught["held_out"], taught["left_out"]) == (58, 6, 0)
     start = tmp_path / "sft" / "model"
-    found = json.loads(command("finetune", *arguments(begun, "dpo", tmp_path / "dpo", model=start)).stdout)
+    said = command("finetune", *arguments(begun, "dpo", tmp_path / "dpo", model=start))
+    found = json.loads(said.stdout.splitlines()[-1])
     assert (found["loss_before"], found["preferred_before"]) == (pytest.approx(np.log(2)), 0.5)
     assert found["loss_after"] < found["loss_before"]
     assert found["preferred_after"] > 0.8

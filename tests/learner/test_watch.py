@@ -144,12 +144,14 @@ def test_an_update_says_all_of_it_and_nothing_where_nobody_watches():
     (state, metrics), (other, few) = compiled()(fresh(params), batch), silent(fresh(params), batch)
     named = {f"ratio_{name}" for name in ("p01", "p50", "p99")} | {"kl_old", "kl", "zero_signal_groups"}
     named |= {f"advantage_{name}" for name in ("std", "min", "max")} | {"live_tokens_by_turn"}
+    named |= {"ratio_histogram", "advantage_histogram"}
     named |= {f"{name}_by_turn" for name in BY_TURN}
     assert set(metrics) - set(few) == named
     for name, value in few.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-6, err_msg=name)
     np.testing.assert_array_equal(state.params["mix"], other.params["mix"])
-    np.testing.assert_allclose(metrics["live_tokens_by_turn"].sum(), metrics["live_tokens"])
+    for name in ("live_tokens_by_turn", "ratio_histogram", "advantage_histogram"):
+        np.testing.assert_allclose(metrics[name].sum(), metrics["live_tokens"], err_msg=name)
 
 
 @pytest.mark.slow
