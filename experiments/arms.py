@@ -20,15 +20,14 @@ import flowgrpo as fg
 from experiments import setups
 from experiments.members import ENVIRONMENTS
 from flowgrpo import loop, masked
-from flowgrpo.algorithms.advantage import dense_ids
+from flowgrpo.algorithms.advantage import anchor_advantage, last_turns
 from flowgrpo.algorithms.options import Options
 from flowgrpo.contracts import Metrics
 from flowgrpo.envs.env import PAD
 from flowgrpo.learner.critic import acting, with_critic
-from flowgrpo.learner.state import init_learner, make_optimizer
+from flowgrpo.learner.state import init_learner
 from flowgrpo.learner.warmstart import make_supervised
 from flowgrpo.many import many_updates
-from flowgrpo.models.decoder import matrices
 from flowgrpo.rollout.compiled import Rollout
 from flowgrpo.rollout.exam import make_exam
 from flowgrpo.types import Trajectories
@@ -76,13 +75,7 @@ class Seen(struct.PyTreeNode):
 def start(key: jax.Array, *, setup: setups.Setup) -> Begun:
     """A fresh planner that has imitated the environment's demonstrations, for as many steps as settings say."""
     init_key, shown_key, run_key = jax.random.split(key, 3)
-    settings = setup.settings
-    optimizer = make_optimizer(
-        learning_rate=settings["warm_rate"],
-        warmup_steps=20,
-        decay_steps=settings["warm_steps"],
-        matrices=matrices(setups.shape(setup.env, settings)),
-    )
+    settings, optimizer = setup.settings, setups.warm_optimizer(setup)
     step = make_supervised(setup.policy, optimizer, banned=(PAD,))
 
     def imitate(state, index):
@@ -203,17 +196,15 @@ def _with_pay(played: Rollout) -> Rollout:
     trajectories = played.trajectories
     turns_nt = jnp.asarray(trajectories.turns)
     called_nt = (jnp.asarray(played.tool) >= 0) & ~jnp.asarray(played.error) & turns_nt
-    last_nt = turns_nt & (jnp.cumsum(turns_nt, axis=1) == turns_nt.sum(axis=1, keepdims=True))
-    pay_nt = called_nt.astype(jnp.float32) + jnp.where(last_nt, jnp.asarray(trajectories.outcome)[:, None], 0.0)
+    at_last_nt = jnp.where(last_turns(turns_nt), jnp.asarray(trajectories.outcome)[:, None], 0.0)
+    pay_nt = called_nt.astype(jnp.float32) + at_last_nt
     return played.replace(trajectories=trajectories.replace(reward=pay_nt))
 
 
 def by_turn_zscore(trajectories: Trajectories, _outcome_n, valid_n, _options: Options) -> jax.Array:
-    """The z-score of each turn's own pay among all turns of the group -> adv_nt."""
-    member_nt = trajectories.acted & valid_n[:, None]
-    group_nt = jnp.broadcast_to(dense_ids(trajectories.group)[:, None], member_nt.shape)
-    adv_m = fg.group_zscore(jnp.asarray(trajectories.reward).ravel(), group_nt.ravel(), member_nt.ravel())
-    return adv_m.reshape(member_nt.shape)
+    """The z-score of each turn's own pay among all turns of the group, as if all began in the same state -> adv_nt."""
+    anywhere_nt = jnp.zeros(trajectories.turns.shape, jnp.int32)
+    return anchor_advantage(trajectories.reward, anywhere_nt, trajectories.acted, trajectories.group, valid_n)
 
 
 def imitating(*, oracle: bool = False, **teacher: Any) -> Callable[[setups.Setup], Program]:
@@ -228,13 +219,9 @@ def _imitating(setup: setups.Setup, *, oracle: bool, teacher: Mapping[str, Any])
     env = ENVIRONMENTS[setup.settings["env"]](**teacher)
     if oracle:
         env = env._replace(demonstrate=lambda _key, state: env.oracle(state))
-    shown, sizes = setup._replace(env=env), setup.sizes
-    learn = make_supervised(setup.policy, setup.optimizer, banned=(PAD,), micro_rows=sizes.micro_rows)
+    shown = setup._replace(env=env)
 
     def step(run: loop.Run) -> tuple[loop.Run, Metrics]:
-        key = jax.random.fold_in(run.key, run.update)
-        rows = setups.demonstration_rows(shown, key, rows=sizes.queries * sizes.samples, split="train")
-        learner, loss = learn(run.learner, rows)
-        return run.replace(learner=learner, update=run.update + 1), {"loss": loss}
+        return setups.imitation_step(shown, run.key)(run)
 
     return Program(_same, step, _same)

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from experiments.session_files import write_whole
 from experiments.studies import Study
 from flowgrpo.report.metrics import plain
 from flowgrpo.report.plots import COLOURS, DASHES, MARKERS
 from flowgrpo.statistics import interval, iqm, probability_of_improvement
-from flowgrpo.types import BadInput
 
 Runs = Mapping[tuple[str, str, int], Mapping[str, Any]]
 
@@ -85,20 +85,13 @@ def write(
     """Everything that a reader looks at; each file is there when it is whole."""
     figure = draw(study, rows, runs, seeds)
     for suffix in ("png", "svg"):
-        _whole(folder / f"curves.{suffix}", partial(_save, figure, suffix))
-    _whole(folder / "table.jsonl", lambda path: path.write_text("".join(json.dumps(plain(row)) + "\n" for row in rows)))
-    _whole(folder / "table.md", lambda path: path.write_text(table(rows, study) + "\n"))
+        write_whole(folder / f"curves.{suffix}", partial(_save, figure, suffix))
+    write_whole(
+        folder / "table.jsonl", lambda path: path.write_text("".join(json.dumps(plain(row)) + "\n" for row in rows))
+    )
+    write_whole(folder / "table.md", lambda path: path.write_text(table(rows, study) + "\n"))
     text = page(study, rows, (folder / "curves.svg").read_text(), expected=expected, name=name)
-    _whole(folder / "index.html", lambda path: path.write_text(text))
-
-
-def _whole(path: Path, make: Any) -> None:
-    beside = path.with_name(f".{path.name}")
-    try:
-        make(beside)
-        beside.replace(path)
-    except OSError as error:
-        raise BadInput(f"{path} can't be written ({error.strerror}): make room, and call the command again") from None
+    write_whole(folder / "index.html", lambda path: path.write_text(text))
 
 
 def _save(figure: Any, suffix: str, path: Path) -> None:

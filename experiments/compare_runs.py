@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-import flowgrpo as fg
 from experiments import arms, setups
 from experiments.arms import Arm
+from experiments.session_files import write_whole
 from experiments.studies import Study
 from flowgrpo.many import over_runs, stack
 from flowgrpo.report.metrics import plain, read_metrics
@@ -41,12 +41,8 @@ def read_runs(folder: Path) -> Runs:
 
 def write_runs(folder: Path, runs: Runs) -> None:
     """All of them, whole or as before."""
-    beside = folder / f".{RUNS}"
-    try:
-        beside.write_text("".join(json.dumps(plain(line)) + "\n" for line in runs.values()))
-        beside.replace(folder / RUNS)
-    except OSError as error:
-        raise fg.BadInput(f"{folder / RUNS} can't be written ({error.strerror}): make room, and go on") from None
+    text = "".join(json.dumps(line) + "\n" for line in runs.values())
+    write_whole(folder / RUNS, lambda beside: beside.write_text(text))
 
 
 def compare(
@@ -78,7 +74,7 @@ def compare(
                 arm, settings, world, own, each=each, every=every, tasks=tasks, tell=partial(progress.show, title)
             )
             runs |= {
-                (name, env, seed): {"arm": name, "env": env, "seed": seed, **line}
+                (name, env, seed): plain({"arm": name, "env": env, "seed": seed, **line})
                 for seed, line in zip(missing[name], found, strict=True)
             }
             write_runs(folder, runs)

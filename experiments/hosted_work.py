@@ -147,19 +147,18 @@ def training_tasks(setup: HostedSetup, update: int) -> list[Task]:
 
 def learned_from(setup: HostedSetup, run: loop.Run, played: Hosted, timings: Mapping[str, Any] = {}) -> Rolled:
     """What an update is made from: trajectories as arrays, with figures by domain; the first are recorded."""
-    rollout, update = dense(setup, played), int(run.update)
+    played, update = in_order(played), int(run.update)  # as the rollout's arrays have them
+    rollout, judged = dense(setup, played), valid(played.played)
     if setup.settings["control"] == "shuffled_rewards":
         judge_key = _keys(run.key, update)[1]
         shuffled = shuffled_rewards(rollout.trajectories, judge_key, samples=setup.sizes.samples)
         rollout = rollout.replace(trajectories=jax.device_get(shuffled))
-    every = in_order(played).played  # as the rollout's arrays have them
-    first = [n for n, one in enumerate(every) if one.group < setup.settings["recorded"]]
-    recorded, path = [every[n] for n in first], setup.folder / "trajectories" / f"{update + 1:06d}.jsonl"
+    first = [n for n, one in enumerate(played.played) if one.group < setup.settings["recorded"]]
+    recorded, path = [played.played[n] for n in first], setup.folder / "trajectories" / f"{update + 1:06d}.jsonl"
     record(path, recorded)
     fates = {f"tokens_{fate.name.lower()}": size for fate, size in played.ledger.fates.items()}
-    solved = {f"success_{name}": _solved(own) for name, own in domains_of(valid(played.played)).items()}
+    solved = {f"success_{name}": _solved(own) for name, own in domains_of(judged).items()}
     drawn = open_share(setup.settings, update) if setup.prompts is None else setup.prompts.learn(update, played.played)
-    judged = valid(played.played)
     seen = repetition(one.trajectory for one in judged) | held_out(judged)
     credited = partial(_record_credit, path.with_suffix(ADVANTAGES), recorded, first)
     return Rolled(rollout, {**solved, **seen, **fates, **drawn}, timings, credited)

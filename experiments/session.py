@@ -28,8 +28,8 @@ from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
 from flowgrpo.learner.disk import is_full
 from flowgrpo.learner.folder import begin_anew, check_same, identity, machine, run_folder
 from flowgrpo.learner.trained import WHOLE, Trained
-from flowgrpo.report.health import summary, warnings_of, watch_health
-from flowgrpo.report.metrics import METRICS, Metrics, read_metrics
+from flowgrpo.report.health import WARNINGS, summary, watch_health
+from flowgrpo.report.metrics import Metrics, read_metrics
 from flowgrpo.report.plots import curves
 from flowgrpo.report.progress import Progress
 from flowgrpo.report.sinks import open_sinks
@@ -295,7 +295,7 @@ class Session:
             curves(self.folder, title=f"{self.work.name}, {self.work.algorithm}")
         self.progress.end()
         print(tested.words)
-        told = summary(warnings_of(read_metrics(self.folder / METRICS)))
+        told = summary(list(read_metrics(self.folder / WARNINGS)))
         if told is not None:
             print(f"\n{told}")
         print(after_training(self.folder, self.work.settings))

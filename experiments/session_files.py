@@ -1,7 +1,7 @@
 """What a run writes beside its metrics: figures flow in, lines and a result flow out."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +10,22 @@ import numpy as np
 import flowgrpo as fg
 from flowgrpo.evaluate import Evaluation
 from flowgrpo.learner.checkpoint import Checkpoints
-from flowgrpo.report.metrics import TIMINGS, read_metrics
+from flowgrpo.report.metrics import TIMINGS, read_metrics, without_empty_means
 
-OF_TOKENS = {  # figures of the tokens that an update learned from
-    *("entropy", "kl", "kl_old", "surrogate", "ratio", "advantage", "correction", "clip_low_fraction"),
-    *("clip_high_fraction", "ratio_p01", "ratio_p50", "ratio_p99", "log_ratio_max", "margin", "accuracy"),
-    *("value_loss", "value", "target", "explained_variance"),
-}
+
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` make the file at a path beside it; it is there when it is whole, and before that as it was."""
+    beside = path.with_name(f".{path.name}")
+    try:
+        write(beside)
+        beside.replace(path)
+    except OSError as error:
+        raise fg.BadInput(f"{path} can't be written ({error.strerror}): make room, and go on") from None
 
 
 def write_result(path: Path, result: Mapping[str, Any]) -> None:
-    """The file, which is there when it is whole."""
-    beside = path.with_name(f".{path.name}")
-    beside.write_text(json.dumps(result, indent=1) + "\n")
-    beside.replace(path)
+    """A result as JSON, whole."""
+    write_whole(path, lambda beside: beside.write_text(json.dumps(result, indent=1) + "\n"))
 
 
 def median_speed(folder: Path) -> float | None:
@@ -49,15 +51,9 @@ def check_finite(figures: Mapping[str, Any], checkpoints: Checkpoints) -> None:
 def train_line(figures: Mapping[str, Any], tools: Sequence[str]) -> dict[str, Any]:
     """An update's figures as a line of metrics: shares of the tools by name, and no mean over no tokens."""
     calls = np.asarray(figures.get("tool_calls", []), float)
-    rest = {name: value for name, value in figures.items() if name != "tool_calls"}
-    if figures.get("live_tokens") == 0:
-        rest = {name: value for name, value in rest.items() if not _is_of_tokens(name)}
+    rest = {name: value for name, value in without_empty_means(figures).items() if name != "tool_calls"}
     shares = calls / max(calls.sum(), 1.0)
     return {"phase": "train"} | rest | {"tools": dict(zip(tools, shares.tolist(), strict=False))}
-
-
-def _is_of_tokens(name: str) -> bool:
-    return name.removesuffix("_by_turn") in OF_TOKENS
 
 
 def report(before: Evaluation, after: Evaluation, right: Sequence[float | None] = (None, None)) -> str:

@@ -182,16 +182,20 @@ def demonstration_rows(setup: Setup, key: jax.Array, *, rows: int, split: str) -
     return jax.tree.map(lambda x_rs: x_rs[:, : loop.longest(setup.env)], batch)
 
 
+def warm_optimizer(setup: Setup) -> optax.GradientTransformation:
+    """The optimizer of the imitation that comes before reinforcement."""
+    return make_optimizer(
+        learning_rate=setup.settings["warm_rate"],
+        warmup_steps=20,
+        decay_steps=setup.settings["warm_steps"],
+        matrices=matrices(shape(setup.env, setup.settings)),
+    )
+
+
 def warm_start(setup: Setup, params, key: jax.Array, tell: Callable[[int, float], None]):
     """Parameters at the lowest validation loss of imitation, which `tell` hears of every few steps."""
-    settings = setup.settings
-    steps, rows = settings["warm_steps"], settings["warm_rows"]
-    optimizer = make_optimizer(
-        learning_rate=settings["warm_rate"],
-        warmup_steps=20,
-        decay_steps=steps,
-        matrices=matrices(shape(setup.env, settings)),
-    )
+    steps, rows = setup.settings["warm_steps"], setup.settings["warm_rows"]
+    optimizer = warm_optimizer(setup)
     step = jax.jit(make_supervised(setup.policy, optimizer, banned=(PAD,), mesh=setup.mesh))
     draw = jax.jit(partial(demonstration_rows, setup, rows=rows, split="train"))
     held = jax.jit(partial(demonstration_rows, setup, rows=VALIDATION_ROWS, split="validation"))(key)

@@ -159,10 +159,14 @@ def paid_rewards(trajectories: Trajectories, outcome_n: AnyArray) -> Array:
     paid_nt = jnp.zeros(acted_nt.shape, jnp.float32)
     if trajectories.by_turn is not None:
         paid_nt = masked.fill(trajectories.reward, acted_nt & jnp.asarray(trajectories.by_turn)[:, None])
-    slots = acted_nt.shape[1]
-    last_n = slots - 1 - jnp.argmax(acted_nt[:, ::-1], axis=1)
     rest_n = jnp.asarray(outcome_n) - paid_nt.sum(axis=1)
-    return paid_nt + masked.fill(rest_n[:, None], acted_nt & (jnp.arange(slots)[None, :] == last_n[:, None]))
+    return paid_nt + masked.fill(rest_n[:, None], last_turns(acted_nt))
+
+
+def last_turns(turns_nt: AnyArray) -> Array:
+    """Which turn of each trajectory is the last of those that are marked -> last_nt."""
+    turns_nt = jnp.asarray(turns_nt)
+    return turns_nt & (jnp.cumsum(turns_nt, axis=1) == turns_nt.sum(axis=1, keepdims=True))
 
 
 def return_to_go(reward_nt: AnyArray, turns_nt: AnyArray, *, gamma: float) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from flowgrpo.algorithms import loss as losses
-from flowgrpo.algorithms.advantage import mixed_groups
+from flowgrpo.algorithms.advantage import last_turns, mixed_groups
 from flowgrpo.algorithms.options import Options, is_off, shaped_outcome
 from flowgrpo.algorithms.weight import Weigh
 from flowgrpo.contracts import Algorithm
@@ -68,8 +68,7 @@ def last_turn_only(algorithm: Algorithm) -> Algorithm:
 
 
 def _at_the_last_turn(trajectories: Trajectories, *, advantages: Callable[[Trajectories], Array]) -> Array:
-    adv, turns_nt = advantages(trajectories), jnp.asarray(trajectories.turns)
-    last_nt = turns_nt & (jnp.cumsum(turns_nt, axis=1) == turns_nt.sum(axis=1, keepdims=True))
+    adv, last_nt = advantages(trajectories), last_turns(trajectories.turns)
     return jnp.where(last_nt.reshape(*last_nt.shape, *(1,) * (adv.ndim - 2)), adv, 0.0)
 
 

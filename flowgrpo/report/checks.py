@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flowgrpo.report.metrics import Line
+from flowgrpo.report.metrics import Line, without_empty_means
 from flowgrpo.types import BadInput
 
 WORST = 10.0  # times as bad as the limit: what falls towards 0 gets no worse than that
@@ -20,7 +20,6 @@ FIGURES = {  # what is looked at, by phase
     ),
     "validation": ("success", "success_low", "success_high", "gap"),
 }
-OF_TOKENS = {"entropy", "ratio_p01", "ratio_p99", "clip_low_fraction", "clip_high_fraction"}
 History = dict[str, list[float]]  # the figures so far, by `phase/name`
 
 
@@ -65,10 +64,10 @@ Check = Callable[[History, Limits], Finding | None]
 def take(history: History, line: Line) -> bool:
     """Take a line in; whether there was anything in it to look at."""
     phase, names = line.get("phase"), FIGURES.get(line.get("phase", ""), ())
-    learned = line.get("live_tokens") != 0
+    figures = without_empty_means(line)
     for name in names:
-        if line.get(name) is not None and (learned or name not in OF_TOKENS):
-            history.setdefault(f"{phase}/{name}", []).append(float(line[name]))
+        if figures.get(name) is not None:
+            history.setdefault(f"{phase}/{name}", []).append(float(figures[name]))
     return bool(names)
 
 

@@ -28,6 +28,11 @@ from flowgrpo.types import BadInput
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 Position = Mapping[str, int]  # bytes of each file; part of a checkpoint
 Line = Mapping[str, Any]
+OF_TOKENS = {  # figures of the tokens that an update learned from
+    *("entropy", "kl", "kl_old", "surrogate", "ratio", "advantage", "correction", "clip_low_fraction"),
+    *("clip_high_fraction", "ratio_p01", "ratio_p50", "ratio_p99", "log_ratio_max", "margin", "accuracy"),
+    *("value_loss", "value", "target", "explained_variance"),
+}
 
 
 class Sink(NamedTuple):
@@ -107,6 +112,13 @@ def read_metrics(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
             yield dict(json.loads(line))
         except (ValueError, TypeError):
             raise BadInput(f"{path}:{number} is not a JSON object: remove the line") from None
+
+
+def without_empty_means(line: Line) -> Line:
+    """The line without means over tokens, where no token was learned from."""
+    if line.get("live_tokens") != 0:
+        return line
+    return {name: value for name, value in line.items() if name.removesuffix("_by_turn") not in OF_TOKENS}
 
 
 def plain(value: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowgrpo.report.histograms import advantages, ratios
-from flowgrpo.report.metrics import METRICS, TIMINGS, Line, read_metrics
+from flowgrpo.report.metrics import METRICS, TIMINGS, Line, read_metrics, without_empty_means
 from flowgrpo.report.plots import COLOURS, Curve, band, curve, frame, mark, save, tool_mix
 from flowgrpo.report.stages import speed, stages
 from flowgrpo.types import BadInput
@@ -211,8 +211,8 @@ def turn_mix(lines: Sequence[Line]) -> dict[str, Curve]:
 
 
 def learned(lines: Sequence[Line]) -> list[Line]:
-    """The updates of training in which some token was learned from."""
-    return [line for line in lines if line.get("phase") == "train" and line.get("live_tokens") != 0]
+    """The updates of training; means over no tokens are left out."""
+    return [without_empty_means(line) for line in lines if line.get("phase") == "train"]
 
 
 def _curves(lines: Sequence[Line], names: Mapping[str, str]) -> dict[str, Curve]:
