@@ -1,6 +1,7 @@
 """Strictness for every test: rank promotion, implicit dtypes, NaN and warnings raise; 8 CPU devices."""
 
 import os
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -27,6 +28,18 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)  # as launch.configure
 
 settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
 settings.load_profile("quick")
+
+
+MAPPINGS = Path("/proc/self/maps")
+MANY = 8_000  # Linux aborts a process at 65,530 mappings of memory, of which a compiled program takes several
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """Forget what was compiled for a module where a process holds many programs."""
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_text().count("\n") > MANY:
+        jax.clear_caches()
 
 
 @pytest.fixture
