@@ -16,6 +16,7 @@ import numpy as np
 
 from experiments import arms, setups
 from experiments.arms import Arm
+from experiments.members import ENVIRONMENTS
 from experiments.session_files import write_whole
 from experiments.studies import Study
 from flowgrpo.many import over_runs, stack
@@ -102,9 +103,9 @@ def begin_all(
 ) -> arms.Begun:
     """The planners that all arms start from."""
     progress.say(f"{settings['env']}: {len(seeds)} planners imitate demonstrations ({settings['warm_steps']} steps)")
-    parts = arms.parts_of(Arm(), settings, world, updates=1, tasks=1)
+    setup = setups.build(dict(settings), env=ENVIRONMENTS[settings["env"]](**world))
     keys = stack([jax.random.key(seed) for seed in seeds])
-    return jax.block_until_ready(each(partial(arms.start, setup=parts.setup))(keys))
+    return jax.block_until_ready(each(partial(arms.start, setup=setup))(keys))
 
 
 def run_arm(

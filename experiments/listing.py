@@ -6,6 +6,7 @@ sees to it that there is none.
 
 import ast
 import difflib
+import signal
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,8 @@ def _line(name: str, doc: str, width: int) -> str:
 
 def listing(package: str, folder: Path, groups: Groups, arguments: Sequence[str], *, ending: str = "") -> int:
     """Print all commands, or what a named one does -> the status; an unknown name is answered with the nearest one."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     docs = commands(folder)
     names = [word for word in arguments if word not in ("--help", "-h")]
     unknown = [name for name in names if name not in docs]

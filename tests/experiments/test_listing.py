@@ -1,5 +1,6 @@
 """What `python -m experiments` prints: every command once, in a group, fast, and a hint where a name is unknown."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +66,15 @@ def test_a_name_is_answered_with_what_it_does_and_an_unknown_one_with_the_neares
         "experiments: 'zzz' is none of its commands: python -m experiments lists them",
     ]
     assert (near.returncode, far.returncode) == (2, 2)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="pipes have no signal here")
+def test_a_reader_that_has_seen_enough_ends_it_without_a_word():
+    with subprocess.Popen(
+        [sys.executable, "-m", "experiments"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    ) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (said, process.returncode) == (b"", -signal.SIGPIPE)
