@@ -6,7 +6,6 @@ are those of the paper (AgentFlow, arXiv:2510.05592), and the other roles are sp
 """
 
 import json
-import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,6 +31,7 @@ from flowgrpo.agent.system import agent_system
 from flowgrpo.algorithms.compose import newest_segment_only
 from flowgrpo.algorithms.options import Correction
 from flowgrpo.contracts import Algorithm, Do, HostEnv, Reward, Tool
+from flowgrpo.files import write_whole
 from flowgrpo.generate.remote import remote
 from flowgrpo.generate.wire import TextRequest
 from flowgrpo.learner.folder import START
@@ -313,9 +313,7 @@ def _corpus(settings: Mapping[str, Any], folder: Path) -> Path:
         raise BadInput("the tool search needs --corpus: a .jsonl, .txt or .md file, or a folder of them")
     path = folder / "corpus.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}-{os.getpid()}")  # several processes may do this at the same time
-    beside.write_text("".join(json.dumps(passage) + "\n" for passage in offline_tasks.passages()))
-    beside.replace(path)
+    write_whole(path, "".join(json.dumps(passage) + "\n" for passage in offline_tasks.passages()))
     return path
 
 

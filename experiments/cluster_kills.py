@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from experiments.kills import check_ended, started
 from experiments.same_run import result_of
-from flowgrpo import launch
 from flowgrpo.distributed.event_log import read_events
+from flowgrpo.files import make_folder
 from flowgrpo.report.metrics import METRICS
 from flowgrpo.types import BadInput
 
@@ -43,7 +43,7 @@ def run_cluster_soak(
     whole, killed = base / "whole", base / "killed"
     if whole.exists() or killed.exists():
         raise BadInput(f"{base} holds an earlier soak: remove it, or choose another --workdir")
-    launch.make_folder(base)
+    make_folder(base)
     began = time.monotonic()
     with started([*command, f"--workdir={whole}"], log := whole.with_suffix(".log")) as process:
         process.wait()

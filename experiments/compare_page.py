@@ -3,16 +3,15 @@
 import html
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.session_files import write_whole
 from experiments.studies import Study
+from flowgrpo.files import write_whole
 from flowgrpo.report.metrics import plain
-from flowgrpo.report.plots import COLOURS, DASHES, MARKERS
+from flowgrpo.report.plots import COLOURS, DASHES, MARKERS, save
 from flowgrpo.statistics import interval, iqm, probability_of_improvement
 
 Runs = Mapping[tuple[str, str, int], Mapping[str, Any]]
@@ -85,20 +84,11 @@ def write(
     """Everything that a reader looks at; each file is there when it is whole."""
     figure = draw(study, rows, runs, seeds)
     for suffix in ("png", "svg"):
-        write_whole(folder / f"curves.{suffix}", partial(_save, figure, suffix))
-    write_whole(
-        folder / "table.jsonl", lambda path: path.write_text("".join(json.dumps(plain(row)) + "\n" for row in rows))
-    )
-    write_whole(folder / "table.md", lambda path: path.write_text(table(rows, study) + "\n"))
+        save(figure, folder / f"curves.{suffix}")
+    write_whole(folder / "table.jsonl", "".join(json.dumps(plain(row)) + "\n" for row in rows))
+    write_whole(folder / "table.md", table(rows, study) + "\n")
     text = page(study, rows, (folder / "curves.svg").read_text(), expected=expected, name=name)
-    write_whole(folder / "index.html", lambda path: path.write_text(text))
-
-
-def _save(figure: Any, suffix: str, path: Path) -> None:
-    from matplotlib import rc_context
-
-    with rc_context({"svg.hashsalt": "flowgrpo", "svg.fonttype": "none"}):
-        figure.savefig(path, dpi=150, format=suffix, metadata={"Date": None} if suffix == "svg" else None)
+    write_whole(folder / "index.html", text)
 
 
 def draw(study: Study, rows: Sequence[Mapping[str, Any]], runs: Runs, seeds: Sequence[int]) -> Any:

@@ -17,8 +17,8 @@ import numpy as np
 from experiments import arms, setups
 from experiments.arms import Arm
 from experiments.members import ENVIRONMENTS
-from experiments.session_files import write_whole
 from experiments.studies import Study
+from flowgrpo.files import write_whole
 from flowgrpo.many import over_runs, stack
 from flowgrpo.report.metrics import plain, read_metrics
 from flowgrpo.report.progress import Progress
@@ -42,8 +42,7 @@ def read_runs(folder: Path) -> Runs:
 
 def write_runs(folder: Path, runs: Runs) -> None:
     """All of them, whole or as before."""
-    text = "".join(json.dumps(line) + "\n" for line in runs.values())
-    write_whole(folder / RUNS, lambda beside: beside.write_text(text))
+    write_whole(folder / RUNS, "".join(json.dumps(line) + "\n" for line in runs.values()))
 
 
 def compare(

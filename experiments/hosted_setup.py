@@ -15,8 +15,8 @@ from experiments.planner_setup import OFFLOAD, Planner
 from experiments.prompts import Draw, Hard
 from flowgrpo import loop
 from flowgrpo.contracts import Do, HostEnv, Reward, Scored
+from flowgrpo.files import make_folder
 from flowgrpo.generate.engine import Engine
-from flowgrpo.launch import make_folder
 from flowgrpo.learner.residency import DISK, Residency, places
 from flowgrpo.models.hf import Model
 from flowgrpo.rollout.compiled import Rollout

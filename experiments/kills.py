@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments import common
 from experiments.same_run import differences, result_of
-from flowgrpo import launch
+from flowgrpo.files import make_folder
 from flowgrpo.learner.checkpoint import UNFINISHED, Checkpoints
 from flowgrpo.report.metrics import METRICS, read_metrics
 from flowgrpo.report.progress import counted
@@ -201,7 +201,7 @@ def run_soak(command: Sequence[str], base: Path, *, kills: int, seed: int, name:
     if any(folder.exists() for folder in (whole, again, killed)):
         raise BadInput(f"{base} holds an earlier soak: remove it, or choose another --workdir")
     began = time.monotonic()
-    launch.make_folder(base)
+    make_folder(base)
     _, timeline = (undisturbed(command, folder) for folder in counted("undisturbed run", (whole, again)))
     same = differences(whole, again)
     if same:

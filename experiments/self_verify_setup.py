@@ -17,10 +17,11 @@ from experiments import domains, self_verify_tasks
 from experiments.hosted_setup import Draw, HostedSetup, draw_from, make_engine, make_residency
 from experiments.members import base_of
 from experiments.planner_setup import PLANNER, frozen, load_start, make_planner
-from flowgrpo import launch, loop
+from flowgrpo import loop
 from flowgrpo.agent.question import question
 from flowgrpo.contracts import Reward, Scored
 from flowgrpo.effects import no_effects
+from flowgrpo.files import make_folder
 from flowgrpo.learner.folder import START
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.hf import Model
@@ -165,7 +166,7 @@ def story(played: Played) -> str:
 def _make_start(settings: Mapping[str, Any], folder: Path) -> None:
     """The start of an offline run in its folder, unless it is there."""
     progress = Progress(settings["warm_steps"])
-    launch.make_folder(folder)
+    make_folder(folder)
     self_verify_tasks.make_start(
         folder / START, settings, lambda step, loss: progress.show("warm start", step, {"loss": loss})
     )

@@ -1,7 +1,7 @@
 """What a run writes beside its metrics: figures flow in, lines and a result flow out."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +9,14 @@ import numpy as np
 
 import flowgrpo as fg
 from flowgrpo.evaluate import Evaluation
+from flowgrpo.files import write_whole
 from flowgrpo.learner.checkpoint import Checkpoints
 from flowgrpo.report.metrics import TIMINGS, read_metrics, without_empty_means
 
 
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` make the file at a path beside it; it is there when it is whole, and before that as it was."""
-    beside = path.with_name(f".{path.name}")
-    try:
-        write(beside)
-        beside.replace(path)
-    except OSError as error:
-        raise fg.BadInput(f"{path} can't be written ({error.strerror}): make room, and go on") from None
-
-
 def write_result(path: Path, result: Mapping[str, Any]) -> None:
     """A result as JSON, whole."""
-    write_whole(path, lambda beside: beside.write_text(json.dumps(result, indent=1) + "\n"))
+    write_whole(path, json.dumps(result, indent=1) + "\n")
 
 
 def median_speed(folder: Path) -> float | None:

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 
+from flowgrpo.files import make_folder
 from flowgrpo.types import BadInput
 
 # These versions fuse reductions on the CPU in a way that is wrong under large vmaps: a norm's gradient over 64 and more
@@ -121,18 +122,6 @@ def add_flags(given: str, flags: list[str]) -> str:
     """The value of `XLA_FLAGS` with these flags added, those excepted whose names it has already."""
     names = {flag.partition("=")[0] for flag in given.split()}
     return " ".join([*given.split(), *(flag for flag in flags if flag.partition("=")[0] not in names)])
-
-
-def make_folder(folder: str | os.PathLike) -> Path:
-    """The folder, made where it is missing; `BadInput` where nothing can be written in it."""
-    path = Path(folder)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"{path} can't be made ({error.strerror}): choose another folder") from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise BadInput(f"{path} can't be written: change its permissions, or choose another folder")
-    return path
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flowgrpo.launch import make_folder
+from flowgrpo.files import make_folder
 from flowgrpo.learner.disk import check_room, reason, unlogged
 from flowgrpo.learner.leaves import Leaf, give, take
 from flowgrpo.types import BadInput

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import jax
 
-from flowgrpo.launch import make_folder
+from flowgrpo.files import make_folder, write_whole
 from flowgrpo.types import BadInput
 
 RUN, LOCK = "run.json", ".lock"
@@ -99,12 +99,7 @@ def check_run(folder: Path, settings: Mapping[str, Any], *, may_differ: Sequence
         check_same(folder, there, here, may_differ=may_differ)
         if there == here:
             return
-    beside = path.with_name(f".{RUN}")
-    try:
-        beside.write_text(json.dumps(here, indent=1) + "\n")
-        beside.replace(path)
-    except OSError as error:
-        raise BadInput(f"{path} can't be written ({error.strerror}): make room, or choose another folder") from None
+    write_whole(path, json.dumps(here, indent=1) + "\n")
 
 
 def identity(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

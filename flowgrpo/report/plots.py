@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowgrpo.files import write_whole
 from flowgrpo.report.metrics import METRICS, read_metrics
 from flowgrpo.types import BadInput
 
@@ -59,15 +60,12 @@ def save(figure: Any, path: Path) -> None:
     """Write a figure whole, in the format of the file's name, to the same bytes whenever it is the same figure."""
     from matplotlib import rc_context
 
-    beside, kind = path.with_name(f".{path.name}"), path.suffix.lstrip(".")
+    kind = path.suffix.lstrip(".")
     # In an SVG, ids come from the content, and letters stay text.
     settings: dict[Any, Any] = {"svg.hashsalt": "flowgrpo", "svg.fonttype": "none"}
-    try:
-        with rc_context(settings):
-            figure.savefig(beside, dpi=150, format=kind, metadata={"Date": None} if kind == "svg" else None)
-        beside.replace(path)
-    except OSError as error:
-        raise BadInput(f"{path} could not be written ({error.strerror}): choose another place") from None
+    metadata = {"Date": None} if kind == "svg" else None
+    with rc_context(settings):
+        write_whole(path, lambda beside: figure.savefig(beside, dpi=150, format=kind, metadata=metadata))
 
 
 def curve(lines: Sequence[Mapping[str, Any]], phase: str, name: str) -> Curve:

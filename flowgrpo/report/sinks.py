@@ -28,6 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from flowgrpo.files import write_whole
 from flowgrpo.report.bins import EDGES
 from flowgrpo.report.events import EventFile, Histogram
 from flowgrpo.report.metrics import Line, Opener, Sink
@@ -187,9 +188,8 @@ class Sent:
     def remember(self, phase: str, update: int) -> None:
         """Note that this was sent."""
         self.last[phase] = update
-        beside = self._path.with_name(f".{SENT}")
-        beside.write_text(json.dumps(self._read() | {self._name: {"id": self.id, "last": self.last}}) + "\n")
-        beside.replace(self._path)
+        every = self._read() | {self._name: {"id": self.id, "last": self.last}}
+        write_whole(self._path, json.dumps(every) + "\n")
 
     def _read(self) -> dict[str, Any]:
         return json.loads(self._path.read_text()) if self._path.exists() else {}

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from flowgrpo.files import make_folder, write_whole
 from flowgrpo.report.shown import Shown, columns
 from flowgrpo.types import BadInput
 
@@ -48,13 +49,8 @@ def viewer(
         raise BadInput("there is no trajectory to show: give at least one")
     data = columns(shown) | {"lacking": LACKING | dict(lacking or {}), "names": dict(names or {}), "note": note}
     target = Path(path)
-    beside = target.with_name(f".{target.name}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(page(data, title), encoding="utf-8")
-        beside.replace(target)
-    except OSError as error:
-        raise BadInput(f"{target} could not be written ({error.strerror}): choose another place") from None
+    make_folder(target.parent)
+    write_whole(target, page(data, title))
     return target
 
 

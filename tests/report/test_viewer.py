@@ -123,5 +123,5 @@ def test_what_cannot_be_shown_is_refused(tmp_path, shown, said):
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match="could not be written"):
+    with pytest.raises(BadInput, match="file can't be made"):
         viewer([make_shown()], tmp_path / "file" / "page.html")
