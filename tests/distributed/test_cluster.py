@@ -14,7 +14,7 @@ from flowgrpo.distributed.event_log import read_events
 from flowgrpo.types import BadInput
 
 ROOT = Path(__file__).parent.parent.parent
-SIZES = "--warm_steps=250 --demonstrations=600 --queries=4 --samples=4 --test_tasks=24 --slots=16 --checkpoint_every=2"
+SIZES = "--warm_steps=100 --demonstrations=600 --queries=4 --samples=4 --test_tasks=24 --slots=16 --checkpoint_every=2"
 
 
 @pytest.fixture(autouse=True)
@@ -23,14 +23,19 @@ def own_devices(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> str:
+    """What one run has compiled, the next finds."""
+    return f"--compilation_cache={tmp_path_factory.mktemp('compiled')}"
+
+
 def run(module: str, *flags: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", f"experiments.{module}", *flags]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1200)
 
 
 @pytest.mark.slow
-def test_S1_a_cluster_whose_processes_are_killed_makes_the_bits_of_a_single_process(tmp_path):
-    cache = f"--compilation_cache={tmp_path / 'compiled'}"
+def test_S1_a_cluster_whose_processes_are_killed_makes_the_bits_of_a_single_process(cache, tmp_path):
     sizes = [*SIZES.split(), "--updates=20", cache]
     shape = ["--rollout_workers=2", "--reward_workers=any=2"]
     command = [sys.executable, "-m", "experiments.cluster", *sizes, *shape]
@@ -52,8 +57,8 @@ def test_S1_a_cluster_whose_processes_are_killed_makes_the_bits_of_a_single_proc
 
 
 @pytest.mark.slow
-def test_S2_a_run_whose_order_was_a_matter_of_clocks_is_replayed_to_the_same_parameters(tmp_path):
-    folder, cache = tmp_path / "run", f"--compilation_cache={tmp_path / 'compiled'}"
+def test_S2_a_run_whose_order_was_a_matter_of_clocks_is_replayed_to_the_same_parameters(cache, tmp_path):
+    folder = tmp_path / "run"
     shape = ["--schedule=async", "--staleness=2", "--rollout_workers=2"]
     ran = run("cluster", *SIZES.split(), "--updates=5", cache, *shape, f"--workdir={folder}")
     assert ran.returncode == 0, ran.stderr[-2000:]
@@ -71,15 +76,9 @@ def test_S2_a_run_whose_order_was_a_matter_of_clocks_is_replayed_to_the_same_par
 
 
 @pytest.mark.slow
-def test_two_trainers_are_one_process_of_two_devices(tmp_path):
+def test_two_trainers_are_one_process_of_two_devices(cache, tmp_path):
     """With tasks that are chosen by what is known of them, too: the master does that here, and the run itself there."""
-    sizes = [
-        *SIZES.split(),
-        "--updates=3",
-        f"--compilation_cache={tmp_path / 'compiled'}",
-        "--mesh=data=2",
-        "--prompts=hard",
-    ]
+    sizes = [*SIZES.split(), "--updates=3", cache, "--mesh=data=2", "--prompts=hard"]
     one = run("agentflow", *sizes, "--cpu_devices=2", f"--workdir={tmp_path / 'one'}")
     two = run("cluster", *sizes, "--trainer_workers=2", f"--workdir={tmp_path / 'two'}")
     assert (one.returncode, two.returncode) == (0, 0), (one.stderr + two.stderr)[-3000:]

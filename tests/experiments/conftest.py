@@ -5,7 +5,17 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import jax
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_devices():
+    """Commands have the devices that they ask for, as everywhere, and not those of the tests, which have begun."""
+    assert jax.device_count() == 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("XLA_FLAGS")
+        yield
 
 
 @pytest.fixture(scope="module")
