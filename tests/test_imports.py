@@ -14,6 +14,7 @@ MODULES = sorted(path.relative_to(ROOT).with_suffix("").as_posix().replace("/", 
 # From the ground up; a module may import from floors below its own, and from its own folder.
 FLOORS = [
     ["types"],
+    ["files"],
     ["masked", "text", "sandbox", "spread", "launch", "stuck", "under_way"],
     ["contracts", "ragged", "layouts", "tasks", "schedule", "buffer", "report"],
     ["packing", "task_files", "effects", "simulation", "priorities"],
