@@ -18,7 +18,7 @@ import numpy as np
 from experiments.hosted_exam import judge
 from flowgrpo.evaluate import Evaluation
 from flowgrpo.report.metrics import METRICS, read_metrics
-from flowgrpo.report.plots import COLOURS, CURVES, curve
+from flowgrpo.report.plots import COLOURS, CURVES, curve, save
 from flowgrpo.rollout.records import Played
 from flowgrpo.types import BadInput
 
@@ -112,10 +112,7 @@ def draw(folder: Path, *, title: str = "") -> Path:
     axes[0].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     axes[-1].set_xlabel("update")
     path = folder / CURVES
-    try:
-        figure.savefig(path, dpi=150, format="png")
-    except OSError as error:
-        raise BadInput(f"{path} could not be written ({error.strerror}): choose another place") from None
+    save(figure, path)
     return path
 
 

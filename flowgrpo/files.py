@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,5 +34,7 @@ def write_whole(path: Path, content: str | Callable[[Path], Any]) -> None:
             beside.write_text(content, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise BadInput(f"{path} could not be written ({error.strerror}): make room, or choose another place") from None
+    finally:
+        with suppress(OSError):  # it is in its place, or can't have been made
+            beside.unlink()

@@ -31,6 +31,22 @@ def test_what_can_not_be_written_whole_leaves_the_file_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_interrupts_the_writer_leaves_nothing_beside(tmp_path):
+    def interrupted(beside):
+        beside.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "notes.txt", interrupted)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_below_a_file_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match=r"notes.txt could not be written \(Not a directory\)"):
+        write_whole(tmp_path / "file" / "notes.txt", "one")
+
+
 def test_a_folder_that_can_not_be_made_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match=r"file/cache can't be made \(Not a directory\): choose another folder"):
