@@ -1,6 +1,11 @@
-"""Strictness for every test: rank promotion, implicit dtypes, NaN and warnings raise; 8 CPU devices."""
+"""Strictness for every test: rank promotion, implicit dtypes, NaN and warnings raise; 8 CPU devices.
+
+Compiled programs are kept in pytest's cache folder, so that workers, the processes that tests start and the next run
+share them. The summary names the ten tests that took most processor time, a figure that other work beside it changes little.
+"""
 
 import os
+import resource
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = " ".join(
@@ -30,8 +35,20 @@ settings.register_profile("quick", max_examples=25, deadline=None, derandomize=T
 settings.load_profile("quick")
 
 
+# Compiled programs ------------------------------------------------------------------------------------
+
+CACHE_SIZE = 2 * 1024**3  # bytes; the programs that were used least lately go first
 MAPPINGS = Path("/proc/self/maps")
 MANY = 8_000  # Linux aborts a process at 65,530 mappings of memory, of which a compiled program takes several
+
+
+def pytest_configure(config):
+    """Keep compiled programs where the other workers, and the processes that tests start, find them."""
+    folder = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("compiled")))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_compilation_cache_max_size", CACHE_SIZE)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,3 +64,47 @@ def nan_allowed():
     """For tests that put NaN into slots on purpose and assert what comes out."""
     with jax.debug_nans(False):
         yield
+
+
+# Processor time ---------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser):
+    parser.addoption("--costs", metavar="FILE", help="append 'processor seconds, test' of every test to this file")
+
+
+def _spent() -> float:
+    """Sum the processor seconds of this process and of the children that it has waited for."""
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, kinds))
+
+
+_SPENT = [_spent()]  # when the last phase of a test ended
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    report = yield
+    now = _spent()
+    report.user_properties = [("cost", now - _SPENT[0])]
+    _SPENT[0] = now
+    return report
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Name the dearest tests."""
+    costs: dict[str, float] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, cost in getattr(report, "user_properties", ()):
+                if name == "cost":
+                    costs[report.nodeid] = costs.get(report.nodeid, 0.0) + cost
+    dearest = sorted(costs.items(), key=lambda item: -item[1])
+    if len(dearest) > 10:
+        terminalreporter.section("processor seconds", sep="=")
+        terminalreporter.line(f"{sum(costs.values()):8.1f}  in all, of {len(costs)} tests")
+        for test, cost in dearest[:10]:
+            terminalreporter.line(f"{cost:8.1f}  {test}")
+    if config.getoption("costs"):
+        with Path(config.getoption("costs")).open("a") as file:
+            file.writelines(f"{cost:.3f}\t{test}\n" for test, cost in dearest)
