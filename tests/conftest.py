@@ -37,18 +37,21 @@ settings.load_profile("quick")
 
 # Compiled programs ------------------------------------------------------------------------------------
 
-CACHE_SIZE = 2 * 1024**3  # bytes; the programs that were used least lately go first
 MAPPINGS = Path("/proc/self/maps")
 MANY = 8_000  # Linux aborts a process at 65,530 mappings of memory, of which a compiled program takes several
 
 
 def pytest_configure(config):
-    """Keep compiled programs where the other workers, and the processes that tests start, find them."""
-    folder = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("compiled")))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    jax.config.update("jax_compilation_cache_max_size", CACHE_SIZE)
+    """Keep compiled programs where the other workers, the processes that tests start and the next run find them."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        if not hasattr(config, "cache"):  # under -p no:cacheprovider
+            return
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("compiled"))
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture(autouse=True, scope="module")
