@@ -35,6 +35,20 @@ settings.register_profile("quick", max_examples=25, deadline=None, derandomize=T
 settings.load_profile("quick")
 
 
+# Workers ----------------------------------------------------------------------------------------------
+
+MOST_WORKERS = 8
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Take a worker for each core, unless `-n` says how many or xdist is left out."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    chosen = getattr(config.option, "numprocesses", 0)  # None where nothing was chosen
+    if chosen is None and cores > 1 and not hasattr(config, "workerinput") and not config.option.collectonly:
+        config.option.numprocesses, config.option.dist = min(cores, MOST_WORKERS), "worksteal"
+
+
 # Compiled programs ------------------------------------------------------------------------------------
 
 MAPPINGS = Path("/proc/self/maps")

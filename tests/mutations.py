@@ -150,7 +150,7 @@ def run_tests(tests: list[str], log: Path, finder: _Finder | None, seconds: floa
 
         if finder is not None:
             sys.meta_path.insert(0, finder)
-        options = ["-x", "-q", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow and not oracle and not soak"]
+        options = ["-x", "-q", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow and not oracle and not soak"]
         try:
             status = int(pytest.main([*options, *tests]))
         except BaseException:  # a mutant that ends the process is noticed
