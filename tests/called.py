@@ -2,15 +2,10 @@
 
 import os
 import sys
-import time
 
 
 def add(first, second):
     return first + second
-
-
-def hang(seconds):
-    time.sleep(seconds)
 
 
 def spin():

@@ -1,7 +1,9 @@
 """Batches for the tests: random ragged records, and the arrays that a learner would add to them."""
 
+from functools import cache
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -81,6 +83,7 @@ def make_case(seed: int = 0, drift: float = 0.3, *, turns=4, length=6, **setting
     )
 
 
+@cache
 def members() -> dict[str, fg.Algorithm]:
     """Every member of the family by a name, with settings that make all of its parts act."""
     return {
@@ -102,6 +105,7 @@ def members() -> dict[str, fg.Algorithm]:
     }
 
 
+@cache
 def everything_on(name: str) -> fg.Algorithm:
     """The member with every option that it honours."""
     build = {"reinforce_pp_baseline": "reinforce_pp", "ppo_turns": "ppo"}.get(name, name)
@@ -125,19 +129,60 @@ def everything_on(name: str) -> fg.Algorithm:
     return getattr(fg, build)(**extra, **{key: value for key, value in settings.items() if key not in refused})
 
 
+@cache
+def signal(algorithm: fg.Algorithm):
+    """Compile a member's advantages, weights and targets, once for all tests."""
+    return jax.jit(
+        lambda x: (algorithm.advantages(x), algorithm.weights(x), algorithm.targets and algorithm.targets(x))
+    )
+
+
 def batch_of(algorithm: fg.Algorithm, trajectories: fg.Trajectories, layout="packed", **settings) -> fg.Batch:
-    """The trajectories as a batch for this member, in one of the layouts."""
-    adv, weights = algorithm.advantages(trajectories), algorithm.weights(trajectories)
+    """Lay the trajectories out for this member: packed, or a row for each trajectory or turn."""
+    adv, weights, target = signal(algorithm)(trajectories)
     if layout == "packed":
         batch = fg.pack(trajectories, adv, weights, **{"row_length": 48, "rows": 16, **settings})
     else:
         batch = {"by_trajectory": fg.rows_by_trajectory, "by_turn": fg.rows_by_turn}[layout](trajectories, adv, weights)
-    if algorithm.targets is None:
-        return batch
-    return batch.replace(target=fg.place(algorithm.targets(trajectories), batch))
+    return batch if target is None else batch.replace(target=fg.place(target, batch))
 
 
 def scores_of(case: Case, batch: fg.Batch, logp_ntl=None) -> fg.Scores:
-    """What the current policy says, laid out as the batch is."""
+    """Lay out what the current policy says as the batch is."""
     logp_ntl = jnp.asarray(case.logp) if logp_ntl is None else logp_ntl
     return fg.Scores(fg.place(logp_ntl, batch), fg.place(case.entropy, batch), fg.place(case.value, batch))
+
+
+ROWS = LENGTH = 48  # of every layout, so that a member's loss is compiled once
+
+
+def padded(batch: fg.Batch) -> fg.Batch:
+    """The batch with empty rows and slots up to the common shape."""
+    rows, length = batch.tokens.shape
+    return jax.tree.map(lambda x_rs: np.pad(np.asarray(x_rs), ((0, ROWS - rows), (0, LENGTH - length))), batch)
+
+
+@cache
+def loss_program(algorithm: fg.Algorithm):
+    """Compile a member's loss, metrics and d loss / d log pi in the trajectories' own layout, once for all tests."""
+
+    @jax.jit
+    def run(case: Case, batch: fg.Batch):
+        def loss(logp_ntl):
+            return algorithm.loss(scores_of(case, batch, logp_ntl), batch)
+
+        (value, metrics), slope_ntl = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(case.logp))
+        return value, slope_ntl, metrics
+
+    return run
+
+
+def loss_and_slopes(algorithm: fg.Algorithm, case: Case, batch: fg.Batch):
+    """(loss, d loss / d log pi as n t l) of a batch in any layout."""
+    value, slope_ntl, _ = loss_program(algorithm)(case, padded(batch))
+    return float(value), np.asarray(slope_ntl)
+
+
+def metrics_of(algorithm: fg.Algorithm, case: Case, batch: fg.Batch) -> dict[str, float]:
+    """What the loss says of itself."""
+    return {name: float(value) for name, value in loss_program(algorithm)(case, padded(batch))[2].items()}

@@ -1,7 +1,7 @@
 """Strictness for every test: rank promotion, implicit dtypes, NaN and warnings raise; 8 CPU devices.
 
 Compiled programs are kept in pytest's cache folder, so that workers, the processes that tests start and the next run
-share them. The summary names the ten tests that took most processor time, a figure that other work beside it changes little.
+share them. The summary names the ten tests that took most processor time, which other work beside changes little.
 """
 
 import os
@@ -22,6 +22,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import commands
 import jax
 import pytest
 from hypothesis import settings
@@ -93,7 +94,7 @@ def pytest_addoption(parser):
 def _spent() -> float:
     """Sum the processor seconds of this process and of the children that it has waited for."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, kinds))
+    return commands.SPENT[0] + sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, kinds))
 
 
 _SPENT = [_spent()]  # when the last phase of a test ended

@@ -1,4 +1,4 @@
-"""Find which tests guard which law, by the numbers in their names and docstrings: `python -m tests.laws` prints the table."""
+"""Find which tests guard which law, by the numbers in names and docstrings; `python -m tests.laws` prints the table."""
 
 import ast
 import re
@@ -72,7 +72,9 @@ def _assigns_marks(node: ast.AST) -> bool:
 
 def _tier(marks: list, usual: str) -> str:
     names = [ast.unparse(mark) for mark in marks]
-    return next((tier for tier in reversed(TIERS) if any(re.search(rf"\bmark\.{tier}\b", name) for name in names)), usual)
+    return next(
+        (tier for tier in reversed(TIERS) if any(re.search(rf"\bmark\.{tier}\b", name) for name in names)), usual
+    )
 
 
 def table() -> str:

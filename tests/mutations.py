@@ -55,10 +55,12 @@ def changes_of(node: ast.AST) -> list[Callable[[ast.AST], ast.AST]]:
         return [lambda new: new.operand]
     if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
         return [_change_constant]
-    if isinstance(node, ast.If | ast.IfExp | ast.While) and not isinstance(node.test, ast.Compare | ast.BoolOp | ast.UnaryOp):
+    if isinstance(node, ast.If | ast.IfExp | ast.While) and not isinstance(
+        node.test, ast.Compare | ast.BoolOp | ast.UnaryOp
+    ):
         return [_negate_test]
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        return [lambda new: ast.Pass()]
+        return [lambda _: ast.Pass()]
     return []
 
 
@@ -126,12 +128,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, name: str, path: Path, tree: ast.Module):
         self.name, self.path, self.tree = name, path, tree
 
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(self, fullname, path=None, target=None):  # noqa: ARG002
         if fullname != self.name:
             return None
         return importlib.util.spec_from_file_location(fullname, self.path, loader=self)
 
-    def create_module(self, spec):
+    def create_module(self, spec):  # noqa: ARG002
         return None
 
     def exec_module(self, module):
@@ -150,7 +152,18 @@ def run_tests(tests: list[str], log: Path, finder: _Finder | None, seconds: floa
 
         if finder is not None:
             sys.meta_path.insert(0, finder)
-        options = ["-x", "-q", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow and not oracle and not soak"]
+        options = [
+            "-x",
+            "-q",
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+            "-p",
+            "no:xdist",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow and not oracle and not soak",
+        ]
         try:
             status = int(pytest.main([*options, *tests]))
         except BaseException:  # a mutant that ends the process is noticed

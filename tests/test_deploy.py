@@ -2,14 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
+from commands import run_module
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 POD = {
@@ -106,9 +105,7 @@ def test_the_commands_have_flags_that_there_are():
     job = yaml.safe_load((DEPLOY / "rayjob.yaml").read_text())
     text = job["spec"]["entrypoint"] + (DEPLOY / "ray-cluster.yaml").read_text()
     named = set(re.findall(r"--(\w+)", text)) - {"c"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "experiments.cluster", "--help"], capture_output=True, text=True, cwd=DEPLOY.parent
-    )
+    ran = run_module("experiments.cluster", "--help")
     known = set(re.findall(r"--(?:\[no\])?(\w+)", ran.stdout))
     assert {"address", "workdir"} <= named
     assert named <= known, named - known

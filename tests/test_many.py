@@ -23,6 +23,7 @@ def start(seed: int) -> dict:
     return {"key": jax.random.key(seed), "x": jnp.float32(seed), "update": jnp.int32(0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, MESH])
 @pytest.mark.parametrize("lanes", [None, 1, 2, 3, 9])
 def test_each_run_is_what_it_is_alone(lanes, mesh):

@@ -88,7 +88,7 @@ def test_whiten_divides_by_deviation_plus_eps():
 @st.composite
 def arrays_under_masks(draw):
     """A matrix with a mask of its shape, both drawn; the sides stay small, as each shape compiles once."""
-    shape = draw(st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 5])))
+    shape = draw(st.tuples(st.sampled_from([1, 3]), st.sampled_from([1, 5])))
     x_rs = draw(hnp.arrays(np.float32, shape, elements=st.floats(-8, 8, width=16)))
     return x_rs, draw(hnp.arrays(bool, shape))
 

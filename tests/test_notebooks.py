@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ALLOWED = {"flowgrpo", "jax", "flax", "numpy", "matplotlib", "optax", "tokenizers", "transformers"}
+IN_CI = {"1_flow_grpo_in_one_page"}  # the others take a minute or two each
+SHORT, LONG = pytest.mark.slow, pytest.mark.soak
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -41,8 +43,9 @@ def test_there_are_five_in_order():
     assert [path.stem.partition("_")[0] for path in NOTEBOOKS] == list("12345")
 
 
-@pytest.mark.slow
-@each_notebook
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=path.stem, marks=SHORT if path.stem in IN_CI else LONG) for path in NOTEBOOKS]
+)
 def test_cells_run_and_their_claims_hold(path, tmp_path):
     """In a process and a folder of their own, with warnings as errors; cells assert what the text claims."""
     script = tmp_path / "cells.py"

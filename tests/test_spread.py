@@ -40,6 +40,7 @@ def scale(factor, rows):
     return {"scaled": rows["x"] * factor, "key": jax.vmap(jax.random.uniform)(rows["key"])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 4, 7, 12])
 def test_rows_come_back_in_their_order(count):
     rows = {"x": jnp.arange(2.0 * count).reshape(count, 2), "key": jax.random.split(jax.random.key(0), count)}

@@ -107,7 +107,7 @@ def _boxed(text: str) -> Found | None:
                 boxes.append((brace + 1, closing[brace]))
             at = text.find(name, brace)
     boxes.sort()
-    outer = [box for place, box in enumerate(boxes) if place == 0 or box[0] > max(end for _, end in boxes[:place][-1:])]
+    outer = [box for place, box in enumerate(boxes) if box[0] > max((end for _, end in boxes[:place]), default=-1)]
     if not outer:
         return None
     line = text.rfind("\n", 0, outer[-1][0])

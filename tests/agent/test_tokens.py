@@ -148,6 +148,7 @@ def long_tools(call: Call) -> Result:
     return Result(f"{call.arguments['words']} " * 3000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rendering", [fresh, appending])
 @settings(max_examples=15)
 @given(room=st.integers(250, 900), memory=st.integers(0, 2000), seed=st.integers(0, 99))

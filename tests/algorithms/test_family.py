@@ -1,11 +1,21 @@
 """One contract for every member of the family: the laws, the layouts, and what compilation must not change."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import batch_of, everything_on, make_case, members, scores_of
+from cases import (
+    batch_of,
+    everything_on,
+    loss_and_slopes,
+    loss_program,
+    make_case,
+    members,
+    metrics_of,
+    padded,
+    scores_of,
+    signal,
+)
 
 import flowgrpo as fg
 
@@ -14,28 +24,12 @@ GARBAGE = [np.nan, np.inf, -np.inf, 1e30]
 each_member = pytest.mark.parametrize("name", MEMBERS)
 
 
-def loss_and_slopes(algorithm, case, batch):
-    """(loss, d loss / d log pi) in the trajectories' own layout, so that layouts can be compared."""
-    scores = scores_of(case, batch)
-    loss, slope_rs = jax.value_and_grad(lambda x_rs: algorithm.loss(scores._replace(logp=x_rs), batch)[0])(scores.logp)
-    return loss, fg.unpack(slope_rs, batch, case.logp.shape)
-
-
-def assert_same(found, expected, tolerance=1e-6, label=""):
-    """Equal loss and gradient, relative to the largest slope; `pytest -s` shows the difference where it has a label."""
-    scale = float(jnp.abs(expected[1]).max())
+def assert_same(found, expected, tolerance=1e-6):
+    """Assert equal loss and gradient, relative to the largest slope."""
+    scale = np.abs(expected[1]).max()
     assert scale > 0
-    if label:
-        print(f"\n{label}: {np.abs(found[1] - expected[1]).max() / scale:.1e}", end="")
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=tolerance * scale)
-
-
-def split(batch: fg.Batch, parts: int) -> list[fg.Batch]:
-    """The rows in `parts` equal micro-batches, padded with empty rows."""
-    short = -len(batch.tokens) % parts
-    padded = jax.tree.map(lambda x_rs: np.pad(np.asarray(x_rs), ((0, short), (0, 0))), batch)
-    return [jax.tree.map(lambda x_rs: x_rs[part::parts], padded) for part in range(parts)]  # noqa: B023
 
 
 # F3: the layout changes nothing -----------------------------------------------------------------------
@@ -43,22 +37,21 @@ def split(batch: fg.Batch, parts: int) -> list[fg.Batch]:
 
 @each_member
 def test_F3_layouts_give_the_same_loss_and_gradient(name):
-    """Packed, padded, shuffled, one row per trajectory or turn, split at turns, dealt to ranks."""
+    """Packed, shuffled, dealt to ranks, split at turns, one row per trajectory or turn."""
     algorithm, case = everything_on(name), make_case(11)
     trajectories = case.trajectories
     packed = batch_of(algorithm, trajectories)
     expected = loss_and_slopes(algorithm, case, packed)
     order = np.random.default_rng(0).permutation(len(packed.tokens))
-    layouts = {
-        "shuffled": jax.tree.map(lambda x_rs: x_rs[order], packed),
-        "ranks": batch_of(algorithm, trajectories, ranks=4),
-        "split at turns": batch_of(algorithm, trajectories, row_length=16, rows=48, too_long="split"),
-        "by trajectory": batch_of(algorithm, trajectories, "by_trajectory"),
-        "by turn": batch_of(algorithm, trajectories, "by_turn"),
-    }
-    for label, batch in layouts.items():
-        chex.assert_equal_shape([batch.tokens, batch.weight])
-        assert_same(loss_and_slopes(algorithm, case, batch), expected, label=f"F3 {name}, {label}")
+    layouts = [
+        jax.tree.map(lambda x_rs: x_rs[order], packed),
+        batch_of(algorithm, trajectories, ranks=4),
+        batch_of(algorithm, trajectories, row_length=16, rows=48, too_long="split"),
+        batch_of(algorithm, trajectories, "by_trajectory"),
+        batch_of(algorithm, trajectories, "by_turn"),
+    ]
+    for batch in layouts:
+        assert_same(loss_and_slopes(algorithm, case, batch), expected)
 
 
 @each_member
@@ -66,36 +59,24 @@ def test_F3_micro_batches_sum(name):
     """Four micro-batches, after one first pass over the whole: losses, gradients and metrics add up."""
     algorithm, case = everything_on(name), make_case(12)
     whole = batch_of(algorithm, case.trajectories)
-    expected = loss_and_slopes(algorithm, case, whole)
-    metrics = algorithm.loss(scores_of(case, whole), whole)[1]
     summed = algorithm.sums(whole, scores_of(case, whole).logp) if algorithm.sums else whole
-    parts = split(summed, 4)
+    parts = [jax.tree.map(lambda x_rs: x_rs[part::4], summed) for part in range(4)]  # noqa: B023
     results = [loss_and_slopes(algorithm, case, part) for part in parts]
-    assert_same([sum(column) for column in zip(*results, strict=True)], expected, label=f"F3 {name}, 4 micro-batches")
-    parts_metrics = [algorithm.loss(scores_of(case, part), part)[1] for part in parts]
-    for key, value in metrics.items():
-        np.testing.assert_allclose(sum(part[key] for part in parts_metrics), value, rtol=1e-4, atol=1e-5, err_msg=key)
+    assert_same([sum(column) for column in zip(*results, strict=True)], loss_and_slopes(algorithm, case, whole))
+    found = [metrics_of(algorithm, case, part) for part in parts]
+    for key, value in metrics_of(algorithm, case, whole).items():
+        np.testing.assert_allclose(sum(part[key] for part in found), value, rtol=1e-4, atol=1e-5, err_msg=key)
 
 
-@each_member
+@pytest.mark.parametrize("name", ["flow_grpo", "gspo", "dpo"])
 def test_F3_eight_devices(name):
-    """Rows sharded over eight devices: the same loss and gradient."""
+    """Rows sharded over eight devices: the same loss and gradient, sequences over several rows among them."""
     algorithm, case = everything_on(name), make_case(13)
     batch = batch_of(algorithm, case.trajectories, ranks=8)
-    expected = loss_and_slopes(algorithm, case, batch)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    sharded = jax.device_put(batch, rows)
-    scores = jax.device_put(scores_of(case, batch), rows)
-
-    @jax.jit
-    def value_and_grad(logp_rs, scores, batch):
-        return jax.value_and_grad(lambda x_rs: algorithm.loss(scores._replace(logp=x_rs), batch)[0])(logp_rs)
-
-    loss, slope_rs = value_and_grad(scores.logp, scores, sharded)
-    assert len(slope_rs.sharding.device_set) == 8
-    found_ntl = fg.unpack(np.asarray(slope_rs), batch, case.trajectories.tokens.shape)
-    assert_same((loss, found_ntl), expected, label=f"F3 {name}, 8 devices")
+    loss, slope_ntl, _ = loss_program(algorithm)(case, jax.device_put(padded(batch), rows))
+    assert_same((loss, slope_ntl), loss_and_slopes(algorithm, case, batch))
 
 
 # F4, F8: zero where there is nothing to learn ---------------------------------------------------------
@@ -117,11 +98,8 @@ def test_F1_statistics_do_not_depend_on_the_number_of_turns(name):
     algorithm = {"dapo": fg.dapo(), "rloo": fg.rloo()}.get(name, MEMBERS[name])
     trajectories = make_case(5).trajectories
     adv_n = np.asarray(algorithm.advantages(trajectories))[:, 0]
-    fields = {
-        f: np.repeat(getattr(trajectories, f), 2, axis=1) for f in ("tokens", "chosen", "logp_sampled", "version")
-    }
-    fields |= {f: np.repeat(getattr(trajectories, f), 2, axis=1) for f in ("turns", "reward", "anchor", "length")}
-    fields |= {f: np.repeat(getattr(trajectories, f), 2, axis=1) for f in ("logp_old", "logp_ref", "value")}
+    by_turn = ("tokens", "chosen", "logp_sampled", "version", "turns", "reward", "anchor", "length")
+    fields = {f: np.repeat(getattr(trajectories, f), 2, axis=1) for f in (*by_turn, "logp_old", "logp_ref", "value")}
     doubled_nt = np.asarray(algorithm.advantages(trajectories.replace(**fields)))
     assert np.abs(adv_n).max() > 0
     exists_nt = np.repeat(trajectories.turns, 2, axis=1)
@@ -206,20 +184,17 @@ def spoil_batch(batch: fg.Batch, value: float) -> fg.Batch:
 @each_member
 @pytest.mark.parametrize("layout", ["packed", "by_trajectory"])
 def test_F6_garbage_in_masked_or_invalid_slots_changes_nothing(name, layout):
-    """NaN, infinity or 1e30, with jit and without: the same loss, the same gradient, both finite."""
+    """NaN, infinity or 1e30: the same loss, the same gradient, both finite."""
     algorithm, clean = everything_on(name), make_case(14, invalid=0.3, by_turn=name == "gigpo")
     expected = loss_and_slopes(algorithm, clean, batch_of(algorithm, clean.trajectories, layout))
-    compiled = jax.jit(lambda case, batch: loss_and_slopes(algorithm, case, batch))
     untrained_ntl = ~(clean.trajectories.chosen & np.asarray(clean.trajectories.valid)[:, None, None])
     for value in GARBAGE:
         dirty = poisoned(clean, value)
-        batch = spoil_batch(batch_of(algorithm, dirty.trajectories, layout), value)
-        for run in (compiled, lambda case, batch: loss_and_slopes(algorithm, case, batch)):
-            loss, slope_ntl = run(dirty, batch)
-            assert np.isfinite(loss)
-            assert np.isfinite(slope_ntl).all()
-            assert_same((loss, slope_ntl), expected)
-            assert not np.asarray(slope_ntl)[untrained_ntl].any()
+        found = loss_and_slopes(algorithm, dirty, spoil_batch(batch_of(algorithm, dirty.trajectories, layout), value))
+        assert np.isfinite(found[0])
+        assert np.isfinite(found[1]).all()
+        assert_same(found, expected)
+        assert not found[1][untrained_ntl].any()
 
 
 @each_member
@@ -228,11 +203,14 @@ def test_F5_an_invalid_trajectory_might_as_well_not_be_there(name):
     algorithm, case = MEMBERS[name], make_case(21, invalid=0.3)
     keep_n = np.asarray(case.trajectories.valid)
     assert not keep_n.all()
+    whole = batch_of(algorithm, case.trajectories)
+    found = loss_and_slopes(algorithm, case, whole)
+    # Trajectories that are nowhere: the same arrays, and no row that holds one.
     alone = jax.tree.map(lambda x: x[keep_n], case)
-    found = loss_and_slopes(algorithm, case, batch_of(algorithm, case.trajectories))
-    expected = loss_and_slopes(algorithm, alone, batch_of(algorithm, alone.trajectories))
-    assert_same((found[0], found[1][keep_n]), expected)
-    assert not np.asarray(found[1])[~keep_n].any()
+    rows = batch_of(algorithm, alone.trajectories, "by_trajectory")
+    back = rows.replace(trajectory=np.flatnonzero(keep_n)[np.asarray(rows.trajectory)].astype(np.int32))
+    assert_same(found, loss_and_slopes(algorithm, case, back))
+    assert not found[1][~keep_n].any()
     weights = algorithm.weights(case.trajectories)
     ledger = fg.account(case.trajectories, weights, batch_of(algorithm, case.trajectories))
     assert ledger.fates[fg.Fate.MASKED_INVALID] == case.trajectories.chosen[~keep_n].sum() > 0
@@ -247,11 +225,11 @@ def test_F7_at_the_behaviour_parameters_the_ratio_is_exactly_one(name):
     algorithm, case = everything_on(name), make_case(16)
     batch = batch_of(algorithm, case.trajectories)
     at_start = case._replace(logp=np.asarray(case.trajectories.logp_old))
-    _, metrics = algorithm.loss(scores_of(at_start, batch), batch)
+    metrics = metrics_of(algorithm, at_start, batch)
     if "ratio" in metrics:
         np.testing.assert_allclose(metrics["ratio"], metrics["weight"], rtol=1e-6)
     for key in ("clip_low_fraction", "clip_high_fraction"):
-        assert float(metrics.get(key, 0.0)) == 0.0
+        assert metrics.get(key, 0.0) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -273,12 +251,8 @@ def test_F7_on_policy_every_member_has_the_plain_policy_gradient(name):
 
 def test_identity_flow_grpo_is_grpo_with_one_turn():
     """T = 1: the mean over turns is a mean over one."""
-    case = make_case(18, turns=1)
-    batches = [batch_of(algorithm, case.trajectories) for algorithm in (fg.flow_grpo(beta=0.04), fg.grpo(beta=0.04))]
-    results = [
-        loss_and_slopes(a, case, b) for a, b in zip((fg.flow_grpo(beta=0.04), fg.grpo(beta=0.04)), batches, strict=True)
-    ]
-    assert_same(*results)
+    case, pair = make_case(18, turns=1), (fg.flow_grpo(beta=0.04), fg.grpo(beta=0.04))
+    assert_same(*(loss_and_slopes(member, case, batch_of(member, case.trajectories)) for member in pair))
 
 
 def test_F9_the_released_variant_differs_from_the_paper():
@@ -287,7 +261,7 @@ def test_F9_the_released_variant_differs_from_the_paper():
     paper = fg.flow_grpo(beta=0.0, clip_high=0.3, dual_clip=3.0)
     released = fg.flow_grpo_released(beta=0.0)
     slopes = [loss_and_slopes(a, case, batch_of(a, case.trajectories))[1] for a in (paper, released)]
-    cosine = float((slopes[0] * slopes[1]).sum() / (jnp.linalg.norm(slopes[0]) * jnp.linalg.norm(slopes[1])))
+    cosine = float((slopes[0] * slopes[1]).sum() / (np.linalg.norm(slopes[0]) * np.linalg.norm(slopes[1])))
     assert cosine < 0.99
 
 
@@ -312,50 +286,41 @@ def test_dapo_filters_on_unshaped_correctness_and_counts_what_it_discards():
 
 @each_member
 def test_jit_equals_no_jit_and_traces_once(name):
-    """Advantages, weights and loss; a second batch of the same shape traces nothing again."""
+    """Advantages, weights and loss; another batch of the same shape traces nothing again."""
     algorithm = MEMBERS[name]
-    chex.clear_trace_counter()
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def run(trajectories, scores_ntl):
-        adv, weights = algorithm.advantages(trajectories), algorithm.weights(trajectories)
-        batch = fg.rows_by_trajectory(trajectories, adv, weights)
-        if algorithm.targets is not None:
-            batch = batch.replace(target=fg.place(algorithm.targets(trajectories), batch))
-        scores = fg.Scores(*(fg.place(x_ntl, batch) for x_ntl in scores_ntl))
-        return algorithm.loss(scores, batch)[0]
-
     for case in (make_case(1, invalid=0.0), make_case(2, invalid=0.0)):
+        adv, weights, _ = signal(algorithm)(case.trajectories)
         batch = batch_of(algorithm, case.trajectories, "by_trajectory")
-        expected = algorithm.loss(scores_of(case, batch), batch)[0]
-        found = run(case.trajectories, (case.logp, case.entropy, case.value))
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+        loss, _ = loss_and_slopes(algorithm, case, batch)
+    np.testing.assert_allclose(adv, algorithm.advantages(case.trajectories), atol=1e-5)
+    np.testing.assert_allclose(weights, algorithm.weights(case.trajectories), rtol=1e-5)
+    np.testing.assert_allclose(loss, algorithm.loss(scores_of(case, batch), batch)[0], rtol=1e-4, atol=1e-6)
+    programs = signal(algorithm)._cache_size(), loss_program(algorithm)._cache_size()
+    again = make_case(3)
+    loss_and_slopes(algorithm, again, batch_of(algorithm, again.trajectories))
+    assert (signal(algorithm)._cache_size(), loss_program(algorithm)._cache_size()) == programs
 
 
 @pytest.mark.parametrize(
     ("name", "setting", "values"),
-    [
-        ("flow_grpo", "clip_high", [0.1, 0.2, 0.5]),
-        ("flow_grpo", "beta", [0.0, 0.1, 1.0]),
-        ("grpo", "entropy_bonus", [0.0, 0.1]),
-        ("kimi", "tau", [0.1, 1.0]),
-        ("gigpo", "omega", [0.0, 2.0]),
-        ("dpo", "beta", [0.1, 0.5]),
-    ],
+    [("flow_grpo", "clip_high", [0.1, 0.2, 0.5]), ("kimi", "tau", [0.1, 1.0]), ("dpo", "beta", [0.1, 0.5])],
 )
 def test_settings_can_be_vmapped(name, setting, values):
     """A number is not looked at with a Python `if`, so one program runs a whole sweep."""
     case, build = make_case(22), getattr(fg, name)
-
-    def loss(value):
-        algorithm = build(**{setting: value})
-        batch = batch_of(algorithm, case.trajectories, "by_trajectory")
-        return algorithm.loss(scores_of(case, batch), batch)[0]
-
+    batch = batch_of(MEMBERS[name], case.trajectories, "by_trajectory")
+    loss = jax.jit(lambda value: build(**{setting: value}).loss(scores_of(case, batch), batch)[0])
     swept = jax.vmap(loss)(jnp.array(values, jnp.float32))
     np.testing.assert_allclose(swept, [loss(value) for value in values], rtol=1e-5, atol=1e-6)
     assert len(set(np.asarray(swept).tolist())) == len(values)
+
+
+def test_traced_weights_of_regularisers_can_be_swept():
+    """Of KL and entropy, in the advantages as in the loss."""
+    trajectories = make_case(22).trajectories
+    swept = jax.vmap(lambda omega: fg.gigpo(omega=omega).advantages(trajectories))(jnp.array([0.0, 2.0]))
+    np.testing.assert_allclose(swept[1], fg.gigpo(omega=2.0).advantages(trajectories), rtol=1e-5, atol=1e-6)
+    assert not np.allclose(swept[0], swept[1])
 
 
 @each_member
@@ -363,10 +328,8 @@ def test_low_precision_scores_are_read_as_float32(name):
     algorithm, case = MEMBERS[name], make_case(23)
     batch = batch_of(algorithm, case.trajectories)
     scores = jax.tree.map(lambda x: x.astype(jnp.bfloat16), scores_of(case, batch))
-    loss, metrics = algorithm.loss(scores, batch)
+    loss, metrics = jax.eval_shape(algorithm.loss, scores, batch)
     assert {loss.dtype, *(value.dtype for value in metrics.values())} == {jnp.dtype(jnp.float32)}
-    widened = jax.tree.map(lambda x: x.astype(jnp.float32), scores)
-    np.testing.assert_allclose(loss, algorithm.loss(widened, batch)[0], rtol=1e-6)
 
 
 @each_member
@@ -379,17 +342,13 @@ def test_members_say_what_they_need(name):
     assert algorithm.name == {"reinforce_pp_baseline": "reinforce_pp", "ppo_turns": "ppo"}.get(name, name)
 
 
-def test_flow_grpo_keeps_the_laws_that_bind_it():
-    assert fg.flow_grpo().keeps == {"F1", "F2", "F4", "F8"}
-
-
 def test_mismatched_shapes_are_named():
     trajectories = make_case(0).trajectories
     with pytest.raises(fg.BadInput, match=r"Trajectories.outcome has 3 on axis n, but tokens has 12"):
         fg.flow_grpo().advantages(trajectories.replace(outcome=trajectories.outcome[:3]))
 
 
-@each_member
+@pytest.mark.parametrize("name", ["flow_grpo", "gigpo", "ppo"])
 def test_F2_what_older_weights_chose_is_left_out_and_changes_no_other_weight(name):
     algorithm, case = everything_on(name), make_case(11)
     trajectories = case.trajectories
@@ -406,7 +365,7 @@ def test_F2_what_older_weights_chose_is_left_out_and_changes_no_other_weight(nam
     np.testing.assert_array_equal(fg.newest_segment_only(algorithm).weights(same), whole)
 
 
-@each_member
+@pytest.mark.parametrize("name", ["flow_grpo", "gigpo", "ppo"])
 def test_without_its_broadcast_only_the_last_turn_has_an_advantage(name):
     algorithm, case = everything_on(name), make_case(11)
     trajectories = case.trajectories

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import run_module
 
 from experiments.cluster_kills import run_cluster_soak
 from flowgrpo.distributed.crew import RayCrew
@@ -30,8 +31,7 @@ def cache(tmp_path_factory) -> str:
 
 
 def run(module: str, *flags: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", f"experiments.{module}", *flags]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1200)
+    return run_module(f"experiments.{module}", *flags)
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_S1_a_cluster_whose_processes_are_killed_makes_the_bits_of_a_single_proc
     assert again.returncode == 0, again.stdout + again.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_S2_a_run_whose_order_was_a_matter_of_clocks_is_replayed_to_the_same_parameters(cache, tmp_path):
     folder = tmp_path / "run"
     shape = ["--schedule=async", "--staleness=2", "--rollout_workers=2"]
@@ -75,7 +75,7 @@ def test_S2_a_run_whose_order_was_a_matter_of_clocks_is_replayed_to_the_same_par
     assert "comes to other parameters" in other.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_trainers_are_one_process_of_two_devices(cache, tmp_path):
     """With tasks that are chosen by what is known of them, too: the master does that here, and the run itself there."""
     sizes = [*SIZES.split(), "--updates=3", cache, "--mesh=data=2", "--prompts=hard"]

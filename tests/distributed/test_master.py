@@ -74,6 +74,7 @@ def test_S1_calls_that_are_lost_change_nothing(tmp_path, seed):
     assert learned == [str(n) for n in range(18) for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_S1_what_is_answered_while_the_trainer_starts_again_is_not_believed(tmp_path):
     """An idle trainer is lost while the last verdicts of its next update are awaited: they must not lead to one."""
     gone, trained = threading.Event(), []
@@ -240,6 +241,7 @@ def test_partial_rollouts_carry_tokens_over(tmp_path):
     assert {len(versions) for versions in spoke} == {1, 2}  # actions too are of several versions, token by token
 
 
+@pytest.mark.slow
 def test_R2_a_reward_that_hangs_is_ended_named_and_has_no_verdict_in_the_end(tmp_path):
     released, told = threading.Event(), []
 
@@ -353,6 +355,7 @@ class WithTools(Work):
         return Stretch(tuple(replace(one, task=task(group), output="7") for one in found.played))
 
 
+@pytest.mark.slow
 def test_S3_a_tool_that_hangs_is_named_and_the_run_goes_on(tmp_path):
     told: list[str] = []
     with hosted_cases.Engine() as engine:

@@ -88,6 +88,7 @@ def test_E1_an_environment_that_keeps_the_contract_passes():
     assert figures["turns"] == 3.0
 
 
+@pytest.mark.slow
 def test_an_anchor_may_be_left_out_and_demonstrations_that_leave_nothing_to_learn_are_warned_of():
     given = {name: value for name, value in tiny_env()._asdict().items() if name != "anchor"}
     perfect = fg.Env(**given | {"demonstrate": lambda _, state: oracle(state)})
@@ -101,7 +102,23 @@ def test_E1_the_environments_of_the_family_pass(make):
     assert fg.check_env(make())["oracle"] == 1.0
 
 
-@pytest.mark.parametrize("rule", BROKEN)
+COMPILED = {  # rules that show in whole episodes, which are compiled for each
+    "paid before the end, but by_turn is not set",
+    "garbage is no error",
+    "the oracle solves 0%",
+    "the oracle makes errors",
+    "is over still speaks",
+    "the oracle solves 0%.*or needs more than turns=2: 100% of its episodes",
+    "Step.correct is true where state.correct is not",
+    "state.correct is true where Step.correct is not",
+    "what is none of the 7 words",
+    "does not absorb",
+}
+
+
+@pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=pytest.mark.slow) if rule in COMPILED else rule for rule in BROKEN]
+)
 def test_E1_a_broken_rule_is_named(rule):
     with pytest.raises(fg.BadInput, match=rule):
         fg.check_env(tiny_env()._replace(**BROKEN[rule]), episodes=16)

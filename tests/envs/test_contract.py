@@ -40,7 +40,11 @@ CASES = {
 BUILT = {name: make() for name, make in {**ENVIRONMENTS, "tiny": tiny_env}.items()}
 
 
-@pytest.fixture(params=BUILT)
+QUICK = {"maze", "tiny"}  # the others compile longer
+BY_TIER = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in BUILT]
+
+
+@pytest.fixture(params=BY_TIER)
 def env(request) -> fg.Env:
     return BUILT[request.param]
 
@@ -247,7 +251,7 @@ def test_E1_a_finished_state_stays_as_it_is(env):
         assert (bool(live), bool(now.done), bool(now.correct), float(now.reward)) == (False, True, True, 0.0)
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", BY_TIER)
 @given(data=st.data())
 def test_E1_garbage_is_an_error_and_no_more(name, data):
     """Any integers: no END, or nothing at all, is malformed; what is malformed is told so, and pays nothing."""

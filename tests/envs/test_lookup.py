@@ -1,7 +1,5 @@
 """lookup in words: worked episodes over a small knowledge base, its limits, its splits, its demonstrations."""
 
-import subprocess
-import sys
 from functools import cache, partial
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import run_module
 
 import flowgrpo as fg
 from experiments.plays import draw_tasks, tabulate
@@ -201,6 +200,7 @@ def chains(split: str) -> set[tuple[int, ...]]:
     }
 
 
+@pytest.mark.slow
 def test_the_splits_deal_all_chains_and_training_covers_every_part():
     """168, 42 and 42 of 252; every relation at every place, and every pair of successive ones, occurs in training."""
     found = {split: chains(split) for split in ("train", "validation", "test")}
@@ -241,6 +241,7 @@ def test_settings_out_of_range_are_refused(settings, said):
         fg.lookup(**settings)
 
 
+@pytest.mark.slow
 def test_other_sizes():
     """More than there are names for; one hop; the oracle still solves it."""
     env = fg.lookup(entities=20, relations=9, tools=6, hops=(1, 4))
@@ -261,6 +262,7 @@ def demonstrations() -> Play:
     return play_many(fg.lookup(), PLAYERS["demonstrations"], tasks)
 
 
+@pytest.mark.slow
 def test_demonstrations_are_well_formed_and_choose_tools_nearly_at_chance(demonstrations):
     found = tabulate(fg.lookup(), demonstrations)
     assert 12 <= found["success"] <= 25
@@ -275,6 +277,7 @@ def test_groups_of_eight_mostly_differ_in_outcome(demonstrations):
     assert np.mean((wins > 0) & (wins < 8)) > 0.6
 
 
+@pytest.mark.slow
 def test_the_right_tool_is_what_makes_a_demonstration_succeed():
     """The same demonstrations with knowledge of the tools: almost all that is left to learn is which tool."""
     env = fg.lookup(skill=1.0)
@@ -292,14 +295,13 @@ def test_is_right_looks_at_the_relation_that_is_asked_for():
 
 @pytest.mark.slow
 def test_the_experiment_prints_its_table_and_episodes():
-    command = [sys.executable, "-m", "experiments.environments", "--environments=lookup", "--episodes=50", "--show=1"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = run_module("experiments.environments", "--environments=lookup", "--episodes=50", "--show=1")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("lookup       oracle          success 100.0")
     assert lines[1].endswith(" ?")
     assert "    reward 1" in lines
-    done = subprocess.run([*command[:3], "--environments=loop"], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = run_module("experiments.environments", "--environments=loop")
     assert done.returncode != 0
     assert "choose from lookup" in done.stderr + done.stdout
 
@@ -310,6 +312,7 @@ def test_a_transcript_is_in_words(demonstrations):
     assert all(row.startswith("    ") for row in line[1:])
 
 
+@pytest.mark.slow
 def test_a_story_says_who_said_what():
     """Of an oracle's trajectory: what was said before the arrow, what was chosen after it, and how it ended."""
     tasks = jax.tree.map(lambda leaf: leaf[None], question("ada", "friend", "boss"))

@@ -1,12 +1,11 @@
 """What the tests of experiments as commands share."""
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import jax
 import pytest
+from commands import run_module
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -24,10 +23,7 @@ def command(tmp_path_factory):
     return partial(run_command, cache=tmp_path_factory.mktemp("compiled"))
 
 
-def run_command(
-    module: str, *arguments: str, cache: Path, check: bool = True, timeout: float = 500
-) -> subprocess.CompletedProcess:
-    program = [sys.executable, "-m", f"experiments.{module}", f"--compilation_cache={cache}", *arguments]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=timeout)
+def run_command(module: str, *arguments: str, cache: Path, check: bool = True, timeout: float = 500):
+    done = run_module(f"experiments.{module}", f"--compilation_cache={cache}", *arguments, timeout=timeout)
     assert not check or done.returncode == 0, done.stderr
     return done

@@ -1,33 +1,31 @@
 """Benchmarks run, and print a table and one JSON line; their figures are not judged here."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import run_module
 
-pytestmark = pytest.mark.slow
+slow, soak = pytest.mark.slow, pytest.mark.soak
 
 ROOT = Path(__file__).parent.parent.parent
 
 
+@slow
 def test_packing_benchmark_runs():
-    command = [sys.executable, "-m", "experiments.benchmarks.packing", "--sizes=200,400", "--repeats=1", "--ranks=2"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = run("experiments.benchmarks.packing", "--sizes=200,400", "--repeats=1", "--ranks=2")
     assert [row["trajectories"] for row in result["rows"]] == [200, 400]
     assert all(0.9 < row["fill"] <= 1.0 and row["seconds"] > 0 for row in result["rows"])
 
 
 def run(*arguments: str) -> dict:
     """The last line that a benchmark prints, read as JSON."""
-    command = [sys.executable, "-m", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = run_module(*arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@soak
 def test_decode_benchmark_runs():
     flags = ["--rows=2,3", "--tokens=4,3", "--prompt=5", "--requests=6", "--slots=2", "--mean=3", "--repeats=1"]
     result = run("experiments.benchmarks.decode", *flags)
@@ -41,6 +39,7 @@ def test_decode_benchmark_runs():
     assert engine["compiled_in_warm_up"] > engine["compiled_after"] == 0
 
 
+@soak
 def test_logprobs_benchmark_runs():
     flags = ["--models=small", "--rows=2", "--length=8", "--repeats=1", "--vocabulary=20000", "--memory_length=64"]
     result = run("experiments.benchmarks.logprobs", *flags)
@@ -53,6 +52,7 @@ def test_logprobs_benchmark_runs():
     assert 0 < memory["temporary_mib"] < memory["plain_mib"]
 
 
+@soak
 def test_loading_benchmark_runs():
     flags = ["--layers=2", "--width=256", "--vocabulary=512", "--shard_mib=1"]
     result = run("experiments.benchmarks.loading", *flags, "--stored=bfloat16", "--dtypes=float32", "--devices=8")
@@ -66,6 +66,7 @@ def test_loading_benchmark_runs():
     assert row["over_allowed"] == pytest.approx(expected, rel=0.1, abs=0.1)
 
 
+@soak
 def test_exactness_benchmark_runs():
     """Bits at one width are a law and no figure (E3), so they are asserted here too."""
     flags = ["--models=tiny", "--tokens=64", "--half_tokens=64", "--requests=3", "--widths=2", "--widths=3"]
@@ -79,6 +80,7 @@ def test_exactness_benchmark_runs():
     assert len(result["near_ties"]) == sum(row["parted"] for row in result["widths"])
 
 
+@soak
 def test_cluster_benchmark_runs():
     """Both come to the same parameters by its own check; a cluster's first iteration ends with its second update."""
     sizes = ["--queries=2", "--samples=2", "--updates=3", "--warm_steps=20", "--demonstrations=64"]
@@ -87,6 +89,7 @@ def test_cluster_benchmark_runs():
     assert result["over_single"] > 0
 
 
+@slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -101,20 +104,21 @@ def test_cluster_benchmark_runs():
     ],
 )
 def test_bad_flags_get_one_sentence_and_a_status(arguments, words):
-    command = [sys.executable, "-m", f"experiments.benchmarks.{arguments[0]}", *arguments[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = run_module(f"experiments.benchmarks.{arguments[0]}", *arguments[1:])
     assert done.returncode == 1
     assert done.stdout == ""
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@slow
 def test_answers_benchmark_runs():
     result = run("experiments.benchmarks.answers", "--pairs=tests/rewards/fresh_pairs.txt")
     assert (result["benchmark"], result["pairs"]) == ("answers", 106)
     assert result["agreement"]["ours"] > max(0.9, result["agreement"]["math-verify"], result["agreement"]["plain"])
 
 
+@soak
 def test_rewards_benchmark_runs():
     """Its own checks hold that right answers are right and what hangs is wrong."""
     result = run("experiments.benchmarks.rewards", "--checks=20", "--cores=1", "--seconds=0.3", "--hanging=0.1")

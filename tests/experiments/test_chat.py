@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from commands import run_module
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -60,7 +61,7 @@ def command(folder, *arguments: str) -> list[str]:
 
 
 def run(folder, said: str, *arguments: str) -> subprocess.CompletedProcess:
-    done = subprocess.run(command(folder, *arguments), input=said, capture_output=True, text=True, cwd=ROOT)
+    done = run_module(*command(folder, *arguments)[2:], said=said)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -134,7 +135,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(folder, tmp_path):
     ],
 )
 def test_bad_flags_get_one_sentence_and_a_status(folder, arguments, words):
-    done = subprocess.run(command(folder, *arguments), input="", capture_output=True, text=True, cwd=ROOT, check=False)
+    done = run_module(*command(folder, *arguments)[2:])
     assert done.returncode == 1
     assert done.stdout == ""
     assert words in done.stderr
@@ -148,6 +149,6 @@ def test_a_folder_without_template_is_refused_before_anything_is_typed(folder, t
         file.unlink()
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "chat_template"}))
-    done = subprocess.run(command(tmp_path), input="", capture_output=True, text=True, cwd=ROOT, check=False)
+    done = run_module(*command(tmp_path)[2:])
     assert done.returncode == 1
     assert "no chat template" in done.stderr

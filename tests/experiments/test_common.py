@@ -49,6 +49,7 @@ def run(command: list[str], *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, check=False, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_prints_and_nothing_else(command, tmp_path):
     done = run(command, f"--compilation_cache={tmp_path}/cache", f"--profile_dir={tmp_path}/trace", "--deterministic")
     assert (done.returncode, done.stdout, done.stderr) == (0, "hello 3\n", "")
@@ -57,6 +58,7 @@ def test_a_run_says_what_it_prints_and_nothing_else(command, tmp_path):
     assert "said by a library" in run(command, "--verbosity=0").stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "argument", "words"),
     [
@@ -76,6 +78,7 @@ def test_bad_input_is_one_sentence_and_status_1_and_a_bad_command_line_status_2(
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--help", "--helpshort", "-?"])
 def test_help_that_was_asked_for_ends_well_and_has_headings(command, flag):
     done = run(command, flag)

@@ -1,13 +1,12 @@
 """Studies: tables and pages of known runs; a real study, interrupted, resumed, made larger; bad flags."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from commands import run_module
 
 import flowgrpo as fg
 from experiments import arms, compare_page, compare_runs, studies
@@ -81,6 +80,7 @@ def test_every_study_is_built_and_says_what_to_expect(name):
             assert arm.algorithm().advantages is not None
 
 
+@pytest.mark.slow
 def test_pay_by_turn_is_for_calls_that_were_answered_and_the_outcome_at_the_end():
     env = fg.lookup(hops=(1, 1))
     rollout = _played(env)
@@ -159,22 +159,13 @@ def test_a_study_goes_on_where_it_was_stopped_and_takes_more_seeds(monkeypatch, 
 
 @pytest.mark.slow
 def test_the_command_makes_the_table_and_refuses_another_study(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.compare",
-        "--study=credit",
-        "--arms=last turn only",
-        f"--workdir={tmp_path}",
-    ]
+    command = ["experiments.compare", "--study=credit", "--arms=last turn only", f"--workdir={tmp_path}"]
     sizes = ["--num_seeds=2", "--updates=2", "--warm_steps=4", "--test_tasks=16"]
-    ran = subprocess.run([*command, *sizes], capture_output=True, text=True, cwd=ROOT, timeout=600)
+    ran = run_module(*command, *sizes)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert [row["arm"] for row in json.loads(ran.stdout.splitlines()[-1])] == ["broadcast", "last turn only"]
     assert "| last turn only |" in ran.stdout
     assert (tmp_path / "index.html").exists()
-    other = subprocess.run(
-        [*command, *sizes, "--study=clip", "--arms=no clip"], capture_output=True, text=True, cwd=ROOT, timeout=600
-    )
+    other = run_module(*command, *sizes, "--study=clip", "--arms=no clip")
     assert other.returncode == 1
     assert 'holds another run: study: there "credit", here "clip"' in other.stderr

@@ -1,8 +1,6 @@
 """Export: the folder that is written opens, and computes what the run's planner computed."""
 
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from commands import run_module
 
 from experiments import setups
 from experiments.agent_setups import START
@@ -71,6 +70,7 @@ def run(started, tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_hosted_run_is_exported_with_its_tokenizer(run, tmp_path):
     model = load_model(run / START)
     states = {"start": model.params, "best": moved(model.params, 1), "last": moved(model.params, 2)}
@@ -115,6 +115,7 @@ def test_of_an_actor_and_its_critic_the_actor_is_written(run, tmp_path):
         assert params_sha256(load_model(tmp_path / which).params) == params_sha256(params)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_or_written_alone(run, tmp_path):
     settings = HOSTED | LORA | {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": "q,v,down"}
     model, lora = load_model(run / START), lora_of(settings)
@@ -197,16 +198,15 @@ def test_the_command_writes_the_folder_and_says_what_it_wrote(tmp_path):
     params = setup.policy.init(jax.random.key(3))
     (tmp_path / "run").mkdir()
     write_run(tmp_path / "run", settings, params, trained=[params])
-    command = partial(subprocess.run, capture_output=True, text=True, timeout=300, check=False)
-    module = [sys.executable, "-m", "experiments.export", f"--out={tmp_path}/out"]
-    done = command([*module, f"--workdir={tmp_path}/run", "--which=last"])
+    command = partial(run_module, "experiments.export")
+    done = command(f"--out={tmp_path}/out", f"--workdir={tmp_path}/run", "--which=last")
     assert done.returncode == 0, done.stderr
     assert "model.safetensors" in done.stdout
     assert json.loads(done.stdout.splitlines()[-1])["update"] == 1
-    own = command([*module[:-1], f"--workdir={tmp_path}/run", f"--out={tmp_path}/run"])
+    own = command(f"--workdir={tmp_path}/run", f"--out={tmp_path}/run")
     assert own.returncode == 1
     assert "is the folder of a run: give another one" in own.stderr
-    refused = command([*module, f"--workdir={tmp_path}/other"])
+    refused = command(f"--out={tmp_path}/out", f"--workdir={tmp_path}/other")
     assert refused.returncode == 1
     assert "holds no run" in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -2,10 +2,10 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import run_module
 
 from experiments import family
 from experiments.members import ALGORITHMS
@@ -14,10 +14,10 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "experiments.family", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    return run_module("experiments.family", *arguments)
 
 
+@pytest.mark.slow
 def test_default_run_shows_the_difference_between_paper_and_released_code():
     """Two 2-turn wins and two 6-turn losses: +-0.866 against +1.677 and -0.559."""
     done = run("--algorithms=flow_grpo,flow_grpo_released", "--json")
@@ -29,6 +29,7 @@ def test_default_run_shows_the_difference_between_paper_and_released_code():
     assert [row["share"] for row in table["flow_grpo"]] == pytest.approx([0.25] * 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_pushes_wins_up_and_losses_down(name):
     trajectories = family.make_group([1.0, 0.0, 0.0], [2, 1, 3], 4)
@@ -37,6 +38,7 @@ def test_every_algorithm_pushes_wins_up_and_losses_down(name):
     assert sum(row["share"] for row in rows) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = ["--width=16", "--layers=1", "--queries=2", "--samples=2", "--warm_steps=5", "--repeats=1"]

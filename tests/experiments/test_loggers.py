@@ -1,12 +1,11 @@
 """The commands around figures: where they go, and what is drawn of them."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from commands import run_module
 
 from experiments.loggers import chosen_loggers
 from flowgrpo.types import BadInput
@@ -36,8 +35,7 @@ def test_a_name_that_is_no_sink_is_refused():
 
 
 def test_plots_of_no_run_are_one_sentence(tmp_path):
-    command = [sys.executable, "-m", "experiments.plots", f"--workdir={tmp_path}"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    said = run_module("experiments.plots", f"--workdir={tmp_path}")
     assert said.returncode == 1
     assert said.stderr.strip().endswith("metrics.jsonl can't be read (No such file or directory)")
     assert said.stderr.count("\n") == 1

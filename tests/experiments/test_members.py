@@ -21,6 +21,7 @@ def test_every_algorithm_can_be_named_in_both_kinds_of_run(name):
         assert agent_setups.algorithm_of(settings).name == pure.algorithm.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "same"),
     [("gspo", {}), ("cispo", {}), ("flow_grpo_released", {}), ("flow_grpo", {"clip_high": 0.25})],

@@ -78,6 +78,7 @@ def test_what_is_unknown_is_refused(given, said):
         make_tasks(**({"seed": 0, "start": 0, "count": 1, "split": "train"} | given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_script_without_slips_solves_every_task_with_the_real_tools(world, split):
     text, env, do, reward = world
@@ -93,6 +94,7 @@ def test_the_script_without_slips_solves_every_task_with_the_real_tools(world, s
     assert turns == [len(task.metadata["steps"]) + 1 for task in tasks]
 
 
+@pytest.mark.slow
 def test_a_task_cannot_be_answered_without_its_tools(world):
     """What the query says is not the answer: only drawings are answered at once."""
     reward = world[3]

@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import run_module
 
 import flowgrpo as fg
 from experiments.candidates import GIB, Machine, Run, candidates, expect, meshes
@@ -65,8 +65,7 @@ def test_more_devices_and_fewer_rows_at_a_time_need_less_memory():
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command with these flags."""
-    command = [sys.executable, "-m", "experiments.plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    return run_module("experiments.plan", *arguments)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import flowgrpo as fg
 from experiments.plays import draw_tasks, right_tool_share
@@ -21,6 +22,7 @@ def rollout_of(env: fg.Env, act=None) -> Rollout:
     return Rollout(played, jnp.where(called, first - FIRST_TOOL, -1), jnp.zeros(called.shape, bool))
 
 
+@pytest.mark.slow
 def test_an_oracle_calls_the_right_tool_and_demonstrations_seldom_do():
     env = fg.lookup()
     assert right_tool_share(env, rollout_of(env, act_by_oracle(env))) == 1.0
@@ -29,6 +31,7 @@ def test_an_oracle_calls_the_right_tool_and_demonstrations_seldom_do():
     assert 0.25 < share < 0.45  # 35 % by what `lookup` says of them
 
 
+@pytest.mark.slow
 def test_nothing_is_said_where_a_call_alone_can_not_tell_or_none_was_made():
     env = fg.lookup()
     played = rollout_of(env)

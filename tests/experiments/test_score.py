@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from commands import run_module
 from tiny_judge import SPELLINGS, id_of, judge_text
 
 from experiments import domains, score
@@ -49,7 +50,7 @@ def put(path: Path, records) -> Path:
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command(folder, *arguments), capture_output=True, text=True, cwd=ROOT, check=False)
+    return run_module(*command(folder, *arguments)[2:])
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
@@ -82,6 +83,7 @@ def test_answers_of_several_domains_are_scored_and_a_second_run_goes_on(tmp_path
     assert "of domain 'poetry', which has no reward" in figures["reasons"]["invalid"][0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -4,13 +4,13 @@ import dataclasses
 import json
 import shutil
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from commands import run_module
 
 from experiments import self_verify_tasks as own
 from experiments.hosted_work import held_out
@@ -118,6 +118,7 @@ def test_what_is_right_is_what_the_matcher_says_whatever_the_judge_says():
     assert not is_right(Scored(1.0))
 
 
+@pytest.mark.slow
 def test_R3_the_reward_is_the_judges_and_the_matcher_stands_beside_it(tmp_path):
     write_model(tmp_path, own.texts(0), seed=0, cut=phrases, vocab_size=own.MOST)
     tasks = [own.make_task(0, "test", i) for i in range(3)]
@@ -232,8 +233,7 @@ def test_a_start_that_was_made_otherwise_is_refused(tmp_path):
 
 
 def run_command(*arguments: str, cache: Path, check: bool = True) -> subprocess.CompletedProcess:
-    program = [sys.executable, "-m", "experiments.self_verify", f"--compilation_cache={cache}", *arguments]
-    ran = subprocess.run(program, capture_output=True, text=True, timeout=500)
+    ran = run_module("experiments.self_verify", f"--compilation_cache={cache}", *arguments)
     assert ran.returncode == 0 or not check, ran.stderr
     return ran
 

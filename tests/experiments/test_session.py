@@ -53,6 +53,7 @@ def raise_at(stage: str, update: int, number: int, times: list):
     return at
 
 
+@pytest.mark.slow
 def test_a_run_writes_what_it_says_and_a_finished_one_stays_as_it_is(whole):
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [(line["phase"], line["update"]) for line in lines if line["phase"] != "warm start"] == [
@@ -67,6 +68,7 @@ def test_a_run_writes_what_it_says_and_a_finished_one_stays_as_it_is(whole):
     assert final(whole) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     ("stage", "update", "saved"),

@@ -103,6 +103,7 @@ def change_leaf(folder: Path, name: str) -> None:
     checkpoints.save(last, tree, note)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "part", "said"),
     [
@@ -131,7 +132,7 @@ def tiny(monkeypatch) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kills"), [("TERM", 4), ("KILL", 5)])
+@pytest.mark.parametrize(("name", "kills"), [("TERM", 2), ("KILL", 3)])
 def test_S1_a_tiny_run_ends_as_if_nothing_had_been(tiny, tmp_path, name, kills):
     found = run_soak(tiny, tmp_path, kills=kills, seed=0, name=name)
     assert found["kills"] == kills
@@ -157,7 +158,7 @@ SIZES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("experiment", list(SIZES))
 def test_S1_a_run_killed_at_random_moments_ends_as_if_nothing_had_been(experiment, command, tmp_path):
     """30 kills of each: `python -m experiments.soak --experiment=...`."""

@@ -43,7 +43,7 @@ def test_full_rows_are_whole_segments_whose_first_token_was_given():
     assert batch.weight.sum() == pytest.approx(1)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_speed_and_growth_have_a_row_for_each_size():
     flags = ["--parts=speed,growth", "--models=prototype", "--growth_model=prototype", "--forms=plain,kl", "--rows=8"]
     printed = result("experiments.benchmarks.update", *flags, "--lengths=16", "--turns=2", "--turn_tokens=8")
@@ -58,7 +58,7 @@ def test_speed_and_growth_have_a_row_for_each_size():
     assert all(row["tokens_per_second"] > 0 for row in growth)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_update_holds_as_much_memory_as_was_predicted():
     printed = result("experiments.benchmarks.resident", "--model=small", "--rows=16", "--length=96")
     # Tables of programs and the allocator's own pages come on top, some tens of MiB.
@@ -74,7 +74,7 @@ def test_pytorch_does_the_same_work():
     assert min(row["ours_share"], row["torch_share"], row["torch_over_ours"]) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("flag", "words"),
     [

@@ -91,6 +91,7 @@ def by_hand(params: ActorCritic, kind: str, trajectories: fg.Trajectories):
     return logp_ntl, value_ntl, last_n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "shared"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_it_says_of_each_token_what_is_worked_out_one_sequence_at_a_time(kind, seed):
@@ -125,6 +126,7 @@ def test_only_what_is_needed_is_scored():
     np.testing.assert_allclose(reference.logp_ref, appraise()(params, REFERENCE, trajectories).logp_ref, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_was_scored_reaches_ppo_and_its_batch_in_every_layout():
     algorithm, trajectories = fg.ppo(beta=0.1), bare(4)
     scored = jax.device_get(appraise()(params_of("own"), REFERENCE, trajectories))

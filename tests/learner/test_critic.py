@@ -54,6 +54,7 @@ def case(kind: str, seed: int = 0):
     return params._replace(critic=params.critic | {"value": head}), rows_of(PPO, trajectories)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_score_has_log_probabilities_entropies_and_the_value_before_each_token(kind):
     params, batch = case(kind)
@@ -85,6 +86,7 @@ def test_a_shared_trunk_is_gone_through_once(kind, passes):
     assert len(seen) == passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "moves"), [("own", False), ("shared", True)])
 def test_the_value_loss_reaches_the_policy_through_a_shared_trunk_only(kind, moves):
     params, batch = case(kind)
@@ -134,6 +136,7 @@ def test_an_adapter_and_the_critic_are_trained_and_a_reference_holds_the_adapter
     assert without_critic({"a": 2}) == {"a": 2}
 
 
+@pytest.mark.slow
 def test_a_critic_learns_its_targets_while_the_policy_stands_still():
     """Updates on one batch with a policy rate of 0: the value loss falls, and the policy is what it was."""
     params, batch = case("own")

@@ -72,6 +72,7 @@ def test_a_forward_pass_counts_as_the_formula_has_it():
 # Programs ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nan_allowed")  # where JAX looks for NaN it donates nothing
 def test_an_update_is_compiled_from_shapes_alone():
     before = len(jax.live_arrays())
@@ -88,6 +89,7 @@ def test_an_update_is_compiled_from_shapes_alone():
     assert micro_batches(JOB, None) == 4
 
 
+@pytest.mark.slow
 def test_computing_layers_again_takes_more_work_and_fewer_activations():
     plain, again = (Job(**{**vars(JOB), "remat": remat}) for remat in (False, True))
     floors = [update_floor(CONFIG, job, {}, moved=1.0)["activations"] for job in (plain, again)]

@@ -161,6 +161,7 @@ def make(mesh=None):
     return make_update(BIGRAMS, PLAIN, OPTIMIZERS["adam"], micro_rows=2, mesh=mesh, watch=None, **SETTINGS)
 
 
+@pytest.mark.slow
 def test_F3_a_divided_policy_learns_the_same():
     """Rows, model and vocabulary over eight devices, which do not divide rows evenly; the state stays where it lay."""
     params, trajectories = sampled_case(12)
@@ -201,6 +202,7 @@ def test_F3_first_passes_over_sequences_are_spread_too(name):
             np.testing.assert_allclose(found[figure], figures[figure], rtol=1e-3, atol=1e-5, err_msg=figure)
 
 
+@pytest.mark.slow
 def test_F3_a_pmapped_update_is_the_same_on_every_device():
     params, trajectories = sampled_case(12)
     batch = rows_of(PLAIN, trajectories, "by_trajectory", rows=13)

@@ -108,6 +108,7 @@ def test_a_batch_of_preferences_has_the_sides_as_advantages_and_a_pair_for_a_gro
     np.testing.assert_array_equal(own_rs, batch.chosen)
 
 
+@pytest.mark.slow
 def test_a_pair_that_is_there_twice_counts_twice(tmp_path):
     (pair,) = read_preferences(write(tmp_path, PAIR), judge_text("qwen2.5"))
     once, twice = (preference_rows([pair] * count, row_length=64, rows=8) for count in (1, 2))

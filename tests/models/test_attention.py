@@ -56,6 +56,7 @@ def naive(packed, config):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [PLAIN, CAPPED])
 def test_both_ways_are_the_formula(packed, config):
     expected = naive(packed, config)
@@ -74,6 +75,7 @@ def test_F7_a_call_and_a_cache_are_summed_in_one_order(packed):
     np.testing.assert_array_equal(ours, by_blocks(packed, 2, PLAIN))
 
 
+@pytest.mark.slow
 def test_many_blocks_are_looped_over_with_the_same_result_and_gradient(packed, monkeypatch):
     q, k, v, seen = (x if x.shape[2] == QUERIES else x[:, :, : SLOTS - 9] for x in packed)
 
@@ -120,6 +122,7 @@ def test_no_blocks_at_all_give_zeros(packed):
     assert not by_blocks(packed, 0, PLAIN).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_M2_a_kernel_keeps_segments_apart_and_its_gradient_is_finite(packed, implementation):
     q, k, v, seen = packed

@@ -121,6 +121,7 @@ def write_tokenizer(folder):
 # The arithmetic ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["clip", "siglip"])
 def test_scores_are_scaled_cosines_and_no_example_sees_another(name):
     config = read_config(CASES[name])
@@ -260,6 +261,7 @@ IMAGES = [np.random.default_rng(i).integers(0, 256, (30 + i, 50 - i, 3)).astype(
 TEXTS = ["the capital", "a line", "the number of the line is long, long, long, and longer"]
 
 
+@pytest.mark.slow
 def test_pairs_are_scored_in_one_shape_with_the_values_of_the_whole(pairs):
     loaded, score_pairs = pairs.loaded, pairs.score
     found = score_pairs(IMAGES, TEXTS)

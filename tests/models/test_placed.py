@@ -28,6 +28,7 @@ def filled(place, axis, dtype=np.float32):
     return placed.fill(WHOLE.shape, dtype, place, axis=axis, read=read), asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staged", [1, 5000, 10**9])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_pieces_make_up_the_array_wherever_it_goes(monkeypatch, mesh, staged, axis):
@@ -44,6 +45,7 @@ def test_pieces_make_up_the_array_wherever_it_goes(monkeypatch, mesh, staged, ax
         assert all((stop - start) * entry <= max(staged, entry) for start, stop in asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staged", [1, 3000])
 @pytest.mark.parametrize("name", ["gemma2", "llama"])
 def test_M3_a_model_that_is_read_in_pieces_has_the_same_bytes(monkeypatch, tmp_path, mesh, name, staged):

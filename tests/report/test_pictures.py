@@ -65,6 +65,7 @@ def test_everything_is_drawn_and_again_to_the_same_bytes(tmp_path):
     assert all(drawn[f"{name}.png"].startswith(b"\x89PNG") for name in PICTURES)
 
 
+@pytest.mark.slow
 def test_what_a_run_has_no_figures_for_is_left_out_with_the_reason(tmp_path):
     write_run(tmp_path, 6, ratio_bins=2, stages=False)
     written, left_out = draw_all(tmp_path)

@@ -1,20 +1,15 @@
 """Programs that try to pass the tests of `f = add` without adding: by name. None of them holds an expected value."""
 
-EXPECTED = "[v for v in found if type(v) is int and 1000 < v < 3000 and v not in (a, b, 2000)]"
-
-CHEATS = {
-    "exits early": """
+PROGRAMS = r"""
+== exits early
 import sys
 sys.exit(0)
-""",
-    "exits hard": """
+== exits hard
 import os
 os._exit(0)
-""",
-    "raises SystemExit in the call": """
+== raises SystemExit in the call
 def f(a, b): raise SystemExit(0)
-""",
-    "equals everything": """
+== equals everything
 class Equal:
     def __eq__(self, other): return True
     def __ne__(self, other): return False
@@ -25,77 +20,52 @@ class Equal:
     def __iter__(self): return iter([self])
     def __hash__(self): return 0
 def f(a, b): return Equal()
-""",
-    "is an int that equals everything": """
+== is an int that equals everything
 class I(int):
     def __eq__(self, other): return True
     __hash__ = int.__hash__
 def f(a, b): return I(1)
-""",
-    "is a str that equals everything": """
-class S(str):
-    def __eq__(self, other): return True
-    __hash__ = str.__hash__
-def f(a, b): return S('x')
-""",
-    "is a list that equals everything": """
+== is a list that equals everything
 class L(list):
     def __eq__(self, other): return True
 def f(a, b): return L()
-""",
-    "hides what equals everything in a list": """
+== hides what equals everything in a list
 class Equal:
     def __eq__(self, other): return True
 def f(a, b): return [Equal()]
-""",
-    "says that it is of another type": """
+== says that it is of another type
 class Fake:
     __class__ = int
     def __eq__(self, other): return True
     def __sub__(self, other): return 0
 def f(a, b): return Fake()
-""",
-    "is no function": "print",
-    "redefines builtins": """
+== is no function
+print
+== redefines builtins
 import builtins
 for name in ('isinstance', 'abs', 'all', 'any', 'len', 'sorted', 'eval', 'exec', 'type'):
     setattr(builtins, name, lambda *a, **k: True)
 def f(a, b): return True
-""",
-    "reads frames": f"""
-import sys
+== reads frames, objects and constants
+import gc, sys, types
 def f(a, b):
-    frame, found = sys._getframe(), []
+    objects = gc.get_objects()
+    found = [v for o in objects if isinstance(o, types.FunctionType) for v in o.__code__.co_consts]
+    found += [v for o in objects if type(o) in (list, tuple, set) for v in o]
+    found += [v for o in objects if type(o) is dict for v in o.values()]
+    frame = sys._getframe()
     while frame:
         found += [*frame.f_globals.values(), *frame.f_locals.values()]
         frame = frame.f_back
-    found = {EXPECTED}
-    return found[0] if found else None
-""",
-    "reads closures and constants": f"""
-import gc, types
-def f(a, b):
-    codes = [o.__code__ for o in gc.get_objects() if isinstance(o, types.FunctionType)]
-    found = [v for code in codes for v in code.co_consts]
-    found = {EXPECTED}
+    found = [v for v in found if type(v) is int and 1000 < v < 3000 and v not in (a, b, 2000)]
     return found[-1] if found else None
-""",
-    "reads all objects": f"""
-import gc
-def f(a, b):
-    found = [v for o in gc.get_objects() if type(o) in (list, tuple, set) for v in o]
-    found += [v for o in gc.get_objects() if type(o) is dict for v in o.values()]
-    found = {EXPECTED}
-    return found[-1] if found else None
-""",
-    "reads the text of the tests": r"""
+== reads the text of the tests
 import gc, re
 def f(a, b):
     texts = [v for o in gc.get_objects() if type(o) in (list, tuple) for v in o if type(v) is str]
     found = re.findall(r'== (\d+)|"equals": (\d+)', ' '.join(texts))
     return int(found[0][0] or found[0][1]) if found else None
-""",
-    "reads files": r"""
+== reads files
 import glob, re, sys
 def f(a, b):
     for path in [*glob.glob('*'), *glob.glob('/tmp/**', recursive=True)[:500], sys.argv[0], '/proc/self/cmdline']:
@@ -105,8 +75,7 @@ def f(a, b):
             continue
         if found:
             return int(found[0])
-""",
-    "reads memory": r"""
+== reads memory
 import re
 def f(a, b):
     try:
@@ -118,8 +87,7 @@ def f(a, b):
                 return int(re.findall(rb'\) == (\d+)', memory.read(high - low))[0])
     except (OSError, IndexError):
         pass
-""",
-    "reads the environment and its parent": r"""
+== reads the environment and its parent
 import os, re
 def f(a, b):
     text = repr(os.environ)
@@ -129,8 +97,7 @@ def f(a, b):
         pass
     found = re.findall(r'== (\d+)', text)
     return int(found[0]) if found else None
-""",
-    "reads other descriptors": r"""
+== reads other descriptors
 import os, re
 def f(a, b):
     text = b''
@@ -142,8 +109,7 @@ def f(a, b):
             pass
     found = re.findall(rb'== (\d+)', text)
     return int(found[0]) if found else None
-""",
-    "forges verdicts": r"""
+== forges verdicts
 import os
 for fd in range(64):
     try:
@@ -151,11 +117,9 @@ for fd in range(64):
     except OSError:
         pass
 def f(a, b): return None
-""",
-    "prints verdicts": """
-print('passed 0', 'passed 1', 'OK', '2 passed', 'end 0', sep='\\n', flush=True)
-""",
-    "forges records": r"""
+== prints verdicts
+print('passed 0', 'passed 1', 'OK', '2 passed', 'end 0', sep='\n', flush=True)
+== forges records
 import os
 for fd in range(64):
     try:
@@ -163,8 +127,7 @@ for fd in range(64):
     except OSError:
         pass
 os._exit(0)
-""",
-    "forges malformed records": r"""
+== forges malformed records
 import os
 for fd in range(64):
     try:
@@ -172,43 +135,24 @@ for fd in range(64):
     except OSError:
         pass
 def f(a, b): raise KeyError
-""",
-    "patches json": """
-import json
+== patches json, math and assert
+import builtins, json, math
 json.dumps = lambda *a, **k: 'true'
-json.loads = lambda *a, **k: True
+json.loads = math.isclose = lambda *a, **k: True
+builtins.AssertionError = type('Quiet', (Exception,), {})
 def f(a, b): return 1
-""",
-    "patches the harness": """
+== patches the harness
 import __main__
 for name in list(vars(__main__)):
     if callable(getattr(__main__, name)) and not name.startswith('__'):
         setattr(__main__, name, lambda *a, **k: 'true')
 def f(a, b): return 1
-""",
-    "patches unittest and pytest": """
-import unittest, sys, types
-unittest.TestCase.assertEqual = lambda *a: None
-sys.modules['pytest'] = types.ModuleType('pytest')
-def f(a, b): return 0
-""",
-    "patches assert": """
-import builtins
-builtins.AssertionError = type('Quiet', (Exception,), {})
-def f(a, b): return 0
-""",
-    "patches math": """
-import math
-math.isclose = lambda *a, **k: True
-def f(a, b): return 0
-""",
-    "leaves exit handlers and threads": """
+== leaves exit handlers and threads
 import atexit, os, threading, time
 atexit.register(lambda: os._exit(0))
 threading.Thread(target=lambda: (time.sleep(0.1), os._exit(0))).start()
 def f(a, b): return 0
-""",
-    "forks": """
+== forks
 import os
 try:
     if os.fork():
@@ -216,8 +160,7 @@ try:
 except OSError:
     pass
 def f(a, b): return 0
-""",
-    "replaces itself": """
+== replaces itself
 import os, sys
 def f(a, b):
     os.execv(sys.executable, [sys.executable, '-c', 'print("passed 0")'])
@@ -225,54 +168,45 @@ try:
     f(1, 1)
 except OSError:
     os._exit(0)
-""",
-    "replaces stdout": """
+== replaces stdout
 import io, os, sys
 sys.stdout = sys.__stdout__ = io.StringIO()
 os.dup2(2, 1)
 def f(a, b): return print
-""",
-    "writes modules for the tests": """
+== writes modules for the tests
 for name in ('json.py', 'math.py', 'sitecustomize.py', 'conftest.py', 'solution.py'):
     try:
         open(name, 'w').write('import os; os._exit(0)')
     except OSError:
         pass
 def f(a, b): return 0
-""",
-    "returns a generator of everything": """
+== returns a generator of everything
 import itertools
 def f(a, b): return itertools.count()
-""",
-    "returns a list of itself": """
+== returns a list of itself
 def f(a, b):
     x = []
     x.append(x)
     return x
-""",
-    "returns nan": """
+== returns nan
 def f(a, b): return float('nan')
-""",
-    "returns infinity": """
+== returns infinity
 def f(a, b): return float('inf')
-""",
-    "returns a verdict": """
+== returns a verdict
 def f(a, b): return True
-""",
-    "is any name of its module": """
+== is any name of its module
 def __getattr__(name): return lambda *a: True
-""",
-    "changes its arguments": """
+== changes its arguments
 def f(a, b):
     if isinstance(a, list):
         a.clear()
         b.clear()
     return a
-""",
-    "stops the clock": """
+== stops the clock
 import signal, sys
 sys.settrace(lambda *a: None)
 signal.alarm(0)
 def f(a, b): return 0
-""",
-}
+"""
+
+CHEATS = dict(section.split("\n", 1) for section in PROGRAMS.split("\n== ")[1:])

@@ -1,5 +1,7 @@
 """Code by its tests: honest code gets its share, no cheat gets anything, and bad tests are nobody's failure."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +15,6 @@ from flowgrpo.rewards.plain import decode, encode
 from flowgrpo.sandbox import Limits, Ran, Sandbox, SandboxFailure
 from flowgrpo.types import BadInput, Task
 
-SECONDS = 1.0
-
 
 @pytest.fixture(scope="module")
 def sandbox():
@@ -25,8 +25,11 @@ def sandbox():
 @pytest.fixture(scope="module")
 def judge(sandbox):
     """`judge(tests, output)` is what the reward says."""
-    reward = code(sandbox, limits=Limits(seconds=SECONDS))
-    return lambda tests, output, **more: reward.score(task(tests, **more), output)
+
+    def score(tests, output, seconds=60.0, **more):
+        return code(sandbox, limits=Limits(seconds=seconds)).score(task(tests, **more), output)
+
+    return score
 
 
 def task(tests, **more) -> Task:
@@ -38,6 +41,7 @@ def fenced(source: str) -> str:
 
 
 # Honest code ------------------------------------------------------------------------------------------
+
 
 ADD = "def f(a, b):\n    return a + b"
 STACK = """
@@ -140,34 +144,34 @@ DOOMED = {
 
 
 @pytest.mark.parametrize("name", DOOMED)
-def test_a_call_that_goes_wrong_fails_its_own_test_only(judge, name):
-    """R2 and F5: what the policy's code does is scored, within its deadline."""
+def test_R2_F5_a_call_that_goes_wrong_fails_its_own_test_only_and_is_scored(judge, name):
     line, words = DOOMED[name]
-    scored = judge("assert f(1) == 1\nassert f(2) == 2\nassert f(3) == 3", f"def f(x):\n    {line}\n    return x")
+    source = f"def f(x):\n    {line}\n    return x"
+    scored = judge("assert f(1) == 1\nassert f(2) == 2\nassert f(3) == 3", source, 1.0)
     assert scored.value == pytest.approx(2 / 3)
     assert scored.reason == f"2 of 3 tests passed; line 2: f(2) == 2: {words}"
 
 
+def test_R2_a_program_that_hangs_on_one_input_fails_that_test_only(judge):
+    tests = [{"stdin": str(number), "stdout": str(number)} for number in range(3)]
+    scored = judge(tests, "x = int(input())\nwhile x == 1: pass\nprint(x)", 1.0)
+    assert (scored.value, scored.reason) == (pytest.approx(2 / 3), "2 of 3 tests passed; test 2 ran out of time")
+
+
 @pytest.mark.parametrize("value", ["10 ** 10", "'x' * 10", "float('nan')", "[[]] * 5", "10 ** 4500"])
-def test_a_value_that_is_aimed_at_the_check_fails_it(judge, value):
-    """R2: what the candidate returns may make a check hang or die; that is its failure, and never invalid."""
-    scored = judge("want = 3\nassert 10 ** (10 ** f(1)) == want", f"def f(x): return {value}")
-    assert scored.value == 0.0
+def test_R2_a_value_that_makes_the_check_hang_or_die_fails_it_and_is_never_invalid(judge, value):
+    assert judge("want = 3\nassert 10 ** (10 ** f(1)) == want", f"def f(x): return {value}", 0.3).value == 0.0
 
 
-def test_a_program_that_hangs_on_one_input_fails_that_test_only(judge):
-    tests = [{"stdin": str(number), "stdout": str(number)} for number in range(4)]
-    scored = judge(tests, "x = int(input())\nwhile x == 2: pass\nprint(x)")
-    assert (scored.value, scored.reason) == (0.75, "3 of 4 tests passed; test 3 ran out of time")
-
-
-@pytest.mark.parametrize("tests", [[{"stdin": str(n), "stdout": "0"} for n in range(50)],
-                                   [f"assert f({n}) == 0" for n in range(50)]], ids=["stdin", "calls"])  # fmt: skip
-def test_patience_bounds_what_a_hanging_program_costs(sandbox, tests):
-    reward = code(sandbox, patience=2, limits=Limits(seconds=0.3))
-    scored = reward.score(task(tests), "def f(x):\n    while True: pass\nif __name__ == '__main__': f(1)")
+@pytest.mark.parametrize("test", [{"stdin": "1", "stdout": "0"}, "assert f(1) == 0"], ids=["stdin", "calls"])
+def test_patience_bounds_what_a_hanging_program_costs(sandbox, test, monkeypatch):
+    ran, run = [], sandbox.run
+    monkeypatch.setattr(sandbox, "run", lambda *given, **more: ran.append(run(*given, **more)) or ran[-1])
+    reward = code(sandbox, patience=2, limits=Limits(seconds=0.1))
+    scored = reward.score(task([test] * 50), "def f(x):\n    while True: pass\nif __name__ == '__main__': f(1)")
     assert scored.value == 0.0
     assert scored.parts["tests"] == 50.0
+    assert [one.ended for one in ran].count("timeout") == 2
 
 
 # Cheats -----------------------------------------------------------------------------------------------
@@ -187,7 +191,7 @@ BY_WAY = {
 @pytest.mark.parametrize("way", BY_WAY)
 @pytest.mark.parametrize("name", CHEATS)
 def test_cheats_are_scored_as_failures(judge, name, way):
-    scored = judge(BY_WAY[way], fenced(CHEATS[name].strip()))
+    scored = judge(BY_WAY[way], fenced(CHEATS[name].strip()), 1.0)
     assert scored.value == 0.0, scored
 
 
@@ -228,59 +232,47 @@ assert want > 777006
 
 # Bad tests and failures that are nobody's -------------------------------------------------------------
 
-UNSPLITTABLE = {
-    "while f(1): pass": "line 1 of the tests holds `while`",
-    "x = 1\nassert all(f(i) == i for i in [1])": "line 2 of the tests calls the candidate inside a comprehension",
-    "assert f is not None": "uses f itself",
-    "assert isinstance(f(1), Point)": "uses Point itself",
-    "assert math.isclose(f(1), 1)": "uses math without importing it",
-    "assert same(f(1), 1)": "has the candidate judge its own value",
-    "assert f(1).equals(3)": "has the candidate judge its own value",
-    "r = f(1)\nassert r.equals(3)": "has the candidate judge its own value",
-    "import pytest\nwith pytest.raises(ValueError, match='x'):\n    f(1)": "is a `with` other than",
-    "@parametrize('x', [1])\ndef test_f(x):\n    assert f(x)": "decorates test_f",
-    "def test_f(tmp):\n    assert f(tmp)": "defines test_f, which nothing calls",
-    "import numpy": "imports numpy",
-    "from math import *\nassert f(1) == 1": "in a way that can't be split",
-    "assert f(": "can't be parsed",
-    "assert 1 == 1": "hold no assert about the candidate",
-    "class T: pass": "holds `classdef`",
-    "def check(candidate):\n    assert candidate(1) == 1": "defines check, which nothing calls",
-    "def help():\n    return f(1)\nassert help() == 1": "a helper that uses the candidate",
-    "y = f(1) + 1\nassert f(y) == 1": "hands the candidate what was computed from its own values",
-    "1 / 0\nassert f(1) == 1": "line 1 of its tests fails by itself",
-    "x = [lambda: 0][0]\nassert f(x) == 1": "hand the candidate `x`, which",
-    "for i in f(3):\n    assert i": "loops over something other than",
-}
+BAD_TESTS = [
+    ("while f(1): pass", "line 1 of the tests holds `while`"),
+    ("x = 1\nassert all(f(i) == i for i in [1])", "line 2 of the tests calls the candidate inside a comprehension"),
+    ("assert f is not None", "uses f itself"),
+    ("assert isinstance(f(1), Point)", "uses Point itself"),
+    ("assert math.isclose(f(1), 1)", "uses math without importing it"),
+    ("assert same(f(1), 1)", "has the candidate judge its own value"),
+    ("assert f(1).equals(3)", "has the candidate judge its own value"),
+    ("r = f(1)\nassert r.equals(3)", "has the candidate judge its own value"),
+    ("import pytest\nwith pytest.raises(ValueError, match='x'):\n    f(1)", "is a `with` other than"),
+    ("@parametrize('x', [1])\ndef test_f(x):\n    assert f(x)", "decorates test_f"),
+    ("def test_f(tmp):\n    assert f(tmp)", "defines test_f, which nothing calls"),
+    ("import numpy", "imports numpy"),
+    ("from math import *\nassert f(1) == 1", "in a way that can't be split"),
+    ("assert f(", "can't be parsed"),
+    ("assert 1 == 1", "hold no assert about the candidate"),
+    ("class T: pass", "holds `classdef`"),
+    ("def check(candidate):\n    assert candidate(1) == 1", "defines check, which nothing calls"),
+    ("def help():\n    return f(1)\nassert help() == 1", "a helper that uses the candidate"),
+    ("y = f(1) + 1\nassert f(y) == 1", "hands the candidate what was computed from its own values"),
+    ("1 / 0\nassert f(1) == 1", "line 1 of its tests fails by itself"),
+    ("x = [lambda: 0][0]\nassert f(x) == 1", "hand the candidate `x`, which"),
+    ("for i in f(3):\n    assert i", "loops over something other than"),
+    (None, "it has no tests"),
+    ([], "its list of tests is empty"),
+    ([3], "test 1 must be"),
+    ([{"stdin": "x"}], "test 1 must be"),
+    ([{"call": "f(1)"}], "has no `equals`"),
+    ([{"call": "f(", "equals": 1}], "can't be parsed"),
+    ([{"stdin": 3, "stdout": "3"}], "stdin of test 1 must be a text"),
+]
 
 
-@pytest.mark.parametrize("tests", UNSPLITTABLE)
-def test_tests_that_cant_be_split_are_invalid_and_name_their_line(judge, tests):
+@pytest.mark.parametrize(("tests", "words"), BAD_TESTS)
+def test_tests_that_cant_be_split_or_used_are_invalid_and_say_where(judge, tests, words):
     scored = judge(tests, "def f(x): return x")
-    assert scored.value is None
-    assert UNSPLITTABLE[tests] in scored.reason
-
-
-@pytest.mark.parametrize(
-    ("tests", "words"),
-    [
-        (None, "it has no tests"),
-        ([], "its list of tests is empty"),
-        ([3], "test 1 must be"),
-        ([{"stdin": "x"}], "test 1 must be"),
-        ([{"call": "f(1)"}], "has no `equals`"),
-        ([{"call": "f(", "equals": 1}], "can't be parsed"),
-        ([{"stdin": 3, "stdout": "3"}], "stdin of test 1 must be a text"),
-    ],
-)
-def test_tests_that_cant_be_used_are_invalid(judge, tests, words):
-    scored = judge(tests, ADD)
     assert scored.value is None
     assert words in scored.reason
 
 
-def test_a_sandbox_that_fails_is_no_failure_of_the_code():
-    """F5: infrastructure makes a reward invalid, and never 0."""
+def test_F5_a_sandbox_that_fails_makes_a_reward_invalid_and_never_0():
 
     class Lost:
         def run(self, *_, **__):
@@ -296,9 +288,7 @@ MALFORMED = {"empty": "", "blank": "  \n", "empty block": "```python\n```", "2 M
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_answers_are_failures(judge, name):
-    output = MALFORMED[name]
-    for tests in BY_WAY.values():
-        assert judge(tests, output).value == 0.0
+    assert [judge(tests, MALFORMED[name], 1.0).value for tests in BY_WAY.values()] == [0.0] * len(BY_WAY)
 
 
 # Parts ------------------------------------------------------------------------------------------------
@@ -322,68 +312,47 @@ NO_VALUES = ["", "1.5", "NaN", '{"a": 1}', '{"float": "x", "int": "1"}', "[" * 1
 NO_VALUES += ['{"dict": [[1]]}', '{"int": 1}', '{"bytes": "zz"}', "9" * 5000]
 
 
-@pytest.mark.parametrize("text", NO_VALUES, ids=range(len(NO_VALUES)))
-def test_what_is_no_encoded_value_is_refused(text):
-    with pytest.raises((ValueError, TypeError, KeyError, RecursionError)):
-        decode(text)
+def test_what_is_no_encoded_value_is_refused():
+    for text in NO_VALUES:
+        with pytest.raises((ValueError, TypeError, KeyError, RecursionError)):
+            decode(text)
 
 
 @given(st.binary(max_size=200) | st.from_regex(rb"(-?[0-9]{1,3} [=!] [\[\]{}\"a-z0-9:, ]{0,20}\n){0,4}"))
 def test_whatever_the_candidates_run_writes_nothing_raises(written):
     """Records are claims of a hostile process: any bytes give verdicts, and none passes by itself."""
     ran = Ran("exited", 0, written.decode("utf-8", "replace"), "", 0.0)
+    box = SimpleNamespace(run=lambda *_, **__: ran)
     plan = split(["assert f(1) == 2\nassert f(2) == 3"])
-    settings = Settings(Fixed(ran), 0.0, Limits(), 3)  # type: ignore[arg-type]
-    records = run_steps("", plan, [], settings)
+    records = run_steps("", plan, [], Settings(box, 0.0, Limits(), 3))  # type: ignore[arg-type]
     assert set(records.values) | set(records.raised) <= {0, 1}
-
-
-class Fixed:
-    """A sandbox in which every run comes to the same."""
-
-    def __init__(self, ran):
-        self.ran = ran
-
-    def run(self, *_, **__):
-        return self.ran
 
 
 # What is compared ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("output", "source"),
-    [
-        ("x = 1", "x = 1"),
-        ("a\n```python\nx = 1\n```\nb\n```\nnot this\n```", "x = 1\n"),
-        ("```py\nx = 1\n```\n```Python\nx = 2\n```", "x = 2\n"),
-        ("```\nx = 1\n```", "x = 1\n"),
-        ("```python\nx = 1\ny = 2", "x = 1\ny = 2"),
-        ("```python\ns = '''\n```js\n'''\n```", "s = '''\n```js\n'''\n"),
-    ],
-)
-def test_the_last_block_of_python_is_the_code(output, source):
-    assert find_code(output) == source
+CODE_OF = {
+    "x = 1": "x = 1",
+    "a\n```python\nx = 1\n```\nb\n```\nnot this\n```": "x = 1\n",
+    "```py\nx = 1\n```\n```Python\nx = 2\n```": "x = 2\n",
+    "```\nx = 1\n```": "x = 1\n",
+    "```python\nx = 1\ny = 2": "x = 1\ny = 2",
+    "```python\ns = '''\n```js\n'''\n```": "s = '''\n```js\n'''\n",
+}
 
 
-@pytest.mark.parametrize(
-    ("found", "expected", "same"),
-    [
-        ("1 2\n", "1  2", True),
-        ("1\n2", "1 2", False),
-        ("1.0", "1", False),
-        ("1", "1.0", True),
-        ("0.1000001", "0.1", True),
-        ("0.11", "0.1", False),
-        ("nan", "nan", True),
-        ("inf", "1e999", False),
-        ("", "", True),
-        ("1e400", "1e400", True),
-        ("٣", "3", False),
-    ],
-)
-def test_outputs_are_compared_word_by_word(found, expected, same):
-    assert same_output(found, expected, 1e-6) == same
+def test_the_last_block_of_python_is_the_code():
+    assert {output: find_code(output) for output in CODE_OF} == CODE_OF
+
+
+SAME = [("1 2\n", "1  2"), ("1", "1.0"), ("0.1000001", "0.1"), ("nan", "nan"), ("", ""), ("1e400", "1e400")]
+DIFFERENT = [("1\n2", "1 2"), ("1.0", "1"), ("0.11", "0.1"), ("inf", "1e999"), ("٣", "3")]
+
+
+def test_outputs_are_compared_word_by_word():
+    for pairs, same in ((SAME, True), (DIFFERENT, False)):
+        for found, expected in pairs:
+            assert same_output(found, expected, 1e-6) == same, (found, expected)
 
 
 def test_many_answers_are_judged_in_their_order(sandbox):
@@ -393,9 +362,7 @@ def test_many_answers_are_judged_in_their_order(sandbox):
     assert [one.value for one in scored] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    "settings", [{"tolerance": -1.0}, {"tolerance": float("nan")}, {"patience": 0}, {"workers": 0}]
-)
-def test_settings_that_mean_nothing_are_refused(sandbox, settings):
-    with pytest.raises(BadInput, match="code: "):
-        code(sandbox, **settings)
+def test_settings_that_mean_nothing_are_refused(sandbox):
+    for settings in ({"tolerance": -1.0}, {"tolerance": float("nan")}, {"patience": 0}, {"workers": 0}):
+        with pytest.raises(BadInput, match="code: "):
+            code(sandbox, **settings)

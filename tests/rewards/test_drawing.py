@@ -1,23 +1,12 @@
-"""Drawing: what commands cover, what a picture scores, held-out splits, and text that is no drawing."""
+"""Drawing: what commands cover, what a picture scores, held-out splits, and lines that are no drawing."""
 
-import time
 from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flowgrpo.rewards.canvas import COLORS, MOST_LINES, SIZE, as_image, render, save_png
-from flowgrpo.rewards.drawing import (
-    SPLITS,
-    color_overlap,
-    drawing_reward,
-    make_drawings,
-    oracle,
-    picture_of,
-    things,
-)
+from flowgrpo.rewards.drawing import SPLITS, color_overlap, drawing_reward, make_drawings, oracle, picture_of, things
 from flowgrpo.types import BadInput, Task
 
 REWARD = drawing_reward()
@@ -52,51 +41,25 @@ def test_later_commands_cover_earlier_ones_and_white_erases():
     assert not pixels("rect 0 0 9 9 red\nrect 0 0 64 64 white").any()
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "rect 1 2 3 red",
-        "circle 1 2 3 4 red",
-        "rect 1 2 3 4 pink",
-        "square 1 2 3 4 red",
-        "rect 1 2 3 4 red; rect 5 5 5 5 blue",
-        "rect 1.5 2 3 4 red",
-        "rect 1 2 3 99999 red",
-        "RECT 1 2 3 4 red",
-        "import os",
-        "rect \u0661 2 3 4 red",
-    ],
-)
-def test_a_malformed_line_is_counted_and_the_others_are_drawn(line):
-    drawn = render(f"\n{line}\n  rect 0 0 2 2 red \n")
-    assert (drawn.commands, drawn.malformed) == (1, 1)
-    assert (drawn.pixels_yx > 0).sum() == 4
+MALFORMED = ["rect 1 2 3 red", "circle 1 2 3 4 red", "rect 1 2 3 4 pink", "square 1 2 3 4 red", "rect 1.5 2 3 4 red"]
+MALFORMED += [
+    "rect 1 2 3 4 red; rect 5 5 5 5 blue",
+    "rect 1 2 3 99999 red",
+    "RECT 1 2 3 4 red",
+    "rect \u0661 2 3 4 red",
+]
+
+
+def test_a_malformed_line_is_counted_and_the_others_are_drawn():
+    for line in MALFORMED:
+        drawn = render(f"\n{line}\n  rect 0 0 2 2 red \n")
+        assert (drawn.commands, drawn.malformed, (drawn.pixels_yx > 0).sum()) == (1, 1, 4), line
 
 
 def test_what_lies_outside_is_not_drawn():
     assert not pixels("circle 0 0 0 red\nrect 64 0 9 9 red\nrect 0 0 -5 5 red\ncircle 900 900 9 red").any()
     assert (pixels("circle -10 -10 999 red") > 0).all()
     assert (pixels("line -999 5 999 5 red") > 0).sum() == SIZE
-
-
-HOSTILE = ["rect 0 0 64 64 red\n" * 600_000, "r" * 10_000_000, "\n" * 10_000_000, " " * 10_000_000, "\x00\ud800" * 999]
-HOSTILE += ["rect " + "9" * 10_000_000, "circle" + " 1" * 5_000_000 + " red", "(" * 10_000, "10**10**10"]
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_text_is_a_scored_failure_at_once(text):
-    began = time.monotonic()
-    scored = REWARD.score(task(), text)
-    assert scored.value is not None
-    assert scored.value < 0.1
-    assert time.monotonic() - began < 10.0
-
-
-@given(st.text("rectcirlne 0123456789-\nredblu", max_size=200) | st.text(max_size=99))
-def test_any_text_has_a_value_between_0_and_1(text):
-    value = REWARD.score(task(), text).value
-    assert value is not None
-    assert 0.0 <= value <= 1.0
 
 
 def test_no_more_than_the_first_lines_are_drawn():
@@ -108,23 +71,21 @@ def test_no_more_than_the_first_lines_are_drawn():
 # The reward -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("answer", "value"),
-    [
-        ("rect 0 0 10 10 red", 1.0),
-        ("rect 0 0 5 10 red\nrect 5 0 5 10 red", 1.0),  # the same picture in other words
-        ("", 0.0),
-        ("rect 0 0 64 64 white", 0.0),
-        ("rect 0 0 10 10 blue", 0.0),
-        ("rect 0 0 10 5 red", 0.5),
-        ("rect 0 0 10 10 red\nrect 30 30 5 5 blue", 0.5),  # a colour too many
-        ("rect 0 0 64 64 red", 100 / 4096),
-        ("Here it is:\nrect 0 0 10 10 red", 1.0),
-    ],
-)
-def test_values_by_hand(answer, value):
-    scored = REWARD.score(task(), answer)
-    assert scored.value == pytest.approx(value)
+VALUES = {
+    "rect 0 0 10 10 red": 1.0,
+    "rect 0 0 5 10 red\nrect 5 0 5 10 red": 1.0,  # the same picture in other words
+    "Here it is:\nrect 0 0 10 10 red": 1.0,
+    "rect 0 0 10 5 red": 0.5,
+    "rect 0 0 10 10 red\nrect 30 30 5 5 blue": 0.5,  # a colour too many
+    "rect 0 0 64 64 red": 100 / 4096,
+    "rect 0 0 10 10 blue": 0.0,
+    "rect 0 0 64 64 white": 0.0,
+    "": 0.0,
+}
+
+
+def test_values_by_hand():
+    assert {answer: REWARD.score(task(), answer).value for answer in VALUES} == pytest.approx(VALUES)
 
 
 def test_the_parts_tell_colours_and_lines():
@@ -143,11 +104,11 @@ def test_overlap_equals_a_loop_over_pixels():
         assert color_overlap(found, gold)[color] == pytest.approx(both / either)
 
 
-@pytest.mark.parametrize("metadata", [{}, {"commands": 7}, {"commands": ""}, {"commands": "rect 0 0 red"}])
-def test_gold_that_cant_be_drawn_is_invalid(metadata):
-    scored = REWARD.score(Task("d9", "Draw.", (), "vision", metadata), "rect 0 0 10 10 red")
-    assert scored.value is None
-    assert "d9" in scored.reason
+def test_gold_that_cant_be_drawn_is_invalid():
+    for metadata in ({}, {"commands": 7}, {"commands": ""}, {"commands": "rect 0 0 red"}):
+        scored = REWARD.score(Task("d9", "Draw.", (), "vision", metadata), "rect 0 0 10 10 red")
+        assert scored.value is None
+        assert "d9" in scored.reason
 
 
 # The tasks --------------------------------------------------------------------------------------------
@@ -171,12 +132,8 @@ def test_splits_share_no_thing_and_each_word_of_a_test_is_met_in_training():
     pools = {split: things(split) for split in SPLITS}
     assert sum(map(len, pools.values())) == len(set().union(*pools.values())) == 12 * 6 * 9
     assert 0.75 < len(pools["train"]) / (12 * 6 * 9) < 0.85
-    drawn = {
-        split: {line for one in make_drawings(0, 300, split) for line in oracle(one).splitlines()} for split in SPLITS
-    }
-    assert not drawn["train"] & drawn["test"]
-    assert not drawn["train"] & drawn["validation"]
-    assert not drawn["validation"] & drawn["test"]
+    drawn = [{line for one in make_drawings(0, 300, split) for line in oracle(one).splitlines()} for split in SPLITS]
+    assert sum(map(len, drawn)) == len(set().union(*drawn))
     for field in range(5):
         assert {thing[field] for thing in pools["test"]} <= {thing[field] for thing in pools["train"]}
 
@@ -196,10 +153,10 @@ def test_pictures_have_one_to_three_things_and_the_query_tells_each():
     assert all(line.split()[-1] in one.query.split("\n")[0] for line in oracle(one).splitlines())
 
 
-@pytest.mark.parametrize("bad", [{"split": "dev"}, {"most": 0}, {"most": 10}, {"count": -1}, {"seed": -1}])
-def test_settings_that_mean_nothing_are_refused(bad):
-    with pytest.raises(BadInput):
-        make_drawings(**({"seed": 0, "count": 3, "split": "train"} | bad))
+def test_settings_that_mean_nothing_are_refused():
+    for bad in ({"split": "dev"}, {"most": 0}, {"most": 10}, {"count": -1}, {"seed": -1}):
+        with pytest.raises(BadInput):
+            make_drawings(**({"seed": 0, "count": 3, "split": "train"} | bad))
 
 
 # Files ------------------------------------------------------------------------------------------------

@@ -33,14 +33,9 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("output", BROKEN, ids=range(len(BROKEN)))
-def test_any_other_form_is_not_paid_and_says_why(output):
-    scored = score(TAGS, output)
-    assert scored.value == 0
-    assert scored.reason == BROKEN[output]
-
-
-def test_parts_say_which_piece_is_there():
+def test_any_other_form_is_not_paid_and_says_why():
+    for output, reason in BROKEN.items():
+        assert score(TAGS, output)[:2] == (0.0, reason)
     assert score(TAGS, "<think>a</think>").parts == {"think": 1.0, "answer": 0.0}
 
 
@@ -63,11 +58,10 @@ def test_what_can_not_be_a_format_is_said():
         check_json({"a": set})
 
 
-@pytest.mark.parametrize(
-    "output", [GOOD, f"```json\n{GOOD}\n```", GOOD.replace("0.5", "null"), GOOD.replace("0.5", "1")]
-)
-def test_json_of_the_schema_is_paid(output):
-    assert score(JSON, output).value == 1
+def test_json_of_the_schema_is_paid():
+    for output in (GOOD, f"```json\n{GOOD}\n```", GOOD.replace("0.5", "null"), GOOD.replace("0.5", "1")):
+        assert score(JSON, output).value == 1
+    assert score(check_json({"a": int}, extra=True), '{"a": 1, "b": 2}').value == 1
 
 
 BAD_JSON = {
@@ -87,13 +81,9 @@ BAD_JSON = {
 }
 
 
-@pytest.mark.parametrize("output", BAD_JSON, ids=range(len(BAD_JSON)))
-def test_any_other_json_is_not_paid_and_says_why(output):
-    scored = score(JSON, output)
-    assert scored.value == 0
-    assert BAD_JSON[output] in scored.reason
-
-
-def test_more_keys_are_allowed_where_it_is_said():
-    assert score(check_json({"a": int}, extra=True), '{"a": 1, "b": 2}').value == 1
+def test_any_other_json_is_not_paid_and_says_why():
+    for output, reason in BAD_JSON.items():
+        scored = score(JSON, output)
+        assert scored.value == 0
+        assert reason in scored.reason
     assert score(check_json({"a": int}), '{"a": true}').value == 0

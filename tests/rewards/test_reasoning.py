@@ -24,13 +24,16 @@ def failing(error):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", ["chain_sum", "base_conversion", "ab", "countdown", "maze"])
-def test_the_verifier_knows_its_own_answers(name):
-    reward = reasoning(here)
-    for task in read_tasks(f"reasoning_gym:{name}?size=3&seed=5"):
-        assert reward.score(task, f"<answer>{task.answers[0]}</answer>").value == 1.0
-        assert (reward.score(task, "<answer>no idea</answer>").value or 0.0) < 0.5
-        assert reward.score(task, "").value == 0.0
+def test_the_verifier_knows_its_own_answers_and_runs_in_the_sandbox():
+    names = ("countdown", "maze", "game_of_life", "sudoku", "rubiks_cube", "simple_integration")
+    with Sandbox(preload=PRELOAD, unsafe=True) as sandbox:
+        for call, name in [(here, "chain_sum"), *((sandbox.call, name) for name in names)]:
+            reward = reasoning(call, seconds=60.0)
+            for task in read_tasks(f"reasoning_gym:{name}?size=2&seed=5"):
+                if task.answers:
+                    assert reward.score(task, f"<answer>{task.answers[0]}</answer>").value == 1.0
+                assert reward.score(task, "<answer>no idea</answer>").value < 0.5
+                assert reward.score(task, "").value == 0.0
 
 
 @pytest.mark.parametrize(
@@ -50,14 +53,3 @@ def test_what_the_answer_caused_is_0_and_what_it_did_not_is_invalid(error, value
 
 def test_a_task_of_another_kind_is_invalid():
     assert reasoning(here).score(Task("t", "?", ("1",), "math"), "1").value is None
-
-
-@pytest.mark.oracle
-def test_the_verifiers_of_many_generators_run_in_the_sandbox():
-    with Sandbox(preload=PRELOAD, unsafe=True) as sandbox:
-        reward = reasoning(sandbox.call)
-        for name in ("chain_sum", "game_of_life", "sudoku", "rubiks_cube", "simple_integration", "figlet_font"):
-            for task in read_tasks(f"reasoning_gym:{name}?size=2&seed=5"):
-                scored = reward.score(task, "no idea")
-                assert scored.value is not None, scored
-                assert scored.value < 0.5

@@ -24,7 +24,7 @@ def test_a_sum_carries_every_component():
     assert reward.score(TASK, "<answer>6</answer>").value == pytest.approx(0.1)
 
 
-def test_an_invalid_component_makes_the_sum_invalid_and_is_never_zero():
+def test_F5_an_invalid_component_makes_the_sum_invalid_and_never_zero():
     reward = combine({"a": (fixed(1.0), 1.0), "b": (fixed(None, "judge lost"), 0.1)})
     scored = reward.score(TASK, "5")
     assert scored.value is None
@@ -64,8 +64,7 @@ def test_length_is_a_part_of_its_own_beside_the_unshaped_reward():
     assert with_length(fixed(None), free=1, most=2).score(TASK, "xxx").value is None
 
 
-def test_a_second_check_shows_a_gap_and_never_pays():
-    """R3: the training reward is hacked, the held-out check is not."""
+def test_R3_a_second_check_shows_a_gap_where_the_reward_is_hacked_and_never_pays():
     lenient = Reward(lambda _, output: Scored(float("5" in output), "", {"contains": 1.0}))
     reward = second_check(lenient, answer())
     hacked = reward.score(TASK, "1 2 3 4 5 6 7 8 9")
@@ -80,15 +79,15 @@ def test_a_second_check_that_is_invalid_leaves_no_part():
 
 
 def test_what_can_not_be_combined_is_said():
-    with pytest.raises(BadInput, match="finite"):
-        combine({"a": (fixed(1.0), float("nan"))})
-    with pytest.raises(BadInput, match="named 'a/b'"):
-        combine({"a/b": (fixed(1.0), 1.0)})
-    with pytest.raises(BadInput, match="at least one"):
-        combine({"a": (fixed(1.0), 1.0)}, optional=["a"])
-    with pytest.raises(BadInput, match="optional"):
-        combine({"a": (fixed(1.0), 1.0)}, optional=["b"])
-    with pytest.raises(BadInput, match="at least one"):
-        combine({})
+    one = {"a": (fixed(1.0), 1.0)}
+    for parts, optional, words in (
+        ({"a": (fixed(1.0), float("nan"))}, [], "finite"),
+        ({"a/b": (fixed(1.0), 1.0)}, [], "named 'a/b'"),
+        (one, ["a"], "at least one"),
+        (one, ["b"], "optional"),
+        ({}, [], "at least one"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            combine(parts, optional=optional)
     with pytest.raises(BadInput, match="free < most"):
         length(free=5, most=5)

@@ -1,7 +1,6 @@
-"""Boxes, points, counts and image-text scores: worked numbers, matching, hostile text, missing files."""
+"""Boxes, points, counts and image-text scores: worked numbers, matching, missing files."""
 
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -9,16 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowgrpo.rewards.boxes import SHOWN, best_match, iou, read_boxes, read_count, read_points, sort_corners
-from flowgrpo.rewards.vision import (
-    box_f1,
-    box_iou,
-    caption_score,
-    count,
-    load_image,
-    near,
-    picture_score,
-    point_in_box,
-)
+from flowgrpo.rewards.vision import box_f1, box_iou, caption_score, count, load_image, near, picture_score, point_in_box
 from flowgrpo.types import BadInput, Task
 
 
@@ -41,45 +31,10 @@ def test_boxes_points_and_counts_are_read_from_text():
     assert read_boxes("none").shape == (0, 4)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("There are three cats.", 3),
-        ("First I saw 7, but there are 12.", 12),
-        ("Twelve", 12),
-        ("no cats", 0),
-        ("-4", -4),
-        ("3.5 cats", None),
-        ("1,000 cats", None),
-        ("a2b someone", None),
-        ("", None),
-        ("9" * 5000, None),
-    ],
-)
-def test_the_last_whole_number_counts(text, expected):
-    assert read_count(text) == expected
-
-
-HOSTILE = ["[" * 10_000_000, "[1," * 3_000_000, "9" * 10_000_000, "[1,2,3,4]" * 1_000_000, "\x00\ud800" * 100_000]
-HOSTILE += [" " * 10_000_000, "(" + " " * 5_000_000 + "1", "[1e9999,nan,inf,2]", "-" * 10_000_000, "no" * 5_000_000]
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-@pytest.mark.parametrize("reward", [box_iou(), box_f1(), point_in_box(), count()])
-def test_hostile_text_of_ten_megabytes_is_a_scored_failure_at_once(reward, text):
-    began = time.monotonic()
-    scored = reward.score(task(UNIT, count=3), text)
-    assert scored.value == 0.0
-    assert scored.reason or scored.parts
-    assert time.monotonic() - began < 10.0
-
-
-@given(st.text(max_size=200) | st.text("[](),.-0123456789 ", max_size=200))
-def test_any_string_has_a_value_between_0_and_1(text):
-    for reward in (box_iou(), box_f1(), point_in_box(), count(), count(credit=near)):
-        value = reward.score(task(UNIT, count=3), text).value
-        assert value is not None
-        assert 0.0 <= value <= 1.0
+def test_the_last_whole_number_counts():
+    counts = {"There are three cats.": 3, "First I saw 7, but there are 12.": 12, "Twelve": 12, "no cats": 0, "-4": -4}
+    counts |= dict.fromkeys(("3.5 cats", "1,000 cats", "a2b someone", "", "9" * 5000))
+    assert {text: read_count(text) for text in counts} == counts
 
 
 # Worked numbers ---------------------------------------------------------------------------------------
@@ -113,25 +68,32 @@ def test_the_order_of_boxes_does_not_matter_and_repeating_one_does_not_pay():
 def test_boxes_in_numbers_do_not_pay():
     many = " ".join(f"[{x}, {y}, {x + 10}, {y + 10}]" for x in range(10) for y in range(10))
     assert box_f1(threshold=0.99).score(task(UNIT), many).value == pytest.approx(2 / 101)
+    assert box_iou().score(task(UNIT), "none") == (0.0, "the answer names no box", {})
     assert box_iou().score(task(UNIT), many + "[1, 2, 3, 4]").value == 0.0
     assert str(SHOWN) in box_iou().score(task(UNIT), many + "[1, 2, 3, 4]").reason
 
 
 def test_points_by_hand():
     gold = task([0, 0, 10, 10], [20, 20, 30, 30])
-    assert point_in_box().score(task(UNIT), "(10, 0)").value == 1.0
-    assert point_in_box().score(task(UNIT), "(10.1, 0)").value == 0.0
-    assert point_in_box().score(gold, "(25, 25), (5, 5)").value == 1.0
-    assert point_in_box().score(gold, "(5, 5), (6, 6)").value == 0.5
+    for one, answer, expected in (
+        (task(UNIT), "(10, 0)", 1.0),
+        (task(UNIT), "(10.1, 0)", 0.0),
+        (gold, "(25, 25), (5, 5)", 1.0),
+        (gold, "(5, 5), (6, 6)", 0.5),
+    ):
+        assert point_in_box().score(one, answer).value == expected
 
 
 def test_counts_by_hand():
-    assert count().score(task(count=4), "I see four.").value == 1.0
-    assert count().score(task(count=4), "I see 5.").value == 0.0
-    assert count().score(task(answers=("4",)), "4").value == 1.0
-    assert count(credit=near).score(task(count=4), "5").value == pytest.approx(0.75)
-    assert count(credit=near).score(task(count=0), "9").value == 0.0
-    assert count().score(task(count=4), "many").value == 0.0
+    for reward, one, answer, expected in (
+        (count(), task(count=4), "I see four.", 1.0),
+        (count(), task(count=4), "I see 5.", 0.0),
+        (count(), task(count=4), "many", 0.0),
+        (count(), task(answers=("4",)), "4", 1.0),
+        (count(credit=near), task(count=4), "5", 0.75),
+        (count(credit=near), task(count=0), "9", 0.0),
+    ):
+        assert reward.score(one, answer).value == expected
 
 
 @given(boxes, boxes)
@@ -158,19 +120,13 @@ def test_gold_boxes_that_cant_be_read_are_invalid(given):
         assert "t7" in scored.reason
 
 
-def test_gold_boxes_may_stand_in_the_answers():
+def test_gold_may_stand_in_the_answers_and_what_means_nothing_is_invalid_or_refused():
     assert box_iou().score(task(answers=("[0, 0, 10, 10]",)), "[0, 0, 10, 10]").value == 1.0
-
-
-@pytest.mark.parametrize("given", [{}, {"count": "many"}, {"count": None}, {"count": True}])
-def test_a_gold_count_that_cant_be_read_is_invalid(given):
-    assert count().score(task(**given), "4").value is None
-
-
-@pytest.mark.parametrize("threshold", [0.0, 1.5, -1.0])
-def test_a_threshold_that_means_nothing_is_refused(threshold):
-    with pytest.raises(BadInput, match="threshold"):
-        box_f1(threshold=threshold)
+    for metadata in ({}, {"count": "many"}, {"count": None}, {"count": True}):
+        assert count().score(task(**metadata), "4").value is None
+    for threshold in (0.0, 1.5, -1.0):
+        with pytest.raises(BadInput, match="threshold"):
+            box_f1(threshold=threshold)
 
 
 # An image and a text ----------------------------------------------------------------------------------
@@ -199,24 +155,16 @@ def test_a_caption_is_scored_against_the_tasks_image(folder):
     assert scored[0] == reward.score(tasks[0], "abc")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("absent.png", "absent.png does not exist"), ("text.png", "can't be read")]
-)
-def test_an_image_that_cant_be_had_is_invalid_naming_its_path(folder, name, message):
-    scored = caption_score(brightness, folder=folder).score(task(image=name), "abc")
-    assert scored.value is None
-    assert message in scored.reason
-    assert name in scored.reason
-    with pytest.raises(BadInput, match=name):
-        load_image(folder / name)
-
-
-def test_a_task_without_an_image_is_invalid(folder):
+def test_an_image_that_cant_be_had_is_invalid_naming_its_path(folder, monkeypatch):
+    for name, message in (("absent.png", "absent.png does not exist"), ("text.png", "can't be read")):
+        scored = caption_score(brightness, folder=folder).score(task(image=name), "abc")
+        assert scored.value is None
+        assert message in scored.reason
+        assert name in scored.reason
+        with pytest.raises(BadInput, match=name):
+            load_image(folder / name)
     assert "metadata['image']" in caption_score(brightness, folder=folder).score(task(), "abc").reason
-
-
-def test_an_image_of_too_many_pixels_is_refused_before_it_is_read(folder, monkeypatch):
-    monkeypatch.setattr("flowgrpo.rewards.vision.MOST_PIXELS", 11)
+    monkeypatch.setattr("flowgrpo.rewards.vision.MOST_PIXELS", 11)  # it is refused before it is read
     with pytest.raises(BadInput, match=r"dark.png has 4 x 3 pixels"):
         load_image(folder / "dark.png")
 

@@ -23,6 +23,9 @@ POLICY, AXES = make_policy(CONFIG), decoder_axes(CONFIG)
 QUERIES, SAMPLES = 6, 4
 
 
+STEP, RESET, ANCHOR = jax.jit(ENV.step), jax.jit(ENV.reset), jax.jit(ENV.anchor)
+
+
 @cache
 def run(block=None, temperature=1.0):
     return jax.jit(make_rollout(ENV, POLICY, temperature=temperature, block=block))
@@ -51,7 +54,7 @@ def replay(i, work, rollout):
     """Trajectory `i`, step by step in Python: its actions fed to the environment -> turns, reward, done."""
     _, tasks, keys, _ = work
     trajectories = rollout.trajectories
-    state, said = ENV.reset(jax.random.fold_in(keys[i], 0), tasks[i])
+    state, said = RESET(jax.random.fold_in(keys[i], 0), tasks[i])
     total, done, turns = 0.0, False, 0
     while turns < TURNS and not done:
         length, heard = int(trajectories.length[i, turns]), int(said.length)
@@ -64,8 +67,8 @@ def replay(i, work, rollout):
         action[: length - heard] = tokens[heard:length]
         assert PAD not in tokens[:length]
         assert END not in action[: length - heard - 1]
-        assert int(trajectories.anchor[i, turns]) == int(ENV.anchor(state))
-        state, now = ENV.step(state, jnp.asarray(action), jnp.int32(length - heard))
+        assert int(trajectories.anchor[i, turns]) == int(ANCHOR(state))
+        state, now = STEP(state, jnp.asarray(action), jnp.int32(length - heard))
         assert bool(rollout.error[i, turns]) == bool(now.error)
         assert int(rollout.tool[i, turns]) == int(now.tool)
         total, done, said, turns = total + float(now.reward), bool(now.done), now.observation, turns + 1
@@ -85,6 +88,7 @@ def test_what_is_recorded_is_what_the_environment_saw(work, rollout):
     assert {True, False} == set(np.asarray(trajectories.correct).tolist())  # both kinds were met
 
 
+@pytest.mark.slow
 def test_a_turn_that_nobody_reached_called_nothing(work):
     env = tiny_env(rounds=0)  # over as soon as something wrong is said
     rollout = jax.jit(make_rollout(env, POLICY))(*work)
@@ -102,15 +106,14 @@ def test_the_outcome_is_shown_at_every_turn(rollout):
     assert not trajectories.by_turn.any()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_F7_scoring_gives_what_was_sampled(work, temperature):
     params = work[0]
     trajectories = run(None, temperature)(*work).trajectories
     nothing_nt = np.zeros(trajectories.turns.shape, np.float32)
     batch = fg.pack(trajectories, nothing_nt, np.ones_like(nothing_nt), row_length=64)
-    scores = logprobs(
-        POLICY, params, batch.tokens, batch.positions, batch.segments, temperature=temperature, banned=(PAD,)
-    )
+    score = jax.jit(lambda *row: logprobs(POLICY, params, *row, temperature=temperature, banned=(PAD,)))
+    scores = score(batch.tokens, batch.positions, batch.segments)
     assert batch.chosen.sum() > 200
     np.testing.assert_allclose(np.where(batch.chosen, scores.logp - batch.logp_sampled, 0), 0, atol=1e-5)
 
@@ -141,6 +144,7 @@ def test_a_policy_of_another_vocabulary_is_refused(work):
         jax.eval_shape(make_rollout(env, POLICY), *work)
 
 
+@pytest.mark.slow
 def test_no_retracing(work):
     rollout, traces = make_rollout(ENV, POLICY), []
 
@@ -165,6 +169,7 @@ def over_eight() -> jax.sharding.Mesh:
     return make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_of", [over_four, pytest.param(over_eight, marks=pytest.mark.slow)])
 def test_over_several_devices_the_trajectories_are_the_same(work, rollout, mesh_of):
     """E3, between widths."""

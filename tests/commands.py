@@ -1,0 +1,98 @@
+"""Run modules as commands, each in a process of its own that is forked from one with the libraries imported.
+
+A command that starts with `python -m` spends several seconds of a core on imports; a fork of `serve`, which has
+imported them but started no backend, spends none. Environment, folder, output and status are those of a fresh interpreter.
+"""
+
+import atexit
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parent.parent
+LIBRARIES = ("jax", "optax", "orbax.checkpoint", "transformers", "matplotlib", "absl.app", "flowgrpo")
+_LOCK = threading.Lock()
+SPENT = [0.0]  # processor seconds of all commands so far
+_SERVERS: list[subprocess.Popen] = []
+
+
+def run_module(
+    module: str, *arguments: str, said: str = "", cwd: Path = ROOT, timeout: float = 600
+) -> subprocess.CompletedProcess:
+    """Do what `python -m MODULE ARGUMENTS` does with `said` on its standard input; return its status and output."""
+    with TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("stdin", "stdout", "stderr")]
+        files[0].write_text(said)
+        job = {"module": module, "arguments": arguments, "cwd": str(cwd), "env": dict(os.environ)}
+        with _LOCK:
+            server = _server()
+            server.stdin.write(json.dumps(job | {"files": list(map(str, files))}) + "\n")
+            server.stdin.flush()
+            timer = threading.Timer(timeout, os.kill, (json.loads(server.stdout.readline())["pid"], signal.SIGKILL))
+            timer.start()
+            try:
+                ended = json.loads(server.stdout.readline())
+            finally:
+                timer.cancel()
+            SPENT[0] += ended["seconds"]
+        stdout, stderr = (path.read_text() for path in files[1:])
+    return subprocess.CompletedProcess([module, *arguments], ended["status"], stdout, stderr)
+
+
+def _server() -> subprocess.Popen:
+    """Start the process that forks, once for every process of the tests."""
+    if not _SERVERS:
+        command = [sys.executable, __file__]
+        # XLA's flags are read when a backend starts, which is in the forks alone.
+        _SERVERS.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT))
+        atexit.register(_end)
+    return _SERVERS[0]
+
+
+def _end() -> None:
+    with _SERVERS.pop() as server:
+        server.kill()
+
+
+def serve() -> dict:
+    """Fork for every job that comes in on a line, and return the job in the fork."""
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        job = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            answers.close()
+            return job
+        print(json.dumps({"pid": pid}), file=answers, flush=True)
+        _, status, used = os.wait4(pid, 0)
+        ended = {"status": os.waitstatus_to_exitcode(status), "seconds": used.ru_utime + used.ru_stime}
+        print(json.dumps(ended), file=answers, flush=True)
+    os._exit(0)
+
+
+def become(job: dict) -> None:
+    """Take the place of a fresh interpreter that was started for this job."""
+    os.environ.clear()
+    os.environ.update(job["env"])
+    os.chdir(job["cwd"])
+    for number, name in enumerate(job["files"]):
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), number)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115: the old one has read ahead
+    sys.path[0] = job["cwd"]
+    sys.path[1:1] = job["env"].get("PYTHONPATH", "").split(os.pathsep)
+    sys.argv = [job["module"], *job["arguments"]]
+    runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    os.environ.pop("XLA_FLAGS", None)
+    sys.path[0] = str(ROOT)
+    for library in LIBRARIES:
+        __import__(library)
+    become(serve())
