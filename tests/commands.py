@@ -1,7 +1,7 @@
 """Run modules as commands, each in a process of its own that is forked from one with the libraries imported.
 
 A command that starts with `python -m` spends several seconds of a core on imports; a fork of `serve`, which has
-imported them but started no backend, spends none. Environment, folder, output and status are those of a fresh interpreter.
+imported them but started no backend, spends none. Environment, folder, output and status are those of a fresh one.
 """
 
 import atexit
@@ -83,7 +83,7 @@ def become(job: dict) -> None:
     os.chdir(job["cwd"])
     for number, name in enumerate(job["files"]):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), number)
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115: the old one has read ahead
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     sys.path[0] = job["cwd"]
     sys.path[1:1] = job["env"].get("PYTHONPATH", "").split(os.pathsep)
     sys.argv = [job["module"], *job["arguments"]]

@@ -81,6 +81,7 @@ def test_the_same_settings_once_more_are_no_news(monkeypatch):
         launch.configure(deterministic=True)
 
 
+@pytest.mark.slow
 def test_programs_are_kept_and_found_again(tmp_path):
     """Every program of the first process is found by the second, whose results are the same."""
     program = f"""
@@ -133,6 +134,7 @@ print(jnp.isfinite(shared).all())
 """
 
 
+@pytest.mark.slow
 def test_many_programs_under_way_do_not_wait_for_each_other():
     """Far more than the 32 a device takes ahead: dispatched without waiting, they stand still."""
     assert run(MANY_PROGRAMS, JAX_PLATFORMS="cpu") == "True"
@@ -171,6 +173,7 @@ def test_processes_join_before_the_backend_starts():
         launch.join("127.0.0.1:9000", 2, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_process_that_finds_nobody_ends_with_one_sentence(number):
     """As process 0 whose companion never starts, and as the companion of a process 0 that never starts."""

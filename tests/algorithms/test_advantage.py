@@ -122,7 +122,7 @@ def test_identities_between_normalizers():
 
 @pytest.mark.parametrize("normalize", NORMALIZERS.values(), ids=NORMALIZERS)
 @pytest.mark.parametrize("reward", [0.91, 0.1, 1e-30, 1e20, 0.0])
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [1, 3])
 def test_F4_equal_rewards_and_singletons_give_exactly_zero(normalize, reward, size):
     """0.91 repeated has a mean that is not 0.91 in float32; a singleton gives zero, not R."""
     outcome_n, group_n, valid_n = arrays([reward] * size, [3] * size)

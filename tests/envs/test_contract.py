@@ -40,7 +40,7 @@ CASES = {
 BUILT = {name: make() for name, make in {**ENVIRONMENTS, "tiny": tiny_env}.items()}
 
 
-QUICK = {"maze", "tiny"}  # the others compile longer
+QUICK = {"tiny"}  # the others compile longer
 BY_TIER = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in BUILT]
 
 

@@ -214,6 +214,7 @@ def test_the_splits_deal_all_chains_and_training_covers_every_part():
     assert len(pairs) == 2 * 36
 
 
+@pytest.mark.slow
 def test_a_knowledge_base_says_nothing_without_a_tool():
     """It is drawn anew for each task and split, nobody is his own relation, and every other entity is as likely."""
     tasks = tasks_of("train")
@@ -271,6 +272,7 @@ def test_demonstrations_are_well_formed_and_choose_tools_nearly_at_chance(demons
     assert {2, 3, 4, 5, 6} <= set(np.asarray(demonstrations.live).sum(axis=1).tolist())
 
 
+@pytest.mark.slow
 def test_groups_of_eight_mostly_differ_in_outcome(demonstrations):
     """What group statistics need: the same task under eight keys is mostly neither lost nor won by all."""
     wins = np.asarray(demonstrations.state.correct).reshape(-1, 8).sum(axis=1)

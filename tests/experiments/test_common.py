@@ -96,6 +96,7 @@ def test_full_help_has_the_flags_of_libraries_too(command):
     assert "--verbosity" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "status", "said"), [(signal.SIGINT, 130, ": interrupted"), (signal.SIGTERM, 143, ": terminated")]
 )

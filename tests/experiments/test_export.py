@@ -86,6 +86,7 @@ def test_a_hosted_run_is_exported_with_its_tokenizer(run, tmp_path):
     assert again.text.tokenizer.apply_chat_template(messages) == model.text.tokenizer.apply_chat_template(messages)
 
 
+@pytest.mark.slow
 def test_a_run_of_self_verify_is_exported_too(started, tmp_path):
     (tmp_path / VERIFY_START).symlink_to(started / START)
     model = load_model(started / START)
@@ -105,6 +106,7 @@ def test_a_given_model_keeps_its_own_tokenizer_and_dtype(started, tmp_path):
     assert params_sha256(again.params) == params_sha256(moved(model.params, 1))
 
 
+@pytest.mark.slow
 def test_of_an_actor_and_its_critic_the_actor_is_written(run, tmp_path):
     model = load_model(run / START)
     critic = {"trunk": jnp.ones(3), "head": jnp.ones(2)}

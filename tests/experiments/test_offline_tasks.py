@@ -103,6 +103,7 @@ def test_a_task_cannot_be_answered_without_its_tools(world):
     assert sum(scored.value == 1.0 for scored in guessed) == 0
 
 
+@pytest.mark.slow
 def test_demonstrations_slip_and_say_what_they_are_in_exact_ids(world):
     text, env, do, _ = world
     tasks = make_tasks(1, 0, 60, "train")

@@ -62,6 +62,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_answers_of_several_domains_are_scored_and_a_second_run_goes_on(tmp_path):
     put(tmp_path / "tasks.jsonl", TASKS)
     put(tmp_path / "answers.jsonl", ANSWERS)

@@ -1,5 +1,7 @@
 """Sampling and scoring: the distribution drawn from, F7, M4, and the cache of a turn that goes on."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,18 +19,20 @@ from flowgrpo.generate.sampler import (
     start_rows,
 )
 
-pytestmark = pytest.mark.slow
-
 ROWS, PROMPT, STEPS = 8, 6, 40
 NO_STOP = jnp.full((ROWS, 1), -1, jnp.int32)
 
 
-def run(params, prompt_rs, key_r, *, width=0, temperature=0.7, stop_ids=NO_STOP, budget=STEPS, top_p=0.9):
+SCORE = jax.jit(partial(logprobs, POLICY, temperature=0.7, banned=BANNED, chunk=64))
+
+
+@partial(jax.jit, static_argnames="width")
+def run(params, prompt_rs, key_r, *, width=0, stop_ids=NO_STOP, budget=STEPS):
     """Prefill all but the last token of the prompts, then decode."""
     cache = POLICY.make_cache(ROWS, PROMPT + STEPS + 8)
     cache = prefill(POLICY, params, cache, prompt_rs[:, :-1], jnp.ones((ROWS, PROMPT - 1), bool))
     rows = start_rows(cache, prompt_rs[:, -1], key_r, jnp.full(ROWS, budget, jnp.int32))
-    settings = sampling(ROWS, temperature=temperature, top_k=20, top_p=top_p)
+    settings = sampling(ROWS, temperature=0.7, top_k=20, top_p=0.9)
     return decode(POLICY, params, rows, settings, stop_ids, steps=STEPS, banned=BANNED, width=width)
 
 
@@ -48,7 +52,7 @@ def test_F7_scoring_gives_what_was_sampled(start, width):
     if width:
         given = jnp.full((ROWS, PROMPT, width), -1, jnp.int32)
         kept = jnp.concatenate([given, jnp.swapaxes(sampled.kept, 0, 1)], axis=1)
-    scores = logprobs(POLICY, params, tokens_rs, temperature=0.7, banned=BANNED, kept=kept, chunk=64)
+    scores = SCORE(params, tokens_rs, kept=kept)
     assert sampled.live.all()
     np.testing.assert_allclose(scores.logp[:, PROMPT:], sampled.logp.T, atol=1e-5)
     np.testing.assert_allclose(scores.entropy[:, PROMPT:], sampled.entropy.T, atol=1e-5)
@@ -101,6 +105,7 @@ def test_rows_end_by_stop_token_and_by_budget(start):
     np.testing.assert_array_equal(stopped.token[:20, 1:], free.token[:20, 1:])
 
 
+@pytest.mark.slow
 def test_a_turn_goes_on_from_its_cache(start):
     """Appending to the cache gives what scoring the whole conversation gives: nothing is computed again."""
     params, prompt_rs, key_r = start
@@ -111,10 +116,11 @@ def test_a_turn_goes_on_from_its_cache(start):
     rows = start_rows(cache, given_rs[:, -1], key_r, jnp.full(ROWS, 8, jnp.int32))
     _, second = decode(POLICY, params, rows, sampling(ROWS, temperature=0.7), NO_STOP, steps=8, banned=BANNED)
     tokens_rs = jnp.concatenate([prompt_rs, first.token[:10].T, seen_rs, second.token.T], axis=1)
-    scores = logprobs(POLICY, params, tokens_rs, temperature=0.7, banned=BANNED)
+    scores = SCORE(params, tokens_rs)
     np.testing.assert_allclose(scores.logp[:, -8:], second.logp.T, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_logprobs_in_packed_rows_equal_those_of_separate_rows():
     params = tiny_params()
     tokens_rs = jax.random.randint(jax.random.key(3), (2, 9), 1, CONFIG.v)
@@ -129,7 +135,7 @@ def test_logprobs_in_packed_rows_equal_those_of_separate_rows():
     assert not np.asarray(found.logp)[0, [0, 9]].any()
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("chunk", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_chunks_change_neither_scores_nor_gradient(chunk):
     """Against the plain formula with the whole [r, s, v]."""
     params, tokens_rs = tiny_params(), jax.random.randint(jax.random.key(4), (2, 11), 1, CONFIG.v)
@@ -142,12 +148,13 @@ def test_chunks_change_neither_scores_nor_gradient(chunk):
     def chunked(params):
         return logprobs(POLICY, params, tokens_rs, temperature=0.7, banned=BANNED, chunk=chunk).logp.sum()
 
-    (expected, slopes), (found, own) = (jax.value_and_grad(f)(params) for f in (plain, chunked))
+    (expected, slopes), (found, own) = (jax.jit(jax.value_and_grad(f))(params) for f in (plain, chunked))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     for name, slope in slopes.items():
         np.testing.assert_allclose(own[name], slope, atol=1e-4 * float(jnp.abs(slope).max()) + 1e-7, err_msg=name)
 
 
+@pytest.mark.slow
 def test_M4_the_vocabulary_is_never_met_as_a_whole():
     """Temporary memory of scores and gradient, from the compiler, against the plain formula: at most 1/8."""
     policy, vocabulary = tiny_wide_policy(), 32_768

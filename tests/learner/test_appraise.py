@@ -105,6 +105,7 @@ def test_it_says_of_each_token_what_is_worked_out_one_sequence_at_a_time(kind, s
     np.testing.assert_allclose(found.last_value, last_n, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_F3_micro_batches_and_devices_change_nothing():
     trajectories, params = bare(2), params_of("own")
     expected = appraise()(params, REFERENCE, trajectories)
@@ -141,6 +142,7 @@ def test_what_was_scored_reaches_ppo_and_its_batch_in_every_layout():
             np.testing.assert_array_equal(np.asarray(getattr(batch, name))[live_rs], np.asarray(x_ntl)[index], name)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nan_allowed")
 def test_slots_that_suffice_change_nothing_and_a_longer_trajectory_cannot_pass_for_scored():
     trajectories, params = bare(5), params_of("own")

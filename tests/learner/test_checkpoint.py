@@ -286,6 +286,7 @@ with Checkpoints(sys.argv[1], background=sys.argv[2] == "background") as checkpo
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["foreground", "background"])
 def test_a_write_that_the_system_cuts_in_the_middle_is_one_sentence_and_loses_nothing(tmp_path, mode):
     command = [sys.executable, "-c", FILLING, str(tmp_path), mode]

@@ -67,6 +67,7 @@ def test_a_score_has_log_probabilities_entropies_and_the_value_before_each_token
     np.testing.assert_allclose(scores.value, before(after_rs, batch.segments), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "passes"), [("own", 2), ("shared", 1)])
 def test_a_shared_trunk_is_gone_through_once(kind, passes):
     params, batch = case(kind)

@@ -59,6 +59,7 @@ def code_all(x, chance_c, dtype):
     return jax.vmap(lambda chance: decode(encode(x, dtype, jnp.full(x.shape, chance))))(chance_c)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_code_is_next_to_its_number_and_right_on_average(shape):
     x = numbers(2, shape)
@@ -90,6 +91,7 @@ def test_what_is_coded_again_stays_as_it_is():
 # Beside float Adam --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_adam_in_8_bits_descends_as_adam_does():
     (exact, floats), (found, codes) = descend(optax.scale_by_adam()), descend(scale_by_adam_8bit())
     np.testing.assert_allclose(found[[50, 100, 200, 299]], exact[[50, 100, 200, 299]], rtol=0.05)

@@ -30,8 +30,6 @@ from flowgrpo.learner.update import check_mini_batches, make_score, make_update,
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 
-pytestmark = pytest.mark.slow
-
 SGD = OPTIMIZERS["sgd"]
 SPARSE = 5
 
@@ -39,6 +37,7 @@ SPARSE = 5
 # F3: layouts, micro-batches, mini-batches --------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_F3_layouts_give_the_same_parameters():
     """A decoder, in micro-batches of 5: packed, shuffled, padded, one trajectory or turn per row, split at turns."""
     policy = make_policy(DecoderConfig(v=97, d=16, h=2, k=1, e=8, f=16, windows=(None,), ropes=(Rope(),)))
@@ -58,7 +57,9 @@ def test_F3_layouts_give_the_same_parameters():
             np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "gspo", "kimi", "dpo"])
+@pytest.mark.parametrize(
+    "name", ["gspo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("flow_grpo", "kimi", "dpo"))]
+)
 def test_F3_first_passes_and_micro_batches_equal_the_unsplit_gradient(name):
     """Every option on, sequence-level correction among them: micro-batches of 2 and the plain gradient of the loss."""
     algorithm = everything_on(name)
@@ -72,6 +73,7 @@ def test_F3_first_passes_and_micro_batches_equal_the_unsplit_gradient(name):
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["flow_grpo", "gspo"])
 def test_F3_devices_share_the_work(name):
     """Rows dealt over three devices, which do not divide them evenly: the same parameters and figures."""
@@ -110,6 +112,7 @@ def test_F3_mini_batches_and_epochs_are_a_plain_loop():
     assert (int(state.version), float(metrics["steps"]), int(state.skipped)) == (1, 6.0, 0)
 
 
+@pytest.mark.slow
 def test_F3_mini_batches_average_to_the_gradient_of_the_batch():
     """With a rate too small to move anything, three mini-batches together go three times as far as the whole."""
     params, trajectories = sampled_case(14)
@@ -121,6 +124,7 @@ def test_F3_mini_batches_average_to_the_gradient_of_the_batch():
     assert_close(scaled, whole, params, 1e-2)
 
 
+@pytest.mark.slow
 def test_a_mini_batch_without_a_row_takes_no_step():
     params, trajectories = sampled_case(3)
     batch = rows_of(PLAIN, trajectories, "by_trajectory")
@@ -165,6 +169,7 @@ def test_F8_no_advantage_and_no_kl_leave_the_parameters_unchanged():
     assert float(metrics["live_tokens"]) > 0
 
 
+@pytest.mark.slow
 def test_F8_leaving_out_rows_without_signal_is_exact():
     """The same step of Adam; with nothing to learn at all its memory fades all the same."""
     params, trajectories = sampled_case(SPARSE, groups=6, size=2)
@@ -207,6 +212,7 @@ def test_an_empty_batch_takes_no_step():
 # Other policies that are scored -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_kl_term_pulls_towards_the_reference():
     """With no advantages, towards the parameters that are passed, or what they were scored to before."""
     algorithm, optimizer = fg.grpo(beta=1.0), optax.sgd(0.5)
@@ -228,6 +234,7 @@ def test_the_kl_term_pulls_towards_the_reference():
         update(states[0], batch)
 
 
+@pytest.mark.slow
 def test_pi_old_is_scored_anew_where_it_is_needed():
     """The ratio of the first step is 1 whatever the batch says."""
     params, trajectories = sampled_case(20, drift=0.5)
@@ -237,6 +244,7 @@ def test_pi_old_is_scored_anew_where_it_is_needed():
     assert float(metrics["log_ratio_max"]) > 0.5
 
 
+@pytest.mark.slow
 def test_a_critic_is_scored_by_a_function_that_is_passed():
     algorithm = fg.ppo(beta=0.0)
     params, trajectories = sampled_case(22)
@@ -267,6 +275,7 @@ def test_scoring_visits_only_rows_with_an_action():
 # F7, metrics, compilation -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_F7_the_ratio_is_one_right_after_sampling():
     """Sampled at temperature 0.7 without the padding token, and updated: the largest log-ratio is rounding."""
     policy, params, banned = tiny_models.POLICY, tiny_models.tiny_params(), tiny_models.BANNED
@@ -303,6 +312,7 @@ def test_metrics_are_means_over_the_weights():
     assert {x.shape for name, x in metrics.items() if not name.endswith(("_by_turn", "_histogram"))} == {()}
 
 
+@pytest.mark.slow
 def test_seeds_can_be_vmapped_and_nothing_is_traced_twice():
     """Three seeds in one program, with batches of unequal fill, are three single runs."""
     cases = [sampled_case(seed) for seed in (24, 25, 26)]

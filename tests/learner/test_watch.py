@@ -84,6 +84,7 @@ def test_later_turns_are_counted_with_the_last():
     ]
 
 
+@pytest.mark.slow
 def test_kl_to_the_reference_is_told_where_the_loss_has_no_such_term():
     """PPO pays it in the reward; an algorithm's own estimate keeps its name."""
     case = make_case(41)
@@ -104,6 +105,7 @@ def turn_of():
     return fg.Turn(np.array([5, 6, 7]), np.array([False, True, True]), np.zeros(3, np.float32))
 
 
+@pytest.mark.slow
 def test_groups_without_signal_are_counted_before_and_after_packing():
     """Of four groups one wins always, one has no valid member, and of one a single member is valid."""
     outcomes = {0: (1.0, 0.0), 1: (1.0, 1.0), 2: (None, None), 3: (0.0, None)}

@@ -89,6 +89,7 @@ def test_many_blocks_are_looped_over_with_the_same_result_and_gradient(packed, m
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), value_and_slopes(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [PLAIN, CAPPED])
 def test_the_gradient_is_that_of_the_formula(packed, config):
     q, k, v, seen = packed

@@ -30,8 +30,9 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "float32") for name in FAMILIES), ("qwen3", "bfloat16"), ("gemma2", "float16")]
+)
 def test_M3_write_then_read_gives_the_same_bytes(tmp_path, name, dtype):
     model = random_model(name, dtype)
     hf.save_model(tmp_path / "one", model)
@@ -43,6 +44,7 @@ def test_M3_write_then_read_gives_the_same_bytes(tmp_path, name, dtype):
     assert files(tmp_path / "one").keys() == {"config.json", "model.safetensors"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_random_model_needs_a_config_only(tmp_path, dtype):
     given = dict(FAMILIES["gemma2"])

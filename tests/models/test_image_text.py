@@ -177,6 +177,7 @@ def test_every_tensor_of_a_folder_is_read_where_it_belongs(tmp_path, name):
         np.testing.assert_array_equal(loaded.params[key], value)
 
 
+@pytest.mark.slow
 def test_half_precision_gives_nearly_the_same_embeddings_in_float32(tmp_path):
     config, params = write(tmp_path, CASES["clip"])
     half = load_image_text(tmp_path, text=False, dtype="bfloat16").params
@@ -274,6 +275,7 @@ def test_pairs_are_scored_in_one_shape_with_the_values_of_the_whole(pairs):
     assert score_pairs([], []).shape == (0,)
 
 
+@pytest.mark.slow
 def test_it_serves_the_vision_rewards(pairs):
     (task,) = make_drawings(0, 1)
     reward = picture_score(pairs.score, picture_of)

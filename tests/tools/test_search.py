@@ -183,6 +183,7 @@ def test_settings_out_of_range_are_refused(settings):
         search(corpus_of("a"), **settings)
 
 
+@pytest.mark.slow
 def test_the_index_starts_no_jax_and_prints_nothing(tmp_path):
     (tmp_path / "c.jsonl").write_text(json.dumps({"text": "a b c"}))
     program = f"""
