@@ -12,6 +12,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",  # tests compile much and compute little
         # Two cores carry the eight devices, so a collective may wait long for its turn.
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
