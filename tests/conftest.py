@@ -112,6 +112,8 @@ def pytest_runtest_makereport():
 
 def pytest_terminal_summary(terminalreporter, config):
     """Name the dearest tests."""
+    if hasattr(config, "workerinput"):  # the controller has the reports of all
+        return
     costs: dict[str, float] = {}
     for reports in terminalreporter.stats.values():
         for report in reports:

@@ -36,12 +36,12 @@ def run(module: str, *flags: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 def test_S1_a_cluster_whose_processes_are_killed_makes_the_bits_of_a_single_process(cache, tmp_path):
-    sizes = [*SIZES.split(), "--updates=20", cache]
+    sizes = [*SIZES.split(), "--updates=14", cache]
     shape = ["--rollout_workers=2", "--reward_workers=any=2"]
     command = [sys.executable, "-m", "experiments.cluster", *sizes, *shape]
-    figures = run_cluster_soak(command, tmp_path, kills=5, seed=1, longest=4.0)
+    figures = run_cluster_soak(command, tmp_path, kills=4, seed=1, longest=2.0)
     assert figures["differences"] == []
-    assert figures["kills"] >= 4
+    assert figures["kills"] == 4
     assert {"master", "train", "rollout", "reward"} <= set(figures["by_kind"])
     single = run("agentflow", *sizes, f"--workdir={tmp_path / 'single'}")
     assert single.returncode == 0, single.stderr[-2000:]
