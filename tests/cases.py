@@ -1,6 +1,6 @@
 """Batches for the tests: random ragged records, and the arrays that a learner would add to them."""
 
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -129,11 +129,19 @@ def everything_on(name: str) -> fg.Algorithm:
     return getattr(fg, build)(**extra, **{key: value for key, value in settings.items() if key not in refused})
 
 
+QUICK = {"xla_backend_optimization_level": 0}  # compiling costs more than running
+PLAIN = {
+    "by_trajectory": jax.jit(fg.rows_by_trajectory, compiler_options=QUICK),
+    "by_turn": jax.jit(fg.rows_by_turn, compiler_options=QUICK),
+}
+
+
 @cache
 def signal(algorithm: fg.Algorithm):
     """Compile a member's advantages, weights and targets, once for all tests."""
     return jax.jit(
-        lambda x: (algorithm.advantages(x), algorithm.weights(x), algorithm.targets and algorithm.targets(x))
+        lambda x: (algorithm.advantages(x), algorithm.weights(x), algorithm.targets and algorithm.targets(x)),
+        compiler_options=QUICK,
     )
 
 
@@ -143,7 +151,7 @@ def batch_of(algorithm: fg.Algorithm, trajectories: fg.Trajectories, layout="pac
     if layout == "packed":
         batch = fg.pack(trajectories, adv, weights, **{"row_length": 48, "rows": 16, **settings})
     else:
-        batch = {"by_trajectory": fg.rows_by_trajectory, "by_turn": fg.rows_by_turn}[layout](trajectories, adv, weights)
+        batch = PLAIN[layout](trajectories, adv, weights)
     return batch if target is None else batch.replace(target=fg.place(target, batch))
 
 
@@ -166,7 +174,7 @@ def padded(batch: fg.Batch) -> fg.Batch:
 def loss_program(algorithm: fg.Algorithm):
     """Compile a member's loss, metrics and d loss / d log pi in the trajectories' own layout, once for all tests."""
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=QUICK)
     def run(case: Case, batch: fg.Batch):
         def loss(logp_ntl):
             return algorithm.loss(scores_of(case, batch, logp_ntl), batch)

@@ -9,6 +9,8 @@ policy), `frozen` (the same numbers where a formula stops the gradient), `old`, 
 import math
 from collections import defaultdict
 
+import numpy as np
+
 
 def ragged(case) -> list[dict]:
     """The case as nested lists of chosen tokens."""
@@ -23,29 +25,17 @@ def ragged(case) -> list[dict]:
         "value": case.value,
         "value_old": trajectories.value,
     }
-    status_counts = {0, 1, 2, 3, 4}
     out = []
     for i in range(len(trajectories.outcome)):
         turns = []
-        for t in range(trajectories.turns.shape[1]):
-            if trajectories.turns[i, t]:
-                slots = [s for s in range(trajectories.tokens.shape[2]) if trajectories.chosen[i, t, s]]
-                turn = {name: [float(x[i, t, s]) for s in slots] for name, x in fields.items()}
-                turn |= {"slots": slots, "anchor": int(trajectories.anchor[i, t])}
-                turn["reward"] = float(trajectories.reward[i, t]) if trajectories.by_turn[i] else None
-                turns.append(turn)
+        for t in np.flatnonzero(trajectories.turns[i]):
+            slots = np.flatnonzero(trajectories.chosen[i, t]).tolist()
+            turn = {name: x[i, t, slots].tolist() for name, x in fields.items()}
+            turn["reward"] = float(trajectories.reward[i, t]) if trajectories.by_turn[i] else None
+            turns.append(turn | {"slots": slots, "anchor": int(trajectories.anchor[i, t])})
+        member = {name: getattr(trajectories, name)[i].item() for name in ("group", "outcome", "correct", "last_value")}
         status = int(trajectories.status[i])
-        out.append(
-            {
-                "group": int(trajectories.group[i]),
-                "outcome": float(trajectories.outcome[i]),
-                "correct": bool(trajectories.correct[i]),
-                "valid": status in status_counts,
-                "cut": status in {1, 2},
-                "last_value": float(trajectories.last_value[i]),
-                "turns": turns,
-            }
-        )
+        out.append(member | {"valid": status <= 4, "cut": status in {1, 2}, "turns": turns})
     return out
 
 
@@ -83,13 +73,17 @@ def by_group(members):
     return list(groups.values())
 
 
-def spread_over_group(members, values, normalize):
+def over_groups(members, normalize, value=lambda m: m["outcome"]):
     """{id(trajectory): advantage}, normalised over each group."""
     out = {}
     for group in by_group(members):
-        for member, adv in zip(group, normalize([values[id(m)] for m in group]), strict=True):
-            out[id(member)] = adv
+        out |= zip(map(id, group), normalize([value(m) for m in group]), strict=True)
     return out
+
+
+def mean_over_groups(members, value):
+    """Mean over queries of the mean over their trajectories."""
+    return mean([mean([value(m) for m in group]) for group in by_group(members)])
 
 
 # Shared parts -----------------------------------------------------------------------------------------
@@ -106,12 +100,8 @@ def count(member):
     return sum(len(turn["slots"]) for turn in member["turns"])
 
 
-def outcome(member, overlong=None):
-    if overlong is None:
-        return member["outcome"]
-    limit, buffer = overlong
-    over = count(member) - (limit - buffer)
-    return member["outcome"] - min(max(over / buffer, 0.0), 1.0)
+def overlong(member, limit, buffer):
+    return clip((count(member) - (limit - buffer)) / buffer, 0.0, 1.0)
 
 
 def kl(kind, logp, ref):
@@ -162,24 +152,15 @@ def token_mean(members, adv_of, **settings):
 # Members ----------------------------------------------------------------------------------------------
 
 
-def flow_grpo(trajectories, *, low=0.2, high=0.2, beta=0.05):
+def flow_grpo(trajectories):
     """Query, then trajectory, then turn, then token: the equation of the paper, mean inside mean."""
     members = taking_part(trajectories)
-    adv = spread_over_group(members, {id(m): m["outcome"] for m in members}, zscores)
-    per_query = []
-    for group in by_group(members):
-        per_trajectory = []
-        for m in group:
-            acted = [turn for turn in m["turns"] if turn["slots"]]
-            terms = [
-                mean(
-                    [token_term(turn, j, adv[id(m)], low=low, high=high, beta=beta) for j in range(len(turn["slots"]))]
-                )
-                for turn in acted
-            ]
-            per_trajectory.append(mean(terms))
-        per_query.append(mean(per_trajectory))
-    return -mean(per_query)
+    adv = over_groups(members, zscores)
+
+    def of_turn(turn, m):
+        return mean([token_term(turn, j, adv[id(m)], beta=0.05) for j in range(len(turn["slots"]))])
+
+    return -mean_over_groups(members, lambda m: mean([of_turn(turn, m) for turn in m["turns"] if turn["slots"]]))
 
 
 def flow_grpo_released(trajectories):
@@ -194,30 +175,28 @@ def flow_grpo_released(trajectories):
 
 def grpo(trajectories):
     members = taking_part(trajectories)
-    adv = spread_over_group(members, {id(m): m["outcome"] for m in members}, zscores)
-    return -mean([mean([sequence(m, adv[id(m)], beta=0.04) for m in group]) for group in by_group(members)])
-
-
-def sequence(m, adv, **settings):
-    return mean([token_term(turn, j, adv, **settings) for turn in m["turns"] for j in range(len(turn["slots"]))])
+    adv = over_groups(members, zscores)
+    return -mean_over_groups(
+        members, lambda m: mean([token_term(turn, j, adv[id(m)], beta=0.04) for _, turn, _, j in tokens([m])])
+    )
 
 
 def dr_grpo(trajectories, max_tokens=20):
     members = taking_part(trajectories)
-    adv = spread_over_group(members, {id(m): m["outcome"] for m in members}, centred)
+    adv = over_groups(members, centred)
     total = sum(token_term(turn, j, adv[id(m)]) for m, turn, _, j in tokens(members))
     return -total / (len(members) * max_tokens)
 
 
 def dapo(trajectories):
     members = taking_part(trajectories, mixed=True)
-    adv = spread_over_group(members, {id(m): outcome(m, (20, 10)) for m in members}, zscores)
+    adv = over_groups(members, zscores, lambda m: m["outcome"] - overlong(m, 20, 10))
     return token_mean(members, lambda m, *_: adv[id(m)], low=0.2, high=0.28)
 
 
 def gspo(trajectories):
     members = taking_part(trajectories)
-    adv = spread_over_group(members, {id(m): m["outcome"] for m in members}, zscores)
+    adv = over_groups(members, zscores)
     per_query = []
     for group in by_group(members):
         actions = [(m, turn) for m in group for turn in m["turns"] if turn["slots"]]
@@ -229,7 +208,7 @@ def gspo(trajectories):
 
 def cispo(trajectories):
     members = taking_part(trajectories)
-    adv = spread_over_group(members, {id(m): m["outcome"] for m in members}, zscores)
+    adv = over_groups(members, zscores)
     terms = [
         clip(math.exp(turn["frozen"][j] - turn["old"][j]), 0.0, 1.2) * adv[id(m)] * turn["logp"][j]
         for m, turn, _, j in tokens(members)
@@ -239,18 +218,19 @@ def cispo(trajectories):
 
 def rloo(trajectories):
     members = taking_part(trajectories)
-    price = {id(m): sum(0.05 * kl("k1", t["old"][j], t["ref"][j]) for _, t, _, j in tokens([m])) for m in members}
-    adv = spread_over_group(members, {id(m): m["outcome"] - price[id(m)] for m in members}, others)
-    per_query = []
-    for group in by_group(members):
-        sums = [sum(math.exp(t["logp"][j] - t["old"][j]) * adv[id(m)] for _, t, _, j in tokens([m])) for m in group]
-        per_query.append(mean(sums))
-    return -mean(per_query)
+
+    def paid(m):
+        return m["outcome"] - sum(0.05 * kl("k1", t["old"][j], t["ref"][j]) for _, t, _, j in tokens([m]))
+
+    adv = over_groups(members, others, paid)
+    return -mean_over_groups(
+        members, lambda m: sum(math.exp(t["logp"][j] - t["old"][j]) * adv[id(m)] for _, t, _, j in tokens([m]))
+    )
 
 
 def whitened_returns(members, *, baseline, price):
     values = {}
-    base = spread_over_group(members, {id(m): m["outcome"] for m in members}, centred)
+    base = over_groups(members, centred)
     for m in members:
         to_go = returns_to_go(payments(m, m["outcome"]), 1.0)
         later = returns_to_go([price * kl("k1", t["old"][j], t["ref"][j]) for _, t, _, j in tokens([m])], 1.0)
@@ -274,7 +254,7 @@ def reinforce_pp_baseline(trajectories):
 
 def gigpo(trajectories, omega=1.0, gamma=0.95):
     members = taking_part(trajectories)
-    episode = spread_over_group(members, {id(m): m["outcome"] for m in members}, zscores)
+    episode = over_groups(members, zscores)
     states = defaultdict(list)
     for m in members:
         for t, value in enumerate(returns_to_go(payments(m, m["outcome"]), gamma)):
@@ -288,16 +268,14 @@ def gigpo(trajectories, omega=1.0, gamma=0.95):
 
 def kimi(trajectories, tau=0.5):
     members = taking_part(trajectories)
-    adv = spread_over_group(members, {id(m): m["outcome"] for m in members}, centred)
-    per_query = []
-    for group in by_group(members):
-        terms = []
-        for m in group:
-            logp = sum(turn["logp"][j] for _, turn, _, j in tokens([m]))
-            drift = sum(turn["logp"][j] - turn["old"][j] for _, turn, _, j in tokens([m]))
-            terms.append(adv[id(m)] * logp - tau / 2 * drift**2)
-        per_query.append(mean(terms))
-    return -mean(per_query)
+    adv = over_groups(members, centred)
+
+    def gain(m):
+        logp = sum(turn["logp"][j] for _, turn, _, j in tokens([m]))
+        drift = sum(turn["logp"][j] - turn["old"][j] for _, turn, _, j in tokens([m]))
+        return adv[id(m)] * logp - tau / 2 * drift**2
+
+    return -mean_over_groups(members, gain)
 
 
 def gae(rewards, values, last_value, gamma, lam):

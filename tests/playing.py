@@ -1,71 +1,146 @@
-"""Playing pure environments in tests: whole episodes at once, and single turns in words."""
+"""Playing pure environments in tests: each function is compiled once, over `N` examples; turns are a loop in Python."""
 
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tiny_env import tiny_env
 
 import flowgrpo as fg
-from flowgrpo.envs.env import END, fill, in_words
+from experiments.members import ENVIRONMENTS
+from flowgrpo.envs.env import in_words
+from flowgrpo.envs.play import Play
+
+N = 1024
+ENVS = {name: make() for name, make in {**ENVIRONMENTS, "tiny": tiny_env}.items()}
+PLAYERS = ("oracle", "demonstrations", "random", "garbage")
+TRACES: Counter[tuple[int, str]] = Counter()  # by environment and function
 
 
-class Played(NamedTuple):
-    """Of n episodes: what came out, and n x turns of what happened while they ran."""
-
-    correct: np.ndarray
-    outcome: np.ndarray
-    turns: np.ndarray
-    reward: np.ndarray
-    tool: np.ndarray
-    error: np.ndarray
+@cache
+def batched(env: fg.Env) -> fg.Env:
+    """Compile each function of an environment over `N` examples, counting its traces."""
+    names = ("reset", "step", "anchor", "oracle", "demonstrate")
+    jitted = {name: jax.jit(jax.vmap(partial(_counted, env, name))) for name in names}
+    make_task = jax.jit(lambda keys, split: jax.vmap(partial(env.make_task, split=split))(keys), static_argnums=1)
+    return env._replace(make_task=make_task, **jitted)
 
 
-def compiled(env: fg.Env) -> fg.Env:
-    """The environment with each function jitted, so that single turns are quick."""
-    parts = ("reset", "step", "anchor", "oracle", "demonstrate")
-    jitted = {part: jax.jit(getattr(env, part)) for part in parts}
-    return env._replace(make_task=jax.jit(env.make_task, static_argnums=1), **jitted)
+def _counted(env: fg.Env, name: str, *given):
+    TRACES[id(env), name] += 1
+    return getattr(env, name)(*given)
 
 
-def play(env: fg.Env, policy, tasks, *, seed=0) -> Played:
-    """An episode of each of n tasks under a policy `(key, state) -> (tokens, length)`."""
-    keys = jax.random.split(jax.random.key(seed), len(jax.tree.leaves(tasks)[0]))
-    return Played(*map(np.asarray, jax.jit(jax.vmap(partial(_episode, env, policy)))(keys, tasks)))
+@cache
+def keys(seed: int) -> jax.Array:
+    """`N` keys."""
+    return jax.random.split(jax.random.key(seed), N)
 
 
-def _episode(env, policy, key, task):
-    reset_key, policy_key = jax.random.split(key)
-    state, _ = env.reset(reset_key, task)
-
-    def turn(state, number):
-        following, now = env.step(state, *policy(jax.random.fold_in(policy_key, number), state))
-        return following, (now.reward, now.tool, now.error, ~state.done)
-
-    state, (reward, tool, error, alive) = jax.lax.scan(turn, state, jnp.arange(env.sizes.turns))
-    return state.correct, reward.sum(), alive.sum(), reward, tool, error
+@cache
+def tasks_of(env: fg.Env, split: str = "train"):
+    """`N` tasks."""
+    return batched(env).make_task(keys(5), split)
 
 
-def action(env: fg.Env, words: str):
-    """Words and END as an action."""
-    tokens = [*map(env.words.index, words.split()), END]
-    return fill(tokens, env.sizes.action), jnp.int32(len(tokens))
+def to_numpy(tree):
+    """Arrays of NumPy, keys as the words that they hold."""
+
+    def leaf(x):
+        return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+    return jax.tree.map(leaf, tree)
 
 
-def turn(env: fg.Env, state, words: str):
-    """`(state, what the environment said, step)` after these words."""
-    state, now = env.step(state, *action(env, words))
-    return state, in_words(env, *now.observation), now
+def at(tree, i):
+    """Example `i` of them all."""
+    return jax.tree.map(lambda leaf: leaf[i], tree)
 
 
-def garbage(env: fg.Env):
-    """A policy of arbitrary tokens, lengths too: most of it is malformed."""
-    vocabulary, slots = len(env.words), env.sizes.action
+def repeated(tree):
+    """One example, `N` times."""
+    return jax.tree.map(lambda leaf: np.broadcast_to(leaf, (N, *np.shape(leaf))), tree)
 
-    def policy(key, _):
-        token_key, length_key = jax.random.split(key)
-        tokens = jax.random.randint(token_key, (slots,), -2, vocabulary + 3, jnp.int32)
-        return tokens, jax.random.randint(length_key, (), -1, slots + 3, jnp.int32)
 
-    return policy
+def play(env: fg.Env, act: Callable, tasks=None, *, seed: int = 0) -> Play:
+    """Play an episode of each task, where `act(keys, states) -> (tokens, length)`."""
+    here, tasks = batched(env), tasks_of(env) if tasks is None else tasks
+    state, prompt = here.reset(keys(seed), tasks)
+    turns = []
+    for t in range(env.sizes.turns):
+        action = act(keys(100 * seed + t + 1), state)
+        before, (state, now) = state, here.step(state, *action)
+        turns.append((*to_numpy((here.anchor(before), *action)), ~np.asarray(before.done), to_numpy(now)))
+    turns = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *turns)
+    return Play(*to_numpy((tasks, prompt)), *turns, to_numpy(state))
+
+
+def player(env: fg.Env, name: str) -> Callable:
+    """What one of `PLAYERS` does: the oracle, demonstrations, random words, or any integers of any number."""
+    rng, slots = np.random.default_rng(0), env.sizes.action
+
+    def random_words(*_):
+        return rng.integers(1, len(env.words), (N, slots), np.int32), rng.integers(1, slots + 1, N, np.int32)
+
+    def garbage(*_):
+        return rng.integers(-3, 2 * len(env.words), (N, slots), np.int32), rng.integers(0, slots + 1, N, np.int32)
+
+    here = batched(env)
+    acts = (lambda _, state: here.oracle(state), here.demonstrate, random_words, garbage)
+    return dict(zip(PLAYERS, acts, strict=True))[name]
+
+
+@cache
+def played(env: fg.Env, name: str, split: str = "train") -> Play:
+    """The episodes of one of `PLAYERS`."""
+    return play(env, player(env, name), tasks_of(env, split))
+
+
+# In words ---------------------------------------------------------------------------------------------
+
+
+class Talk(NamedTuple):
+    """An episode in words: one more state than there are lines."""
+
+    said: list[str]  # at first, and after each line
+    best: list[str]  # by the oracle, in each state
+    anchors: list[int]
+    steps: list[fg.Step]
+    state: object  # the last one
+
+
+def row(env: fg.Env, line: str) -> tuple[np.ndarray, int]:
+    """A line of words in the slots of an action, and their number."""
+    tokens = [env.words.index(word) for word in line.split()]
+    return np.array([*tokens, *[0] * env.sizes.action], np.int32)[: env.sizes.action], len(tokens)
+
+
+def talks(env: fg.Env, task, *dialogues: Sequence[str], end: str = " <end>", seed: int = 0) -> list[Talk]:
+    """Play each of these lists of lines, of a task; `end` is added to each line."""
+    here = batched(env)
+    state, prompt = here.reset(keys(seed), repeated(task))
+    found = [Talk([in_words(env, *at(prompt, i))], [], [], [], None) for i in range(len(dialogues))]
+    for t in range(max(map(len, dialogues)) + 1):
+        best, anchors, now_state = to_numpy((here.oracle(state), here.anchor(state), state))
+        actions = [row(env, lines[t] + end) if t < len(lines) else row(env, "") for lines in dialogues]
+        tokens, lengths = (np.array([*x, *[x[0]] * (N - len(x))]) for x in zip(*actions, strict=True))
+        state, now = here.step(state, tokens, lengths.astype(np.int32))
+        now = to_numpy(now)
+        for i, lines in enumerate(dialogues):
+            if t <= len(lines):
+                found[i].best.append(in_words(env, *at(best, i)))
+                found[i].anchors.append(int(anchors[i]))
+                found[i] = found[i]._replace(state=at(now_state, i))
+            if t < len(lines):
+                found[i].said.append(in_words(env, *at(now.observation, i)))
+                found[i].steps.append(at(now, i))
+    return found
+
+
+def talk(env: fg.Env, task, *lines: str, **settings) -> Talk:
+    """Play these lines."""
+    return talks(env, task, lines, **settings)[0]

@@ -9,10 +9,33 @@ from pathlib import Path
 import pytest
 import yaml
 
+from experiments import listing
+
 ROOT = Path(__file__).parent.parent
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
 PAGES |= {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}
-SLOW = {"docs/environments.md"}  # which trains
+SMALLER = {  # of the page that trains, in CI: the same programs, of smaller sizes, of which nothing is learned
+    "docs/environments.md": {
+        "range(100)": "range(2)",
+        "draw_tasks(env, task_key, 64,": "draw_tasks(env, task_key, 8,",
+        "split(play_key, 64)": "split(play_key, 8)",
+        "queries=16, samples=8": "queries=2, samples=2",
+        "updates=30": "updates=2",
+        "tasks=200, samples=2": "tasks=8, samples=2",
+        "rollout.trajectories, (200, 2)": "rollout.trajectories, (8, 2)",
+        "(jax.random.key(7), 64), range(64)": "(jax.random.key(7), 4), range(4)",
+        "samples=8, row_length=longest, rows=128": "samples=2, row_length=longest, rows=4",
+        "update * 16, 16)": "update * 2, 2)",
+        "run.update), 128)": "run.update), 4)",
+        "for _ in range(8)]": "for _ in range(2)]",
+        "np.repeat(np.arange(16), 8)": "np.repeat(np.arange(2), 2)",
+        'assert history[-1]["success"] > history[0]["success"] + 0.2': "",
+        "assert before.success < 0.5": "",
+        "assert after.success > 0.7": "",
+        "assert after.success_low > before.success_high": "",
+        "assert solved > 0.7": "",
+    }
+}
 PROMISE = re.compile(r"^( *)print\(.*\)  # (.+)$", re.MULTILINE)
 
 
@@ -20,33 +43,43 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], re.DOTALL | re.MULTILINE)
 
 
-WITH_PYTHON = [
-    pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in PAGES if blocks(page, "python")
-]
+WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON)
-def test_python_examples_run_one_after_another(page, capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("page", "smaller"),
+    [
+        *(pytest.param(page, {}, id=page) for page in WITH_PYTHON if page not in SMALLER),
+        *(pytest.param(page, smaller, id=page, marks=pytest.mark.slow) for page, smaller in SMALLER.items()),
+        *(pytest.param(page, {}, id=f"{page}, whole", marks=pytest.mark.soak) for page in SMALLER),
+    ],
+)
+def test_python_examples_run_one_after_another(page, smaller, capsys, tmp_path, monkeypatch):
     """Each example may use what the ones before it made; what a comment behind a print promises is printed."""
     monkeypatch.chdir(tmp_path)  # what they write
+    sources = "\f".join(blocks(page, "python")).replace("launch.configure()", "")  # the tests have started a backend
+    for words, others in smaller.items():
+        assert words in sources, words
+        sources = sources.replace(words, others)
     namespace: dict = {"__name__": "page"}
-    for source in blocks(page, "python"):
-        runs = source.replace("launch.configure()", "")  # the backend of the tests has started
-        exec(compile(runs, page, "exec"), namespace)
+    for source in sources.split("\f"):
+        exec(compile(source, page, "exec"), namespace)
         printed = capsys.readouterr().out
         for promised in PROMISE.findall(source):
             assert promised[1] in printed
 
 
-def commands() -> list[tuple[str, list[str]]]:
-    """(page, words) of every command of a module of this repository."""
-    found = []
-    for page in PAGES:
-        for line in "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines():
-            for part in line.split("&&"):
-                words = shlex.split(part, comments=True)
-                if words[:2] == ["python", "-m"] and words[2].startswith("experiments"):
-                    found.append((page, words[2:]))
+def commands() -> dict[str, list[list[str]]]:
+    """The words of every command of a module of this repository, by page and by the docstring of the command."""
+    texts = {page: "\n".join(blocks(page, "sh")) for page in PAGES}
+    for folder in ("experiments", "experiments/benchmarks"):
+        for name, doc in listing.commands(ROOT / folder).items():
+            texts[f"{folder}/{name}.py"] = "\n".join(re.findall(r"^    .*python -m .*$", doc, re.MULTILINE))
+    found = {}
+    for page, text in texts.items():
+        parts = re.split(r"&&|\||\n", text.replace("\\\n", " "))
+        words = [shlex.split(part, comments=True) for part in parts]
+        found[page] = [own[2:] for own in words if own[:2] == ["python", "-m"] and own[2].startswith("experiments")]
     return found
 
 
@@ -67,13 +100,14 @@ def flags_of(module: str) -> frozenset[str]:
     return frozenset(found)
 
 
-@pytest.mark.parametrize(("page", "words"), commands(), ids=lambda x: " ".join(x) if isinstance(x, list) else x)
-def test_commands_name_modules_and_flags_that_exist(page, words):
-    known = flags_of(words[0])
-    for word in words[1:]:
-        if word.startswith("--"):
-            name = word.removeprefix("--").split("=")[0]
-            assert name in known or name.removeprefix("no") in known, f"{page}: {words[0]} has no flag --{name}"
+def test_commands_name_modules_and_flags_that_exist():
+    for page, found in commands().items():
+        for module, *words in found:
+            for word in words:
+                if word.startswith("--"):
+                    name = word.removeprefix("--").split("=")[0]
+                    known = flags_of(module) | {"help"}
+                    assert name in known or name.removeprefix("no") in known, f"{page}: {module} has no flag --{name}"
 
 
 def anchors(text: str) -> set[str]:
@@ -82,16 +116,13 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)):
-        if "://" in target:
-            continue
-        name, _, anchor = target.partition("#")
-        path = (ROOT / page).parent / name if name else ROOT / page
-        assert path.exists(), f"{page}: {target}"
-        if anchor:
-            assert anchor in anchors(path.read_text()), f"{page}: {target}"
+def test_links_lead_somewhere():
+    for page, text in PAGES.items():
+        for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+            name, _, anchor = target.partition("#")
+            path = (ROOT / page).parent / name if name else ROOT / page
+            assert "://" in target or path.exists(), f"{page}: {target}"
+            assert "://" in target or not anchor or anchor in anchors(path.read_text()), f"{page}: {target}"
 
 
 def sentences() -> list[str]:
@@ -135,13 +166,13 @@ def test_the_reference_shows_the_module_of_every_export():
     assert {home for home in homes if home and home.startswith("flowgrpo.")} <= documented() | {"flowgrpo.spread"}
 
 
-@pytest.mark.parametrize("module", sorted(documented()))
-def test_every_public_name_of_the_reference_has_a_docstring(module):
+def test_every_public_name_of_the_reference_has_a_docstring():
     """Functions and classes, and what classes offer beside their fields."""
-    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    top = [node for node in tree.body if isinstance(node, kinds)]
-    members = [node for one in top if isinstance(one, ast.ClassDef) for node in one.body if isinstance(node, kinds)]
-    bare = [node.name for node in (*top, *members) if not node.name.startswith("_") and not ast.get_docstring(node)]
-    assert ast.get_docstring(tree)
+    kinds, bare = (ast.FunctionDef, ast.ClassDef), []
+    for module in documented():
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+        top = [node for node in tree.body if isinstance(node, kinds)]
+        members = [node for one in top if isinstance(one, ast.ClassDef) for node in one.body if isinstance(node, kinds)]
+        named = {module: tree} | {f"{module}.{node.name}": node for node in (*top, *members) if node.name[0] != "_"}
+        bare += [name for name, node in named.items() if not ast.get_docstring(node)]
     assert not bare

@@ -2,28 +2,35 @@
 
 import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import pytest
+from commands import run_module
 
 from flowgrpo import launch
 from flowgrpo.types import BadInput
 
-ROOT = Path(__file__).parent.parent
+STARTED = launch._backend_started
 
 
-def run(program: str, **environment: str) -> str:
-    """What a Python program prints, in a process of its own."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=clean | environment, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+@pytest.fixture
+def early(monkeypatch):
+    """As if no backend had started."""
+    monkeypatch.setattr(launch, "_backend_started", lambda: False)
+    monkeypatch.setattr(launch, "_CONFIGURED", {})
+    monkeypatch.setenv("XLA_FLAGS", "")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """`run(program, XLA_FLAGS)` runs a Python program in a process of its own, in which JAX is imported already."""
+
+    def start(program: str, flags: str = ""):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        (tmp_path / "program.py").write_text(program)
+        return run_module("program", cwd=tmp_path)
+
+    return start
 
 
 def test_flags_are_added_and_never_override():
@@ -32,68 +39,53 @@ def test_flags_are_added_and_never_override():
     assert launch.add_flags("--ab=3", ["--a=1"]) == "--ab=3 --a=1"  # a name that begins alike is another name
 
 
-def test_flags_are_set_after_jax_is_imported_and_are_read():
+def test_flags_are_set_after_jax_is_imported_and_are_read(run):
     """The users' own flag, with JAX imported first: three devices, and the flawed fusions off."""
-    program = """
+    done = run(
+        """
 import os, jax
 from flowgrpo import launch
 launch.configure()
-print(len(jax.devices()), os.environ["XLA_FLAGS"])"""
-    printed = run(program, XLA_FLAGS="--xla_force_host_platform_device_count=3", JAX_PLATFORMS="cpu").split()
-    assert printed == ["3", "--xla_force_host_platform_device_count=3", launch.NO_FLAWED_FUSION]
+print(len(jax.devices()), os.environ["XLA_FLAGS"])""",
+        "--xla_force_host_platform_device_count=3",
+    )
+    assert done.stdout.split() == ["3", "--xla_force_host_platform_device_count=3", launch.NO_FLAWED_FUSION], (
+        done.stderr
+    )
 
 
+@pytest.mark.usefixtures("early")
 def test_an_unknown_version_is_given_no_flag_that_it_may_not_know(monkeypatch):
-    monkeypatch.setattr(launch, "_backend_started", lambda: False)
     monkeypatch.setattr(launch, "version", lambda _: "0.99.0")
-    monkeypatch.setenv("XLA_FLAGS", "")
     launch.configure()
     assert os.environ["XLA_FLAGS"] == ""
     launch.configure(deterministic=True)
     assert os.environ["XLA_FLAGS"] == "--xla_gpu_deterministic_ops=true"
 
 
+@pytest.mark.usefixtures("early")
 @pytest.mark.parametrize("value", ["false", "0"])
 def test_deterministic_does_not_promise_what_the_users_flags_contradict(monkeypatch, value):
-    monkeypatch.setattr(launch, "_backend_started", lambda: False)
     monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_deterministic_ops={value}")
     with pytest.raises(BadInput, match=f"XLA_FLAGS has --xla_gpu_deterministic_ops={value}, which contradicts"):
         launch.configure(deterministic=True)
     launch.configure()
 
 
-def test_it_is_said_when_it_is_too_late(monkeypatch):
-    monkeypatch.setattr(launch, "_CONFIGURED", {})
+@pytest.mark.usefixtures("early")
+def test_it_is_said_when_it_is_too_late_and_the_same_settings_once_more_are_no_news(monkeypatch):
+    with monkeypatch.context() as late:
+        late.setattr(launch, "_backend_started", lambda: True)
+        with pytest.raises(BadInput, match=r"backend has started.*call launch\.configure before"):
+            launch.configure()
+        with pytest.raises(BadInput, match=r"call launch\.join before the first array"):
+            launch.join("127.0.0.1:9000", 2, 0)
+    launch.configure()
     jax.devices()
-    with pytest.raises(BadInput, match=r"backend has started.*call launch\.configure before"):
-        launch.configure()
-
-
-def test_the_same_settings_once_more_are_no_news(monkeypatch):
-    monkeypatch.setattr(launch, "_CONFIGURED", {})
-    monkeypatch.setenv("XLA_FLAGS", "")
-    with monkeypatch.context() as before:
-        before.setattr(launch, "_backend_started", lambda: False)
-        launch.configure()
-    jax.devices()
+    monkeypatch.setattr(launch, "_backend_started", STARTED)
     launch.configure()
     with pytest.raises(BadInput, match="backend has started"):
         launch.configure(deterministic=True)
-
-
-@pytest.mark.slow
-def test_programs_are_kept_and_found_again(tmp_path):
-    """Every program of the first process is found by the second, whose results are the same."""
-    program = f"""
-import jax
-from flowgrpo import launch
-launch.configure(compilation_cache={str(tmp_path / "cache")!r}, deterministic=True)
-hits = []
-jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None)
-print(jax.jit(lambda x: x @ x)(jax.numpy.ones((3, 3))).sum(), len(hits) > 0)"""
-    assert run(program, JAX_PLATFORMS="cpu") == "27.0 False"
-    assert list((tmp_path / "cache").iterdir())
-    assert run(program, JAX_PLATFORMS="cpu") == "27.0 True"
 
 
 def test_a_profile_is_written_where_it_is_asked_for(tmp_path):
@@ -104,19 +96,11 @@ def test_a_profile_is_written_where_it_is_asked_for(tmp_path):
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
 
 
-def test_cpu_devices_work_side_by_side_with_a_thread_each():
-    program = """
+SEVERAL_DEVICES = """
 import os
+from pathlib import Path
 from flowgrpo import launch
-launch.configure(cpu_devices=3)
-import jax
-print(jax.device_count(), "--xla_cpu_multi_thread_eigen=false" in os.environ["XLA_FLAGS"])"""
-    assert run(program) == "3 True"
-
-
-MANY_PROGRAMS = """
-from flowgrpo import launch
-launch.configure(cpu_devices=2)
+launch.configure(cpu_devices=2, compilation_cache="cache", deterministic=True)
 import jax, jax.numpy as jnp
 from flowgrpo import spread
 mesh = spread.data_mesh()
@@ -128,16 +112,21 @@ def add_up(shared, rows, wanted_r):
 draw = jax.jit(lambda key: jax.lax.fori_loop(0, 200, lambda _, x: jnp.tanh(x @ x), jax.random.normal(key, (64, 64))))
 step = jax.jit(lambda shared, rows: shared + 1e-9 * spread.sum_rows(add_up, mesh, shared, rows, jnp.full(64, True))[0])
 shared = spread.share(jnp.eye(64), mesh)
-for index in range(600):
+for index in range(200):
     shared = step(shared, draw(jax.random.fold_in(jax.random.key(0), index)))
-print(jnp.isfinite(shared).all())
+print(jax.device_count(), "--xla_cpu_multi_thread_eigen=false" in os.environ["XLA_FLAGS"], jnp.isfinite(shared).all())
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None)
+jax.clear_caches()
+draw(jax.random.key(0))
+print(any(Path("cache").iterdir()), len(hits) > 0)
 """
 
 
-@pytest.mark.slow
-def test_many_programs_under_way_do_not_wait_for_each_other():
-    """Far more than the 32 a device takes ahead: dispatched without waiting, they stand still."""
-    assert run(MANY_PROGRAMS, JAX_PLATFORMS="cpu") == "True"
+def test_devices_work_side_by_side_many_programs_do_not_wait_for_each_other_and_compiled_ones_are_kept(run):
+    """Far more programs than the 32 that a device takes ahead: dispatched without waiting, they stand still."""
+    done = run(SEVERAL_DEVICES)
+    assert done.stdout.split() == ["2", "True", "True", "True", "True"], done.stderr
 
 
 # Several processes ------------------------------------------------------------------------------------
@@ -153,41 +142,32 @@ def test_many_programs_under_way_do_not_wait_for_each_other():
         (("here:9000", 0, 0), "process 0 of 0 can't be"),
     ],
 )
-def test_processes_that_can_not_meet_are_refused(monkeypatch, given, said):
-    monkeypatch.setattr(launch, "_backend_started", lambda: False)
+@pytest.mark.usefixtures("early")
+def test_processes_that_can_not_meet_are_refused(given, said):
     with pytest.raises(BadInput, match=said):
         launch.join(*given)
 
 
-def test_a_port_that_is_taken_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(launch, "_backend_started", lambda: False)
+@pytest.mark.usefixtures("early")
+def test_a_port_that_is_taken_is_one_sentence():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(BadInput, match=rf"port {port} can't be used \(Address already in use\): choose a free one"):
             launch.join(f"127.0.0.1:{port}", 2, 0)
 
 
-def test_processes_join_before_the_backend_starts():
-    jax.devices()
-    with pytest.raises(BadInput, match=r"call launch\.join before the first array"):
-        launch.join("127.0.0.1:9000", 2, 0)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_process_that_finds_nobody_ends_with_one_sentence(number):
+def test_a_process_that_finds_nobody_ends_with_one_sentence(run, number):
     """As process 0 whose companion never starts, and as the companion of a process 0 that never starts."""
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
-    program = f"""
+    done = run(f"""
 import sys
 from flowgrpo import launch
 launch.configure()
 try:
     launch.join("127.0.0.1:{port}", 2, {number}, seconds=1)
 except launch.BadInput as error:
-    sys.exit(str(error).replace("{port}", "PORT"))"""
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=300)
+    sys.exit(str(error))""")
     assert done.returncode == 1
-    assert f"process {number} of 2 did not meet the others at 127.0.0.1:PORT within 1 s: start them all" in done.stderr
+    assert f"process {number} of 2 did not meet the others at 127.0.0.1:{port} within 1 s: start them" in done.stderr

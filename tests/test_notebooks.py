@@ -9,13 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 
-ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ALLOWED = {"flowgrpo", "jax", "flax", "numpy", "matplotlib", "optax", "tokenizers", "transformers"}
-IN_CI = {"1_flow_grpo_in_one_page"}  # the others take a minute or two each
-SHORT, LONG = pytest.mark.slow, pytest.mark.soak
-each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+IN_CI = {"1_flow_grpo_in_one_page"}  # the others take a minute or two each: python -m pytest -m soak
 
 
 def cells(path: Path, kind: str = "code") -> list[dict]:
@@ -44,7 +42,11 @@ def test_there_are_five_in_order():
 
 
 @pytest.mark.parametrize(
-    "path", [pytest.param(path, id=path.stem, marks=SHORT if path.stem in IN_CI else LONG) for path in NOTEBOOKS]
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in IN_CI else pytest.mark.soak)
+        for path in NOTEBOOKS
+    ],
 )
 def test_cells_run_and_their_claims_hold(path, tmp_path):
     """In a process and a folder of their own, with warnings as errors; cells assert what the text claims."""
@@ -58,33 +60,22 @@ def test_cells_run_and_their_claims_hold(path, tmp_path):
     assert [item.name for item in tmp_path.iterdir()] == ["cells.py"]  # nothing is left behind
 
 
-@each_notebook
-def test_imports_the_package_and_what_it_depends_on(path):
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_imports_the_package_and_what_it_depends_on_and_begins_with_configure(path):
     assert imported(path) <= ALLOWED | set(sys.stdlib_module_names)
-
-
-@each_notebook
-def test_begins_with_configure(path):
     assert "launch.configure()" in sources(path)[0]
     assert "jax" not in sources(path)[0].replace("JAX", "")
 
 
-@each_notebook
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_is_stored_as_it_ran(path):
-    """From the first cell to the last, once, without an error or a warning, and with its pictures."""
+    """From the first cell to the last, once, without an error or a warning, with pictures, and with no place named."""
     assert [cell["execution_count"] for cell in cells(path)] == list(range(1, len(cells(path)) + 1))
-    kinds = [output["output_type"] for output in outputs(path)]
-    assert "error" not in kinds
+    assert "error" not in [output["output_type"] for output in outputs(path)]
     assert not [output for output in outputs(path) if output.get("name") == "stderr"]
-    pictures = [output for output in outputs(path) if "image/png" in output.get("data", {})]
-    assert pictures
+    assert [output for output in outputs(path) if "image/png" in output.get("data", {})]
     assert not [cell for cell in cells(path) if "execution" in cell["metadata"]]  # when it ran is no result
     assert path.stat().st_size < 500_000
-
-
-@each_notebook
-def test_names_no_place_of_the_machine_it_ran_on(path):
     words = [*sources(path), *("".join(cell["source"]) for cell in cells(path, "markdown"))]
     words += ["".join(output.get("text", output.get("data", {}).get("text/plain", ""))) for output in outputs(path)]
-    found = re.findall(r"(?<![\w.])/(?:root|home|tmp|var|usr|work|mnt|Users)/\S*", "\n".join(words))
-    assert not found
+    assert not re.findall(r"(?<![\w.])/(?:root|home|tmp|var|usr|work|mnt|Users)/\S*", "\n".join(words))

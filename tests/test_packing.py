@@ -53,27 +53,21 @@ def learned(seed: int) -> Learned:
     return Learned(records, adv_ntl, weight_ntl * kept_n[:, None, None], dense)
 
 
-def of_lengths(lengths) -> list[fg.Trajectory]:
-    """One trajectory of one turn for each length, all of its tokens chosen."""
-    return [of_turns(size) for size in lengths]
-
-
-def all_chosen(size: int) -> fg.Turn:
-    return fg.Turn(np.arange(size), np.ones(size, bool), np.zeros(size))
-
-
 def of_turns(*lengths: int, **settings) -> fg.Trajectory:
     """One trajectory with turns of these lengths, all of their tokens chosen."""
-    return fg.Trajectory([all_chosen(size) for size in lengths], **{"outcome": 1.0, "group": 0, **settings})
+    turns = [fg.Turn(np.arange(size), np.ones(size, bool), np.zeros(size)) for size in lengths]
+    return fg.Trajectory(turns, **{"outcome": 1.0, "group": 0, **settings})
+
+
+def of_lengths(lengths) -> list[fg.Trajectory]:
+    """One trajectory of one turn for each length."""
+    return [of_turns(size) for size in lengths]
 
 
 def pack_evenly(records: list[fg.Trajectory], **settings) -> fg.Batch:
     """Packed with advantage and weight 1 everywhere."""
     one_nt = np.ones((len(records), max(len(record.turns) for record in records)))
     return fg.pack(records, one_nt, one_nt, **settings)
-
-
-# Reading a batch --------------------------------------------------------------------------------------
 
 
 class Run(NamedTuple):
@@ -112,43 +106,50 @@ def taken_by(batch: fg.Batch) -> list[int]:
     return sorted(set(batch.trajectory[batch.segments > 0].tolist()))
 
 
-def fills(batch: fg.Batch) -> list[int]:
-    return (batch.segments > 0).sum(axis=1).tolist()
+def fills(batch: fg.Batch, ranks: int = 1) -> list[list[int]]:
+    """Tokens in each row of each rank, where the rows of a rank are adjacent."""
+    return (batch.segments > 0).sum(axis=1).reshape(ranks, -1).tolist()
+
+
+def assert_same_batch(found: fg.Batch, expected: fg.Batch):
+    for item in fields(fg.Batch):
+        left, right = getattr(found, item.name), getattr(expected, item.name)
+        assert (left is None) == (right is None), item.name
+        if left is not None:
+            assert left.dtype == right.dtype, item.name
+            np.testing.assert_array_equal(left, right, err_msg=item.name)
+
+
+def assert_padding(batch: fg.Batch, shape: tuple[int, int]):
+    """The batch has this shape and holds no token."""
+    assert batch.tokens.shape == shape
+    assert not batch.segments.any()
+    assert (batch.trajectory == -1).all()
+    assert fg.fill_rate(batch) == 0
 
 
 # Content ----------------------------------------------------------------------------------------------
 
 
 @given(SEEDS)
-def test_every_token_that_takes_part_is_there_once_in_its_segment_at_its_position(seed):
+def test_every_token_that_takes_part_is_there_once_with_the_values_of_its_place_and_padding_says_so(seed):
     case = learned(seed)
-    found = sorted((run.places, run.positions) for run in runs(case.pack()))
+    batch = case.pack(rows=14, target=case.adv + 1)
+    found = sorted((run.places, run.positions) for run in runs(batch))
     assert found == sorted(whole_segments(case.records, np.flatnonzero(case.trains.any(axis=(1, 2))).tolist()))
-
-
-@given(SEEDS)
-def test_every_token_has_the_values_of_its_place(seed):
-    case = learned(seed)
-    batch = case.pack(target=case.adv + 1)
     real_rs = batch.segments > 0
+    assert not real_rs.all()
     place = (batch.trajectory[real_rs], batch.turn[real_rs], batch.slot[real_rs])
-    for name in ("tokens", "chosen", "logp_sampled"):
-        np.testing.assert_array_equal(getattr(batch, name)[real_rs], getattr(case.dense, name)[place], err_msg=name)
-    for name, x_ntl in {"advantage": case.adv, "weight": case.weights, "target": case.adv + 1}.items():
-        expected_ntl = np.where(case.dense.chosen, x_ntl, 0)
-        np.testing.assert_array_equal(getattr(batch, name)[real_rs], expected_ntl[place], err_msg=name)
+    expected = {name: getattr(case.dense, name) for name in ("tokens", "chosen", "logp_sampled")}
+    own = {"advantage": case.adv, "weight": case.weights, "target": case.adv + 1}
+    expected |= {name: np.where(case.dense.chosen, x_ntl, 0) for name, x_ntl in own.items()}
+    for name, x_ntl in expected.items():
+        np.testing.assert_array_equal(getattr(batch, name)[real_rs], x_ntl[place], err_msg=name)
+        assert not getattr(batch, name)[~real_rs].any(), name
     np.testing.assert_array_equal(batch.group[real_rs], case.dense.group[place[0]])
-
-
-@given(SEEDS)
-def test_padding_says_so_in_every_field(seed):
-    batch = learned(seed).pack(rows=14)
-    padding_rs = batch.segments == 0
-    assert padding_rs.any()
     for name in ("trajectory", "turn", "slot", "group"):
-        assert (getattr(batch, name)[padding_rs] == -1).all(), name
-    for name in ("tokens", "positions", "chosen", "logp_sampled", "logp_old", "advantage", "weight"):
-        assert not getattr(batch, name)[padding_rs].any(), name
+        assert (getattr(batch, name)[~real_rs] == -1).all(), name
+    assert not batch.positions[~real_rs].any()
 
 
 def test_a_batch_written_out_by_hand():
@@ -170,21 +171,12 @@ def test_a_batch_written_out_by_hand():
     assert fg.fill_rate(batch) == 7 / 8
 
 
-def assert_same_batch(found: fg.Batch, expected: fg.Batch):
-    for item in fields(fg.Batch):
-        left, right = getattr(found, item.name), getattr(expected, item.name)
-        assert (left is None) == (right is None), item.name
-        if left is not None:
-            assert left.dtype == right.dtype, item.name
-            np.testing.assert_array_equal(left, right, err_msg=item.name)
-
-
 @given(SEEDS, st.booleans(), st.sampled_from([1, 2, 3]), st.sampled_from(["drop", "split"]))
 def test_ragged_and_dense_trajectories_give_the_same_batch(seed, skip, ranks, too_long):
     case = learned(seed)
-    settings = {"row_length": 20, "ranks": ranks, "skip_no_signal": skip, "too_long": too_long, "target": case.adv}
-    settings["rows"] = 60
-    assert_same_batch(fg.pack(case.dense, case.adv, case.weights, **settings), case.pack(**settings))
+    settings = {"row_length": 20, "rows": 60, "ranks": ranks, "skip_no_signal": skip, "too_long": too_long}
+    found = fg.pack(case.dense, case.adv, case.weights, **settings, target=case.adv)
+    assert_same_batch(found, case.pack(**settings, target=case.adv))
 
 
 @pytest.mark.usefixtures("nan_allowed")
@@ -194,7 +186,7 @@ def test_arrays_on_a_device_give_the_same_batch():
     assert_same_batch(found, case.pack())
 
 
-def test_scored_fields_come_from_the_trajectories():
+def test_scored_fields_come_from_the_trajectories_and_logp_old_is_else_logp_sampled():
     case = learned(5)
     scored = score(case.dense)
     batch = fg.pack(scored, case.adv, case.weights, row_length=ROW)
@@ -203,34 +195,20 @@ def test_scored_fields_come_from_the_trajectories():
     for name, x_ntl in {"logp_old": scored.logp_old, "logp_ref": scored.logp_ref, "value_old": scored.value}.items():
         np.testing.assert_array_equal(getattr(batch, name)[real_rs], x_ntl[place], err_msg=name)
         assert not getattr(batch, name)[~real_rs].any(), name
-    assert (batch.logp_old != batch.logp_sampled).any()
+    for bare in (case.pack(), fg.pack(case.dense, case.adv, case.weights, row_length=ROW)):
+        np.testing.assert_array_equal(bare.logp_old, bare.logp_sampled)
+        assert bare.logp_ref is bare.value_old is bare.target is None
 
 
-def test_what_was_not_scored_is_absent_and_logp_old_is_logp_sampled():
-    for batch in (learned(5).pack(), fg.pack(*learned(5)[3:], *learned(5)[1:3], row_length=ROW)):
-        np.testing.assert_array_equal(batch.logp_old, batch.logp_sampled)
-        assert batch.logp_old.any()
-        assert batch.logp_ref is batch.value_old is batch.target is None
-
-
-def test_advantages_of_turns_and_of_tokens_agree():
-    case = learned(2)
-    adv_nt, weight_nt = case.adv[:, :, 0], case.weights[:, :, 1]
-    wide = [np.repeat(x_nt[:, :, None], 10, axis=2) for x_nt in (adv_nt, weight_nt)]
-    by_token = fg.pack(case.records, *wide, row_length=ROW, target=wide[0])
-    assert_same_batch(fg.pack(case.records, adv_nt, weight_nt, row_length=ROW, target=adv_nt), by_token)
-    assert by_token.advantage.any()
-
-
-def test_advantages_may_be_wider_than_the_records():
-    case = learned(2)
-    wide = [np.pad(x_ntl, ((0, 0), (0, 3), (0, 5)), constant_values=9.0) for x_ntl in (case.adv, case.weights)]
-    assert_same_batch(fg.pack(case.records, *wide, row_length=ROW), case.pack())
-
-
-def test_F6_garbage_where_nothing_was_chosen_is_never_read():
+def test_F6_advantages_of_turns_wider_ones_and_garbage_where_nothing_was_chosen_give_the_same_batch():
     case = learned(4)
-    dirty = [np.where(case.dense.chosen, x_ntl, np.nan) for x_ntl in (case.adv, case.weights)]
+    adv_nt, weight_nt = case.adv[:, :, 0], case.weights[:, :, 1]
+    by_token = [np.repeat(x_nt[:, :, None], 10, axis=2) for x_nt in (adv_nt, weight_nt)]
+    expected = fg.pack(case.records, *by_token, row_length=ROW, target=by_token[0])
+    assert_same_batch(fg.pack(case.records, adv_nt, weight_nt, row_length=ROW, target=adv_nt), expected)
+    chosen_ntl = np.pad(case.dense.chosen, ((0, 0), (0, 3), (0, 5)))
+    wide = [np.pad(x_ntl, ((0, 0), (0, 3), (0, 5))) for x_ntl in (case.adv, case.weights)]
+    dirty = [np.where(chosen_ntl, x_ntl, np.nan) for x_ntl in wide]
     found = fg.pack(case.records, *dirty, row_length=ROW, target=dirty[0], skip_no_signal=True)
     assert_same_batch(found, case.pack(target=case.adv, skip_no_signal=True))
 
@@ -238,57 +216,33 @@ def test_F6_garbage_where_nothing_was_chosen_is_never_read():
 # What takes part --------------------------------------------------------------------------------------
 
 
-def test_F5_what_weighs_nothing_is_left_out():
-    case = learned(0)
-    counts_n = np.array([fg.ENDINGS[record.status].counts for record in case.records])
-    weight_nt = np.tile(counts_n[:, None], (1, 4)).astype(np.float32)
-    weight_nt[5] = 0
-    batch = fg.pack(case.records, np.ones((12, 4)), weight_nt, row_length=ROW)
-    assert taken_by(batch) == [i for i in range(12) if counts_n[i] and i != 5]
-    assert not counts_n.all()
-    assert counts_n[5]
-
-
-def test_a_weight_where_nothing_was_chosen_does_not_make_a_trajectory_take_part():
-    case = learned(1)
-    weight_ntl = np.where(case.dense.chosen, 0.0, 1.0)
-    weight_ntl[3] = 1.0
-    assert taken_by(fg.pack(case.records, case.adv, weight_ntl, row_length=ROW)) == [3]
-
-
 @given(SEEDS)
-def test_F8_skipping_leaves_out_exactly_what_has_no_advantage(seed):
+def test_F5_what_weighs_nothing_is_left_out_and_F8_exactly_what_has_no_advantage_can_be(seed):
     case = learned(seed)
     signal_n = (case.trains & (case.adv != 0)).any(axis=(1, 2))
     assert taken_by(case.pack(skip_no_signal=True)) == np.flatnonzero(signal_n).tolist()
     assert taken_by(case.pack()) == np.flatnonzero(case.trains.any(axis=(1, 2))).tolist()
 
 
-def test_F8_an_advantage_counts_only_on_a_token_that_weighs_something():
-    records = [of_turns(2, 2), of_turns(2, 2)]
+def test_a_weight_counts_only_on_a_chosen_token_and_F8_an_advantage_on_one_that_weighs_something():
+    case = learned(1)
+    weight_ntl = np.where(case.dense.chosen, 0.0, 1.0)
+    weight_ntl[3] = 1.0
+    assert taken_by(fg.pack(case.records, case.adv, weight_ntl, row_length=ROW)) == [3]
     adv_nt, weight_nt = np.array([[1.0, 0.0], [1.0, 0.0]]), np.array([[0.0, 1.0], [1.0, 0.0]])
-    assert taken_by(fg.pack(records, adv_nt, weight_nt, row_length=4, skip_no_signal=True)) == [1]
+    batch = fg.pack([of_turns(2, 2)] * 2, adv_nt, weight_nt, row_length=4, skip_no_signal=True)
+    assert taken_by(batch) == [1]
 
 
-def test_without_any_weight_the_batch_is_all_padding():
-    case = learned(0)
+def test_without_any_weight_or_chosen_token_the_batch_is_all_padding():
+    case, one_nt = learned(0), np.ones((12, 4))
     for source, rows in ((case.records, 1), (case.dense, 6)):
-        batch = fg.pack(source, case.adv, np.zeros((12, 4)), row_length=ROW, rows=rows, ranks=rows)
-        assert batch.tokens.shape == (rows, ROW)
-        assert not batch.segments.any()
-        assert (batch.trajectory == -1).all()
-        assert fg.fill_rate(batch) == 0
+        assert_padding(fg.pack(source, case.adv, 0 * one_nt, row_length=ROW, rows=rows, ranks=rows), (rows, ROW))
+    silent = case.dense.replace(chosen=np.zeros_like(case.dense.chosen), length=None)
+    assert_padding(fg.pack(silent, one_nt, one_nt, row_length=8), (1, 8))
 
 
-def test_without_any_chosen_token_the_batch_is_all_padding():
-    dense = learned(0).dense
-    silent = dense.replace(chosen=np.zeros_like(dense.chosen), length=None)
-    batch = fg.pack(silent, np.ones((12, 4)), np.ones((12, 4)), row_length=8)
-    assert batch.tokens.shape == (1, 8)
-    assert not batch.segments.any()
-
-
-# Rows -------------------------------------------------------------------------------------------------
+# Rows and ranks ---------------------------------------------------------------------------------------
 
 
 def slow_best_fit(lengths: list[int], row_length: int) -> list[int]:
@@ -310,60 +264,33 @@ def lengths_and_row(draw, least: int = 1):
 
 
 @given(lengths_and_row())
-def test_best_fit_fills_rows_as_placing_one_by_one_does(drawn):
-    lengths, row_length = drawn
-    row_k, _, num_rows = best_fit(np.array(lengths), row_length)
-    filled = np.bincount(row_k, weights=lengths, minlength=num_rows)
-    assert sorted(filled.tolist()) == slow_best_fit(lengths, row_length)
-
-
-@given(lengths_and_row())
-def test_best_fit_neither_overlaps_nor_overflows_nor_leaves_gaps(drawn):
+def test_best_fit_fills_rows_as_placing_one_by_one_does_without_overlap_overflow_or_gaps(drawn):
     lengths, row_length = drawn
     row_k, offset_k, num_rows = best_fit(np.array(lengths), row_length)
     holds_rs = np.zeros((num_rows, row_length), int)
     for row, offset, length in zip(row_k, offset_k, lengths, strict=True):
         assert offset + length <= row_length
         holds_rs[row, offset : offset + length] += 1
+    assert sorted(holds_rs.sum(axis=1).tolist()) == slow_best_fit(lengths, row_length)
     assert holds_rs.max() == 1
     assert (np.diff(holds_rs, axis=1) <= 0).all(), "what is filled comes first"
+    batch = pack_evenly(of_lengths(lengths), row_length=row_length)
+    assert sorted(fills(batch)[0]) == slow_best_fit(lengths, row_length)
+    assert sorted((run.places[0][0], len(run.places)) for run in runs(batch)) == list(enumerate(lengths))
 
 
 def test_best_fit_by_hand():
     row_k, offset_k, num_rows = best_fit(np.array([2, 6, 3, 4, 5]), 10)
-    assert num_rows == 2
-    assert (row_k.tolist(), offset_k.tolist()) == ([1, 0, 1, 0, 1], [8, 0, 5, 6, 0])
-
-
-def test_best_fit_of_nothing_needs_no_row():
+    assert (row_k.tolist(), offset_k.tolist(), num_rows) == ([1, 0, 1, 0, 1], [8, 0, 5, 6, 0], 2)
     row_k, offset_k, num_rows = best_fit(np.zeros(0, np.int64), 10)
     assert (len(row_k), len(offset_k), num_rows) == (0, 0, 0)
 
 
-@given(lengths_and_row())
-def test_packed_rows_are_those_of_best_fit(drawn):
-    lengths, row_length = drawn
-    batch = pack_evenly(of_lengths(lengths), row_length=row_length)
-    assert sorted(fills(batch)) == slow_best_fit(lengths, row_length)
-    found = runs(batch)
-    assert sorted(run.places[0][0] for run in found) == list(range(len(lengths)))
-    assert all(len(run.places) == lengths[run.places[0][0]] for run in found)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_long_tailed_lengths_fill_rows_to_97_percent(seed):
-    length_n = np.random.default_rng(seed).lognormal(5, 0.5, 1000).astype(int)
+def test_long_tailed_lengths_fill_rows_to_97_percent():
+    length_n = np.random.default_rng(0).lognormal(5, 0.5, 1000).astype(int)
     row_length = int(4 * length_n.mean())
     batch = pack_evenly(of_lengths(np.clip(length_n, 1, row_length)), row_length=row_length)
     assert 0.97 <= fg.fill_rate(batch) == np.clip(length_n, 1, row_length).sum() / batch.tokens.size <= 1
-
-
-# Ranks ------------------------------------------------------------------------------------------------
-
-
-def rank_fills(batch: fg.Batch, ranks: int) -> np.ndarray:
-    """Tokens in each row of each rank, where the rows of a rank are adjacent."""
-    return np.array(fills(batch)).reshape(ranks, -1)
 
 
 @given(lengths_and_row(least=4), st.integers(1, 4))
@@ -371,52 +298,28 @@ def test_ranks_get_equally_many_rows_and_nearly_equally_many_tokens(drawn, ranks
     lengths, row_length = drawn
     batch = pack_evenly(of_lengths(lengths), row_length=row_length, ranks=ranks)
     assert len(runs(batch)) == len(lengths)
-    totals = rank_fills(batch, ranks).sum(axis=1)
-    assert totals.sum() == sum(lengths)
-    assert totals.max() - totals.min() <= max(lengths)
+    totals = [sum(rows) for rows in fills(batch, ranks)]
+    assert sum(totals) == sum(lengths)
+    assert max(totals) - min(totals) <= max(lengths)
     dealt = np.bincount([run.row * ranks // len(batch.tokens) for run in runs(batch)], minlength=ranks)
     assert dealt.max() - dealt.min() <= 1, "trajectories are dealt evenly as well"
 
 
-def test_segments_are_dealt_there_and_back_again():
-    batch = pack_evenly(of_lengths([8, 7, 6, 5, 4, 3, 2, 1]), row_length=8, ranks=2)
-    assert rank_fills(batch, 2).sum(axis=1).tolist() == [8 + 5 + 4 + 1, 7 + 6 + 3 + 2]
-
-
-def test_rows_of_a_rank_are_adjacent():
-    batch = pack_evenly(of_lengths([4, 4, 4, 4, 1, 1]), row_length=4, ranks=2)
-    assert rank_fills(batch, 2).tolist() == [[4, 4, 1], [4, 4, 1]]
-
-
-def test_a_rank_that_needs_fewer_rows_gets_padding():
-    batch = pack_evenly(of_lengths([2, 4, 2, 2, 2]), row_length=4, ranks=2)
-    assert sorted(rank_fills(batch, 2).tolist()) == [[4, 0], [4, 4]]
-
-
-def test_more_ranks_than_segments_leave_ranks_with_padding_only():
-    batch = pack_evenly(of_lengths([3, 2]), row_length=4, ranks=3)
-    assert rank_fills(batch, 3).tolist() == [[3], [2], [0]]
-
-
-def test_fixed_rows_are_shared_between_the_ranks():
-    lengths = [4, 4, 4, 4, 1, 1]
-    assert rank_fills(pack_evenly(of_lengths(lengths), row_length=4, rows=7), 1).tolist() == [[4, 4, 4, 4, 2, 0, 0]]
-    batch = pack_evenly(of_lengths(lengths), row_length=4, rows=8, ranks=2)
-    assert rank_fills(batch, 2).tolist() == [[4, 4, 1, 0], [4, 4, 1, 0]]
-    assert len(runs(batch)) == 6
-    assert len(pack_evenly(of_lengths(lengths), row_length=4, rows=5).tokens) == 5, "rows that just suffice are fine"
-
-
-@pytest.mark.parametrize(("rows", "ranks", "needed"), [(4, 1, 5), (4, 2, 6)])
-def test_too_few_rows_name_both_numbers(rows, ranks, needed):
-    with pytest.raises(fg.BadInput, match=f"^the batch needs {needed} rows of 4 tokens, but rows={rows}"):
-        pack_evenly(of_lengths([4, 4, 4, 4, 1, 1]), row_length=4, rows=rows, ranks=ranks)
-
-
-@pytest.mark.parametrize(("rows", "ranks"), [(3, 2), (0, 1), (-2, 2), (None, 0), (4, -1)])
-def test_rows_that_cannot_be_shared_equally_name_both_numbers(rows, ranks):
-    with pytest.raises(fg.BadInput, match=f"^rows={rows} can't be shared equally by ranks={ranks}"):
-        pack_evenly(of_lengths([2, 2]), row_length=4, rows=rows, ranks=ranks)
+@pytest.mark.parametrize(
+    ("lengths", "settings", "expected"),
+    [
+        ([8, 7, 6, 5, 4, 3, 2, 1], {"row_length": 18, "ranks": 2}, [[18], [18]]),  # dealt there and back again
+        ([4, 4, 4, 4, 1, 1], {"ranks": 2}, [[4, 4, 1], [4, 4, 1]]),
+        ([2, 4, 2, 2, 2], {"ranks": 2}, [[4, 4], [4, 0]]),  # a rank that needs fewer rows gets padding
+        ([3, 2], {"ranks": 3}, [[3], [2], [0]]),
+        ([4, 4, 4, 4, 1, 1], {"rows": 7}, [[4, 4, 4, 4, 2, 0, 0]]),
+        ([4, 4, 4, 4, 1, 1], {"rows": 5}, [[4, 4, 4, 4, 2]]),
+        ([4, 4, 4, 4, 1, 1], {"rows": 8, "ranks": 2}, [[4, 4, 1, 0], [4, 4, 1, 0]]),
+    ],
+)
+def test_ranks_and_fixed_rows_by_hand(lengths, settings, expected):
+    batch = pack_evenly(of_lengths(lengths), **{"row_length": 4, **settings})
+    assert fills(batch, len(expected)) == expected
 
 
 # Too long ---------------------------------------------------------------------------------------------
@@ -424,15 +327,11 @@ def test_rows_that_cannot_be_shared_equally_name_both_numbers(rows, ranks):
 LONG = [of_turns(4), of_turns(3, 4, 2, 5), of_turns(4, 8, appends=False)]  # the second fits no row of eight
 
 
-def test_too_long_is_an_error_that_names_trajectory_and_lengths():
-    with pytest.raises(fg.BadInput, match=r"^trajectory 1 has 14 tokens in all, but a row holds 8: .*split.*drop"):
-        pack_evenly(LONG, row_length=8)
-    with pytest.raises(fg.BadInput, match=r"^trajectory 1 has 8 tokens in one turn, but a row holds 7"):
-        pack_evenly([LONG[0], LONG[2]], row_length=7)
-
-
-def test_a_trajectory_rendered_afresh_may_be_longer_than_a_row_in_all():
-    assert sorted(fills(pack_evenly(LONG[2:], row_length=8))) == [4, 8]
+def test_drop_leaves_out_what_fits_no_row_and_only_that():
+    for row_length, taken in ((8, [0, 2]), (7, [0]), (14, [0, 1, 2])):
+        assert taken_by(pack_evenly(LONG, row_length=row_length, too_long="drop")) == taken
+    assert fills(pack_evenly(LONG[2:], row_length=8)) == [[8, 4]], "turns that are rendered afresh fit one by one"
+    assert_padding(pack_evenly([LONG[1]], row_length=8, too_long="drop"), (1, 8))
 
 
 def test_too_long_is_no_matter_where_a_trajectory_takes_no_part():
@@ -441,49 +340,28 @@ def test_too_long_is_no_matter_where_a_trajectory_takes_no_part():
     assert taken_by(fg.pack(LONG, weight_nt, np.ones((3, 4)), row_length=8, skip_no_signal=True)) == [0, 2]
 
 
-def test_drop_leaves_out_what_fits_no_row_and_only_that():
-    assert taken_by(pack_evenly(LONG, row_length=8, too_long="drop")) == [0, 2]
-    assert taken_by(pack_evenly(LONG, row_length=7, too_long="drop")) == [0]
-    assert taken_by(pack_evenly(LONG, row_length=14, too_long="drop")) == [0, 1, 2]
-
-
-def test_drop_of_everything_leaves_padding():
-    batch = pack_evenly([LONG[1]], row_length=8, too_long="drop")
-    assert batch.tokens.shape == (1, 8)
-    assert not batch.segments.any()
-
-
 def test_split_cuts_at_turns_and_positions_go_on():
     batch = pack_evenly(LONG, row_length=8, too_long="split")
     parts = [run for run in runs(batch) if run.places[0][0] == 1]
     found = sorted(([place[1] for place in part.places], part.positions) for part in parts)
     assert found == [([0] * 3 + [1] * 4, list(range(7))), ([2] * 2 + [3] * 5, list(range(7, 14)))]
-
-
-def test_split_leaves_alone_what_fits():
     whole = pack_evenly(LONG, row_length=14)
     assert_same_batch(pack_evenly(LONG, row_length=14, too_long="split"), whole)
 
 
 @given(SEEDS)
-def test_split_keeps_every_token_and_every_weight(seed):
+def test_split_keeps_every_token_and_every_weight_and_cuts_between_turns_where_it_must(seed):
     case = learned(seed)
-    batch = case.pack(row_length=10, too_long="split")
+    batch, length_nt = case.pack(row_length=10, too_long="split"), case.dense.length
     found_ntl, times_ntl = np.zeros_like(case.weights), np.zeros(case.weights.shape, int)
     real_rs = batch.segments > 0
     place = (batch.trajectory[real_rs], batch.turn[real_rs], batch.slot[real_rs])
     np.add.at(found_ntl, place, batch.weight[real_rs])
     np.add.at(times_ntl, place, 1)
-    filled_ntl = np.arange(10) < case.dense.length[:, :, None]
+    filled_ntl = np.arange(10) < length_nt[:, :, None]
     np.testing.assert_array_equal(found_ntl, np.where(case.dense.chosen, case.weights, 0))
     np.testing.assert_array_equal(times_ntl, filled_ntl & case.trains.any(axis=(1, 2), keepdims=True))
-
-
-@given(SEEDS)
-def test_split_cuts_nowhere_but_between_turns_and_not_without_need(seed):
-    case = learned(seed)
-    length_nt = case.dense.length
-    parts = sorted((run.places, run.positions) for run in runs(case.pack(row_length=10, too_long="split")))
+    parts = sorted((run.places, run.positions) for run in runs(batch))
     for places, positions in parts:
         i, first, last = places[0][0], places[0][1], places[-1][1]
         assert places == [(i, t, slot) for t in range(first, last + 1) for slot in range(length_nt[i, t])]
@@ -494,45 +372,48 @@ def test_split_cuts_nowhere_but_between_turns_and_not_without_need(seed):
             assert len(left) + len(right) > 10, "two parts that fit one row together stay together"
 
 
-def test_split_of_a_turn_longer_than_a_row_is_an_error():
-    with pytest.raises(fg.BadInput, match=r"^trajectory 1, turn 3 has 5 tokens, but a row holds 4, and a turn is nev"):
-        pack_evenly(LONG[:2], row_length=4, too_long="split")
-    with pytest.raises(fg.BadInput, match=r"^trajectory 1, turn 1 has 8 tokens, but a row holds 7"):
-        pack_evenly([LONG[0], LONG[2]], row_length=7, too_long="split")
+# What can't be used -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row_length", [8, 100])
-def test_an_unknown_way_with_too_long_is_an_error(row_length):
-    with pytest.raises(fg.BadInput, match=r"^too_long is 'truncate', but must be error, split or drop$"):
-        pack_evenly(LONG, row_length=row_length, too_long="truncate")
-
-
-# Shapes that can't be used ----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("which", "settings", "message"),
+    [
+        ([0, 1], {"row_length": 8}, "trajectory 1 has 14 tokens in all, but a row holds 8: .*split.*drop"),
+        ([0, 2], {"row_length": 7}, "trajectory 1 has 8 tokens in one turn, but a row holds 7"),
+        ([0, 1], {"row_length": 4, "too_long": "split"}, "trajectory 1, turn 3 has 5 tokens, but a row holds 4, and a"),
+        ([0, 2], {"row_length": 7, "too_long": "split"}, "trajectory 1, turn 1 has 8 tokens, but a row holds 7"),
+        ([0], {"too_long": "truncate"}, "too_long is 'truncate', but must be error, split or drop$"),
+        ([0] * 5, {"rows": 4}, "the batch needs 5 rows of 4 tokens, but rows=4"),
+        ([0] * 5, {"rows": 4, "ranks": 2}, "the batch needs 6 rows of 4 tokens, but rows=4"),
+        ([0], {"rows": 3, "ranks": 2}, "rows=3 can't be shared equally by ranks=2"),
+        ([0], {"rows": 0}, "rows=0 can't be shared equally by ranks=1"),
+        ([0], {"rows": -2, "ranks": 2}, "rows=-2 can't be shared"),
+        ([0], {"ranks": 0}, "rows=None can't be shared equally by ranks=0"),
+    ],
+)
+def test_what_can_not_be_packed_is_named_with_both_numbers(which, settings, message):
+    with pytest.raises(fg.BadInput, match=f"^{message}"):
+        pack_evenly([LONG[i] for i in which], **{"row_length": 4, **settings})
 
 
 @pytest.mark.parametrize("name", ["adv", "weights", "target"])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 4), (4, 4), (3, 3), (3, 3, 8), (3, 4, 8, 1)])
-def test_values_of_a_wrong_shape_name_what_there_is(name, shape):
-    values = {"adv": np.ones((3, 4)), "weights": np.ones((3, 4)), "target": None, name: np.ones(shape)}
-    message = f"{name} has shape {shape}, but there are 3 trajectories of up to 4 turns"
-    with pytest.raises(fg.BadInput, match=f"^{re.escape(message)}$"):
-        fg.pack(LONG, **values, row_length=20)
-
-
-@pytest.mark.parametrize("name", ["adv", "weights", "target"])
-def test_too_few_slots_name_both_numbers(name):
-    values = {"adv": np.ones((3, 4)), "weights": np.ones((3, 4)), "target": None, name: np.ones((3, 4, 7))}
+def test_values_of_a_wrong_shape_name_what_there_is(name):
+    values = {"adv": np.ones((3, 4)), "weights": np.ones((3, 4)), "target": None}
+    for shape in ((), (3,), (2, 4), (4, 4), (3, 3), (3, 3, 8), (3, 4, 8, 1)):
+        message = f"{name} has shape {shape}, but there are 3 trajectories of up to 4 turns"
+        with pytest.raises(fg.BadInput, match=f"^{re.escape(message)}$"):
+            fg.pack(LONG, **values | {name: np.ones(shape)}, row_length=20)
     with pytest.raises(fg.BadInput, match=f"^{name} has 7 slots a turn, but a turn has 8 tokens$"):
-        fg.pack(LONG, **values, row_length=20)
+        fg.pack(LONG, **values | {name: np.ones((3, 4, 7))}, row_length=20)
+    fg.pack(LONG, **values | {name: np.ones((3, 4, 8))}, row_length=20)
 
 
-def test_dense_trajectories_are_checked():
-    dense = fg.collate(LONG)
+def test_trajectories_and_records_are_checked():
+    dense, one_nt = fg.collate(LONG), np.ones((3, 4))
     with pytest.raises(fg.BadInput, match=r"^Trajectories.group has 2 on axis n, but tokens has 3$"):
-        fg.pack(dense.replace(group=np.zeros(2, int)), np.ones((3, 4)), np.ones((3, 4)), row_length=20)
-
-
-def test_records_are_checked():
+        fg.pack(dense.replace(group=np.zeros(2, int)), one_nt, one_nt, row_length=20)
+    with pytest.raises(fg.BadInput, match=r"^Trajectories.length says 9, but a turn has 8 slots$"):
+        fg.pack(dense.replace(length=dense.length + (dense.length == 8)), one_nt, one_nt, row_length=20)
     bad = replace(LONG[0].turns[0], logp_sampled=np.zeros(3))
     with pytest.raises(fg.BadInput, match=r"^trajectory 1, turn 0: the lengths disagree: .*logp_sampled 3$"):
         pack_evenly([LONG[0], replace(LONG[0], turns=[bad])], row_length=20)
@@ -570,28 +451,20 @@ def account_as_packed(case: Learned, **settings) -> fg.Ledger:
     return ledger
 
 
+@pytest.mark.parametrize(
+    ("settings", "longest"),
+    [
+        ({}, ROW),
+        ({"skip_no_signal": True}, ROW),
+        ({"row_length": 20, "too_long": "drop"}, 20),
+        ({"row_length": 10, "too_long": "split"}, ROW),
+    ],
+)
 @given(SEEDS)
-def test_A6_every_token_is_trained_or_masked(seed):
+def test_A6_every_token_is_trained_masked_or_dropped(settings, longest, seed):
     case = learned(seed)
-    assert account_as_packed(case).fates == expected_fates(case, ROW, skip=False)
-
-
-@given(SEEDS)
-def test_A6_every_token_is_trained_masked_or_dropped_with_its_trajectory(seed):
-    case = learned(seed)
-    assert account_as_packed(case, row_length=20, too_long="drop").fates == expected_fates(case, 20, skip=False)
-
-
-@given(SEEDS)
-def test_A6_every_token_is_trained_masked_or_skipped(seed):
-    case = learned(seed)
-    assert account_as_packed(case, skip_no_signal=True).fates == expected_fates(case, ROW, skip=True)
-
-
-@given(SEEDS)
-def test_A6_split_trains_every_token_that_weighs_something(seed):
-    case = learned(seed)
-    assert account_as_packed(case, row_length=10, too_long="split").fates == expected_fates(case, ROW, skip=False)
+    expected = expected_fates(case, longest, skip="skip_no_signal" in settings)
+    assert account_as_packed(case, **settings).fates == expected
 
 
 def test_A6_each_fate_by_hand():
@@ -628,24 +501,13 @@ def test_A6_what_is_skipped_was_not_too_long_where_its_segments_fit_a_row(append
     assert (fates[fg.Fate.TRAINED], fates[fg.Fate.DROPPED_NO_SIGNAL], fates[fg.Fate.DROPPED_TOO_LONG]) == (4, 6, 0)
 
 
-def test_A6_weights_that_are_not_those_of_the_batch_raise():
+def test_A6_weights_that_are_not_those_of_the_batch_or_a_token_that_it_lost_raise():
+    """A trajectory is in the batch or not, so no rule of packing explains a part of one."""
     records = [of_turns(4), of_turns(3)]
-    batch = pack_evenly(records, row_length=8)
     with pytest.raises(AssertionError, match="7 tokens were generated"):
-        fg.account(records, np.array([[1.0], [0.0]]), batch)
-
-
-@pytest.mark.parametrize("token", [0, 5])
-def test_A6_a_single_token_that_a_batch_lost_raises(token):
-    # A trajectory is in the batch or not, so no rule of packing explains a part of one.
-    records = [of_turns(4), of_turns(3)]
-    batch = pack_evenly(records, row_length=8)
-    batch.chosen[0, token] = False
-    with pytest.raises(AssertionError, match="7 tokens were generated"):
-        fg.account(records, np.ones((2, 1)), batch)
-
-
-def test_a_length_beyond_the_slots_is_refused():
-    dense = fg.collate([of_turns(3)])
-    with pytest.raises(fg.BadInput, match=r"^Trajectories.length says 4, but a turn has 3 slots$"):
-        fg.pack(dense.replace(length=np.array([[4]])), np.ones((1, 1)), np.ones((1, 1)), row_length=8)
+        fg.account(records, np.array([[1.0], [0.0]]), pack_evenly(records, row_length=8))
+    for token in (0, 5):
+        batch = pack_evenly(records, row_length=8)
+        batch.chosen[0, token] = False
+        with pytest.raises(AssertionError, match="7 tokens were generated"):
+            fg.account(records, np.ones((2, 1)), batch)

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cases import batch_of, everything_on, make_case
+from cases import batch_of, make_case
 
 import flowgrpo as fg
 from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
+from flowgrpo.learner.trained import WHOLE, Trained
 from flowgrpo.learner.update import make_score, make_update
+from flowgrpo.learner.watch import WATCH, Watch, batch_signal, observe, report
 
 WORDS, WIDTH, BANNED, TEMPERATURE, ROWS = 50, 8, (0,), 0.8, 16
 SETTINGS = {"temperature": TEMPERATURE, "banned": BANNED}
@@ -28,7 +30,8 @@ def init(key):
 def hidden(params, tokens, positions=None, _segments=None, cache=None):
     """What follows a token depends on that token, and on where it stands."""
     place = jnp.zeros_like(tokens) if positions is None else jnp.asarray(positions)
-    x = params["embed"][tokens] + 0.1 * jnp.sin(place.astype(jnp.float32))[:, :, None]
+    shift = 0.1 * jnp.sin(place.astype(jnp.float32))[:, :, None]
+    x = params["embed"][tokens] + shift.astype(params["embed"].dtype)
     return jnp.tanh(x @ params["mix"]), cache
 
 
@@ -39,15 +42,44 @@ PLAIN = fg.flow_grpo(beta=0.0)
 
 
 @cache
-def compiled(name: str = "plain", optimizer: str = "sgd", **settings):
-    """The update of a member with every option on, or of plain Flow-GRPO; shared between tests."""
-    algorithm = PLAIN if name == "plain" else everything_on(name)
-    return jax.jit(make_update(BIGRAMS, algorithm, OPTIMIZERS[optimizer], **{**SETTINGS, "micro_rows": 2, **settings}))
+def compiled(algorithm: fg.Algorithm = PLAIN, optimizer: str = "sgd", policy: fg.Policy = BIGRAMS, **settings):
+    """Compile an update, once for all tests."""
+    settings = {"micro_rows": 2, **SETTINGS, **settings}
+    return jax.jit(make_update(policy, algorithm, OPTIMIZERS[optimizer], **settings))
 
 
-def fresh(params, optimizer: str = "sgd") -> LearnerState:
-    """The state before the first update."""
-    return init_learner(params, OPTIMIZERS[optimizer])
+@cache
+def unsplit(algorithm: fg.Algorithm, score=SCORE, trained: Trained = WHOLE, watch: Watch | None = WATCH):
+    """Compile (params, batch) -> (gradient, figures) of the plain loss over all rows at once."""
+
+    def loss(part, params, batch):
+        scores = score(trained.put(params, part), batch)
+        value, metrics = algorithm.loss(scores, batch)
+        far_rs = jnp.where(batch.live, jnp.abs(scores.logp - batch.logp_sampled), 0.0)
+        seen = {"means": metrics} if watch is None else observe(watch, algorithm, scores, batch, metrics)
+        return value, (seen, far_rs.max())
+
+    @jax.jit
+    def run(params, batch):
+        slope = jax.value_and_grad(loss, has_aux=True)
+        (value, (sums, far)), grads = slope(trained.take(params), params, batch)
+        own = {"loss": value, "grad_norm": optax.tree.norm(grads), "log_ratio_max": far}
+        own |= {"live_tokens": batch.live.sum(), "steps": 1, "skipped": 0}
+        return grads, report(sums) | ({} if watch is None else batch_signal(batch)) | own
+
+    return run
+
+
+def assert_figures(found, expected):
+    """Compare the metrics of an update with those of all rows at once."""
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def fresh(params, optimizer: str = "sgd", trained: Trained = WHOLE) -> LearnerState:
+    """Return the state before the first update."""
+    return init_learner(params, OPTIMIZERS[optimizer], trained)
 
 
 def near(trajectories: fg.Trajectories, score, params, drift: float, seed: int = 0) -> fg.Trajectories:

@@ -10,7 +10,6 @@ from experiments import common
 from experiments.session import one_run
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie.", required=True)
-_ODD = flags.DEFINE_bool("odd", False, "Be another run each time.")
 
 
 def wait(_stage: str, _update: int) -> None:
@@ -20,10 +19,7 @@ def wait(_stage: str, _update: int) -> None:
 
 def main() -> None:
     """Train."""
-    work = tiny_work(wait)
-    if _ODD.value:
-        work = work._replace(line=lambda figures: {"phase": "train", "clock": time.time()} | figures)
-    one_run(work, Path(_WORKDIR.value), every=2)
+    one_run(tiny_work(wait), Path(_WORKDIR.value), every=2)
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def row_group_advantage(
     Long trajectories count as often as they have turns, so the mean is biased towards them (F9).
     """
     check_arguments("row_group_advantage", outcome_n=outcome_n, turns_nt=turns_nt, group_n=group_n, valid_n=valid_n)
-    turns_nt = jnp.asarray(turns_nt, bool)
+    turns_nt, valid_n = jnp.asarray(turns_nt, bool), jnp.asarray(valid_n, bool)
     rows = [jnp.broadcast_to(jnp.asarray(x_n)[:, None], turns_nt.shape).reshape(-1) for x_n in (outcome_n, valid_n)]
     group_m = jnp.broadcast_to(dense_ids(group_n)[:, None], turns_nt.shape).reshape(-1)
     adv_m = normalize(rows[0], group_m, rows[1] & turns_nt.reshape(-1))

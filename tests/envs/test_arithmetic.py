@@ -1,35 +1,19 @@
-"""`arithmetic`: episodes in words, what tools answer, how good its players are, and what its splits share."""
-
-from functools import cache
+"""`arithmetic`: episodes in words, what tools answer, and what its tasks and demonstrations are like."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from playing import action, compiled, garbage, play, turn
+from playing import ENVS, at, play, played, player, repeated, talk, talks, tasks_of, to_numpy
 
 import flowgrpo as fg
 from flowgrpo.envs import expressions
 from flowgrpo.envs.arithmetic import FLAWS, Flaws, arithmetic
-from flowgrpo.envs.env import SPLITS, in_words
-from flowgrpo.envs.expressions import LETTER, NUMBER, TEMPLATES, Expression, combination, faultless, make_plan
+from flowgrpo.envs.env import in_words
+from flowgrpo.envs.expressions import LETTER, NUMBER, TEMPLATES, Expression, faultless, make_plan
 
-pytestmark = pytest.mark.slow
-
-ENV = compiled(arithmetic())
+ENV = ENVS["arithmetic"]
 WITHOUT_FLAWS = Flaws((0.0,) * 4, 0.0, 0.0, 0.0)
-
-
-@cache
-def tasks_of(split: str) -> Expression:
-    """2048 tasks."""
-    make = jax.jit(jax.vmap(lambda key: ENV.make_task(key, split)))
-    return make(jax.random.split(jax.random.key(5), 2048))
-
-
-def some(tasks, count: int):
-    """The first of them."""
-    return jax.tree.map(lambda leaf: leaf[:count], tasks)
+ANSWER = jax.jit(lambda task: make_plan(task, faultless(task), base=19).answer)
 
 
 def task_of(text: str, pointers: str = "", **values: int) -> Expression:
@@ -52,31 +36,29 @@ def task_of(text: str, pointers: str = "", **values: int) -> Expression:
     fourth = letters[3] if len(letters) == 4 else others.pop()
     order = [*letters[:3], fourth, *(there[i] if i in there else others.pop() for i in range(4))]
     task = Expression(
-        jnp.int32(TEMPLATES.index(shape)),
-        jnp.array(operators + [0] * (3 - len(operators)), jnp.int32),
-        jnp.array([ord(letter) - ord("a") for letter in order], jnp.int32),
-        jnp.asarray(points),
-        jnp.asarray(holds),
-        jnp.int32(0),
+        np.int32(TEMPLATES.index(shape)),
+        np.array(operators + [0] * (3 - len(operators)), np.int32),
+        np.array([ord(letter) - ord("a") for letter in order], np.int32),
+        points,
+        holds,
+        np.int32(0),
     )
-    return task.replace(answer=make_plan(task, faultless(task), base=19).answer)
+    return task.replace(answer=np.asarray(ANSWER(task)))
+
+
+SUM = task_of("a + b + c", a=2, b=3, c=4)
 
 
 def test_a_worked_episode():
-    """( c + f ) * a where f points to h: 7 + 18 = 6 and 6 * 3 = 18, modulo 19."""
-    state, shown = ENV.reset(jax.random.key(0), task_of("( c + f ) * a", "f>h", c=7, h=18, a=3))
-    assert in_words(ENV, *shown) == "( c + f ) * a"
-    said = []
-    for words in ("lookup c", "lookup f", "lookup h", "lookup a", "add 7 18", "mul 6 3"):
-        assert in_words(ENV, *ENV.oracle(state)) == f"{words} <end>"
-        state, text, now = turn(ENV, state, words)
-        said.append(text)
-        assert (float(now.reward), bool(now.done), bool(now.error)) == (0.0, False, False)
-        assert ENV.tools[int(now.tool)] == words.split()[0]
-    assert said == ["7", "h", "18", "3", "6", "18"]
-    state, text, now = turn(ENV, state, "answer 18")
-    assert (text, float(now.reward), int(now.tool)) == ("", 1.0, -1)
-    assert bool(now.done & now.correct & ~now.error)
+    """( c + f ) * a where f points to h: 7 + 18 = 6 and 6 * 3 = 18, modulo 19; these are the oracle's calls."""
+    lines = ["lookup c", "lookup f", "lookup h", "lookup a", "add 7 18", "mul 6 3", "answer 18"]
+    found = talk(ENV, task_of("( c + f ) * a", "f>h", c=7, h=18, a=3), *lines)
+    assert found.said == ["( c + f ) * a", "7", "h", "18", "3", "6", "18", ""]
+    assert found.best[:-1] == [f"{line} <end>" for line in lines]
+    assert [ENV.tools[now.tool] for now in found.steps[:-1]] == [line.split()[0] for line in lines[:-1]]
+    assert [(float(now.reward), bool(now.done)) for now in found.steps] == [(0.0, False)] * 6 + [(1.0, True)]
+    assert (int(found.steps[-1].tool), bool(found.steps[-1].correct)) == (-1, True)
+    assert not any(now.error for now in found.steps)
 
 
 @pytest.mark.parametrize(
@@ -95,157 +77,85 @@ def test_a_worked_episode():
 )
 def test_the_answer_is_the_value_modulo_the_base(text, value):
     """Brackets first, then * before + and -, then from the left."""
-    task = task_of(text, a=2, b=5, c=7, d=4)
-    assert int(task.answer) == value % 19
-    _, shown = ENV.reset(jax.random.key(0), task)
-    assert in_words(ENV, *shown) == text
+    found = talk(ENV, task_of(text, a=2, b=5, c=7, d=4), f"answer {value % 19}")
+    assert found.said == [text, ""]
+    assert found.steps[0].correct
 
 
-def test_a_wrong_answer_ends_with_nothing():
-    state, _ = ENV.reset(jax.random.key(0), task_of("a + b + c", a=1, b=1, c=1))
-    state, _, now = turn(ENV, state, "answer 4")
-    assert bool(now.done & ~now.correct & ~now.error)
-    assert float(now.reward) == 0.0
-
-
-@pytest.mark.parametrize(
-    "words", ["lookup 3", "add a 3", "add 3", "answer", "answer a", "lookup", "lookup a b", "+ 3 4", "a", "error"]
-)
-def test_malformed_actions_are_errors_that_cost_a_turn(words):
-    state, _ = ENV.reset(jax.random.key(0), task_of("a + b + c"))
-    following, text, now = turn(ENV, state, words)
-    assert (text, bool(now.error), bool(now.done), int(now.tool)) == ("error", True, False, -1)
-    assert int(ENV.anchor(following)) == int(ENV.anchor(state))
-
-
-def test_an_action_without_its_end_is_malformed():
-    """What the policy didn't finish is not a call, however it begins."""
-    state, _ = ENV.reset(jax.random.key(0), task_of("a + b + c"))
-    tokens, _ = action(ENV, "lookup a")
-    for length in (-1, 0, 2, 4, 99):
-        assert bool(ENV.step(state, tokens, jnp.int32(length))[1].error)
+def test_what_is_no_call_is_an_error_that_costs_a_turn_and_a_wrong_answer_ends_with_nothing():
+    lines = ["lookup 3", "add a 3", "add 3", "answer", "answer a", "lookup", "lookup a b", "+ 3 4", "a", "error"]
+    bad = talks(ENV, SUM, *([f"{line} <end>"] for line in lines), ["lookup a"], ["lookup a a"], [""], end="")
+    for found in bad:
+        (now,) = found.steps
+        assert (found.said[1], bool(now.error), bool(now.done), int(now.tool)) == ("error", True, False, -1)
+        assert found.anchors[1] == found.anchors[0]
+    (now,) = talk(ENV, SUM, "answer 4").steps
+    assert (bool(now.done), bool(now.correct), bool(now.error), float(now.reward)) == (True, False, False, 0.0)
 
 
 def test_anchors_are_what_has_been_found_out():
     """The order of calls, repeats, errors and the order of factors don't matter; what was asked does."""
-    task = task_of("a + b + c", a=2, b=3, c=4)
-
-    def after(*turns, task=task):
-        state, _ = ENV.reset(jax.random.key(len(turns)), task)
-        for words in turns:
-            state, *_ = turn(ENV, state, words)
-        return int(ENV.anchor(state))
-
-    assert after("lookup a", "lookup b", "add 2 3") == after("lookup b", "a", "add 3 2", "lookup a", "lookup a")
-    assert after("sub 2 3") != after("sub 3 2")
-    assert len({after(), after("lookup a"), after("lookup b"), after("lookup a", "lookup b")}) == 4
-    assert after() != after(task=task_of("a + b + c", a=2, b=3, c=5))
+    talk_of = ["lookup a", "lookup b", "add 2 3"], ["lookup b", "a", "add 3 2", "lookup a", "lookup a"], ["sub 2 3"]
+    one, same, minus, swapped = (found.anchors for found in talks(ENV, SUM, *talk_of, ["sub 3 2"]))
+    assert one[-1] == same[-1]
+    assert len({*one, same[1], minus[-1], swapped[-1]}) == len(one) + 3
+    assert one[0] not in talk(ENV, task_of("a + b + c", a=2, b=3, c=5)).anchors
 
 
 def test_the_oracle_recovers_from_any_calls():
     """After useless and partly useful calls it still makes only those that are missing."""
-    state, _ = ENV.reset(jax.random.key(0), task_of("a * b - c", "c>g", a=2, b=5, g=7))
-    for words in ("lookup g", "mul 9 9", "lookup b", "mul 5 2", "lookup e"):
-        state, *_ = turn(ENV, state, words)
-    made = []
-    while not state.done:
-        tokens, length = ENV.oracle(state)
-        made.append(in_words(ENV, tokens, length))
-        state, _ = ENV.step(state, tokens, length)
-    assert made == ["lookup a <end>", "lookup c <end>", "sub 10 7 <end>", "answer 3 <end>"]
-    assert bool(state.correct)
+    task, lines = task_of("a * b - c", "c>g", a=2, b=5, g=7), ["lookup g", "mul 9 9", "lookup b", "mul 5 2", "lookup e"]
+    made = ["lookup a", "lookup c", "sub 10 7", "answer 3"]
+    found = talk(ENV, task, *lines, *made)
+    assert found.best[5:9] == [f"{line} <end>" for line in made]
+    assert found.state.correct
 
 
-def test_the_oracle_solves_every_task_in_about_seven_turns():
-    """Of every split; six to nine turns, or five in the rare case that two of the calls are the same one."""
-    tasks = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *map(tasks_of, SPLITS))
-    played = play(ENV, lambda _, state: ENV.oracle(state), tasks)
-    assert played.correct.all()
-    np.testing.assert_array_equal(played.outcome, 1.0)
-    assert not played.error.any()
-    assert (played.turns >= 6).mean() > 0.99
-    assert played.turns.max() == 9
-    assert 7.0 < played.turns.mean() < 7.8
+def test_the_oracle_needs_about_seven_turns():
+    """Six to nine, or five in the rare case that two of the calls are the same one."""
+    turns = played(ENV, "oracle").live.sum(axis=1)
+    assert (turns >= 6).mean() > 0.99
+    assert turns.max() == 9
+    assert 7.0 < turns.mean() < 7.8
+    assert (played(ENV, "demonstrations").live.sum(axis=1) >= 6).all()
+    assert set(played(ENV, "demonstrations").step.tool.ravel().tolist()) == {-1, 0, 1, 2, 3}
 
 
-def test_demonstrations_are_well_formed_and_mostly_fail():
-    """About 30 % of them succeed: enough to learn the form from, and to improve on."""
-    played = play(ENV, ENV.demonstrate, tasks_of("train"))
-    assert not played.error.any()
-    assert 0.25 < played.correct.mean() < 0.35
-    assert played.turns.min() >= 6
-    for tool in range(len(ENV.tools)):
-        assert (played.tool == tool).any()
-
-
-def test_demonstrations_work_in_the_right_order_at_most_half_of_the_time():
-    wrong = np.asarray(FLAWS.order)[np.asarray(tasks_of("train").template)]
-    assert np.mean(FLAWS.order) >= 0.5
-    assert wrong.mean() == pytest.approx(0.5, abs=0.02)
-
-
-def test_a_demonstration_without_flaws_is_the_oracle():
-    env = arithmetic(flaws=WITHOUT_FLAWS)
-    assert play(env, env.demonstrate, some(tasks_of("train"), 128)).correct.all()
-
-
-def test_the_wrong_order_is_a_whole_consistent_plan():
+@pytest.mark.slow
+def test_a_demonstration_without_flaws_is_the_oracle_and_the_wrong_order_a_whole_consistent_plan():
     """`a - b * c` worked from the left: the demonstration subtracts, multiplies, and answers what came out."""
-    env = compiled(arithmetic(flaws=WITHOUT_FLAWS._replace(order=(1.0,) * 4)))
-    state, _ = env.reset(jax.random.key(0), task_of("a - b * c", a=9, b=5, c=7))
-    made = []
-    while not state.done:
-        tokens, length = env.demonstrate(jax.random.key(1), state)
-        made.append(in_words(env, tokens, length).removesuffix(" <end>"))
-        state, _ = env.step(state, tokens, length)
-    assert made == ["lookup a", "lookup b", "lookup c", "sub 9 5", "mul 4 7", "answer 9"]
-    assert not state.correct
+    flawless = arithmetic(flaws=WITHOUT_FLAWS)
+    assert play(flawless, player(flawless, "demonstrations")).state.correct.all()
+    wrong = arithmetic(flaws=WITHOUT_FLAWS._replace(order=(1.0,) * 4))
+    plays = at(play(wrong, player(wrong, "demonstrations"), repeated(task_of("a - b * c", a=9, b=5, c=7))), 0)
+    made = [in_words(wrong, *action) for action in zip(plays.tokens, plays.length, strict=True)][: plays.live.sum()]
+    lines = ["lookup a", "lookup b", "lookup c", "sub 9 5", "mul 4 7", "answer 9"]
+    assert (made, bool(plays.state.correct)) == ([f"{line} <end>" for line in lines], False)
 
 
-def test_guessing_gains_nearly_nothing():
-    """One-turn policies are at chance, whatever number they name; arbitrary tokens gain nothing at all."""
-    answers = np.asarray(tasks_of("train").answer)
-    for number in range(19):
-        assert 0.02 < (answers == number).mean() < 0.09
-    guess = play(ENV, lambda *_: action(ENV, "answer 7"), tasks_of("train"))
-    np.testing.assert_array_equal(guess.correct, answers == 7)
-    assert (guess.turns == 1).all()
-    lost = play(ENV, garbage(ENV), tasks_of("train"))
-    assert lost.correct.mean() < 0.01
-    assert np.isfinite(lost.reward).all()
-
-
-def test_splits_share_no_combination_and_training_has_every_part():
-    """Of (template, operators, letters); all templates, operators in their places and letters occur in training."""
-    rows = {split: np.asarray(jax.vmap(combination)(tasks_of(split))) for split in SPLITS}
-    seen = {split: {tuple(row) for row in rows[split]} for split in SPLITS}
-    assert not seen["train"] & seen["validation"]
-    assert not seen["train"] & seen["test"]
-    assert not seen["validation"] & seen["test"]
-    for place in range(rows["train"].shape[1]):
-        assert set(rows["train"][:, place]) >= set(rows["validation"][:, place]) | set(rows["test"][:, place])
-    assert set(rows["train"][:, 0]) == set(range(4))
-    assert {tuple(row) for row in rows["train"][:, 1:3]} == {(i, j) for i in range(3) for j in range(3)}
+def test_tasks_are_evenly_dealt():
+    """No answer is frequent, all templates and operators occur, and half of the demonstrations take the wrong order."""
+    tasks = to_numpy(tasks_of(ENV))
+    shares = np.bincount(tasks.answer, minlength=19) / len(tasks.answer)
+    assert 0.02 < shares.min() < shares.max() < 0.09
+    assert set(tasks.template.tolist()) == set(range(4))
+    assert len(np.unique(tasks.operators[:, :2], axis=0)) == 9
+    assert np.mean(FLAWS.order) >= 0.5
+    assert np.asarray(FLAWS.order)[tasks.template].mean() == pytest.approx(0.5, abs=0.02)
 
 
 def test_pointers_lead_out_of_the_expression_to_a_number():
-    tasks = tasks_of("train")
-    operands = expressions.OPERANDS[np.asarray(tasks.template)]
-    points = np.asarray(tasks.points)
-    assert (points.sum(axis=1) + operands <= expressions.MOST_LOOKUPS).all()
-    assert 0.2 < points[:, 0].mean() < 0.45
-    holds, letters = np.asarray(tasks.holds), np.asarray(tasks.letters)
-    there = np.take_along_axis(holds, letters[:, 4:], axis=1)
-    here = np.take_along_axis(holds, letters[:, :4], axis=1)
+    tasks = to_numpy(tasks_of(ENV))
+    assert (tasks.points.sum(axis=1) + expressions.OPERANDS[tasks.template] <= expressions.MOST_LOOKUPS).all()
+    assert 0.2 < tasks.points[:, 0].mean() < 0.45
+    there = np.take_along_axis(tasks.holds, tasks.letters[:, 4:], axis=1)
+    here = np.take_along_axis(tasks.holds, tasks.letters[:, :4], axis=1)
     assert (there >= NUMBER).all()
-    np.testing.assert_array_equal(here[points], LETTER + letters[:, 4:][points])
-    assert (here[~points] >= NUMBER).all()
+    np.testing.assert_array_equal(here[tasks.points], LETTER + tasks.letters[:, 4:][tasks.points])
+    assert (here[~tasks.points] >= NUMBER).all()
 
 
 def test_settings_are_checked():
-    with pytest.raises(fg.BadInput, match="base"):
-        arithmetic(base=1)
-    with pytest.raises(fg.BadInput, match="turns > 8"):
-        arithmetic(turns=8)
-    with pytest.raises(fg.BadInput, match="choose from train"):
-        ENV.make_task(jax.random.key(0), "dev")
+    for settings in ({"base": 1}, {"turns": 8}):
+        with pytest.raises(fg.BadInput, match="base >= 2 and turns > 8"):
+            arithmetic(**settings)

@@ -1,126 +1,94 @@
-"""lookup in words: worked episodes over a small knowledge base, its limits, its splits, its demonstrations."""
-
-from functools import cache, partial
-from pathlib import Path
+"""lookup in words: worked episodes over a small knowledge base, its limits, its tasks, its demonstrations."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import run_module
+from playing import ENVS, at, batched, keys, play, played, player, repeated, row, talk, talks, tasks_of, to_numpy
 
 import flowgrpo as fg
-from experiments.plays import draw_tasks, tabulate
-from flowgrpo.envs.env import in_words, story
+from experiments.plays import tabulate
+from flowgrpo.envs.env import SPLITS, story
 from flowgrpo.envs.lookup import Task, World, is_right
-from flowgrpo.envs.play import PLAYERS, Play, play_many, transcript
+from flowgrpo.envs.play import transcript
 from flowgrpo.learner.warmstart import act_by_oracle, demonstrate
 
-ROOT = Path(__file__).parent.parent.parent
+ENV = ENVS["lookup"]
 WORLD = World(entities=8)  # ada bo cy dee eli fay gus hal
 LYING, SILENT = fg.lookup(entities=8, lies=1.0), fg.lookup(entities=8, lies=0.0)
-STEPS = {env: jax.jit(env.step) for env in (LYING, SILENT)}
 
 # Relations go round the tools: registry friend and doctor, archive boss and tenant, gazette mentor, directory rival.
 RIGHT = {"friend": "registry", "doctor": "registry", "boss": "archive", "tenant": "archive"}
 RIGHT |= {"mentor": "gazette", "rival": "directory"}
 
 
-def index(word: str, env: fg.Env = LYING) -> int:
-    return env.words.index(word)
-
-
-def tokens_of(line: str) -> tuple:
-    """A line of words as an action: four slots, and how many are used."""
-    ids = [index(word) for word in line.split()]
-    return jnp.asarray([*ids, 0, 0, 0, 0][:4], jnp.int32), jnp.int32(len(ids))
-
-
 def question(start: str, *relations: str) -> Task:
     """Everybody's relation number r is the person 1 + r places further on: ada's friend is bo, her boss is cy."""
-    facts = (jnp.arange(8)[:, None] + 1 + jnp.arange(6)[None, :]) % 8
-    chain = [index(relation) - WORLD.first_relation for relation in relations]
-    start_index = jnp.int32(index(start) - WORLD.first_entity)
-    return Task(facts, start_index, jnp.asarray([*chain, 0][:3], jnp.int32), jnp.int32(len(chain)), jnp.int32(0))
+    facts = (np.arange(8)[:, None] + 1 + np.arange(6)[None, :]) % 8
+    chain = [LYING.words.index(relation) - WORLD.first_relation for relation in relations]
+    start_index = np.int32(LYING.words.index(start) - WORLD.first_entity)
+    chain_h = np.array([*chain, 0][:3], np.int32)
+    return Task(facts.astype(np.int32), start_index, chain_h, np.int32(len(chain)), np.int32(0))
 
 
-def run(env: fg.Env, task: Task, *lines: str, seed: int = 0) -> tuple:
-    """What was said, and the steps and states, when these lines are played."""
-    state, prompt = env.reset(jax.random.key(seed), task)
-    said, steps, states = [in_words(env, *prompt)], [], [state]
-    for line in lines:
-        state, now = STEPS[env](state, *tokens_of(line))
-        said.append(in_words(env, *now.observation))
-        steps.append(now)
-        states.append(state)
-    return said, steps, states
+FRIENDS_BOSS = question("ada", "friend", "boss")
 
 
 # Worked episodes ----------------------------------------------------------------------------------------
 
 
-def test_an_episode_that_succeeds():
-    lines = ["registry friend ada <end>", "archive boss bo <end>", "answer dee <end>"]
-    said, steps, _ = run(LYING, question("ada", "friend", "boss"), *lines)
-    assert said == ["ada friend boss ?", "bo", "dee", ""]
-    assert [bool(now.done) for now in steps] == [False, False, True]
-    assert [float(now.reward) for now in steps] == [0.0, 0.0, 1.0]
-    assert [int(now.tool) for now in steps] == [0, 1, -1]
-    assert not any(now.error for now in steps)
+def test_an_episode_that_succeeds_and_a_longer_one_that_does_not():
+    found = talk(LYING, FRIENDS_BOSS, "registry friend ada", "archive boss bo", "answer dee")
+    assert found.said == ["ada friend boss ?", "bo", "dee", ""]
+    assert found.best[:3] == ["registry friend ada <end>", "archive boss bo <end>", "answer dee <end>"]
+    assert [(float(now.reward), bool(now.done)) for now in found.steps] == [(0.0, False), (0.0, False), (1.0, True)]
+    assert [int(now.tool) for now in found.steps] == [0, 1, -1]
+    assert not any(now.error for now in found.steps)
+    task, lines = question("ada", "friend", "boss", "mentor"), ("archive boss bo", "gazette mentor dee", "answer hal")
+    found = talk(LYING, task, "registry friend ada", *lines)
+    assert found.said == ["ada friend boss mentor ?", "bo", "dee", "gus", ""]
+    last = found.steps[-1]
+    assert (bool(last.done), bool(last.correct), float(last.reward)) == (True, False, 0.0)
 
 
-def test_three_hops_and_a_wrong_answer():
-    lines = ["registry friend ada <end>", "archive boss bo <end>", "gazette mentor dee <end>", "answer hal <end>"]
-    said, steps, _ = run(LYING, question("ada", "friend", "boss", "mentor"), *lines)
-    assert said == ["ada friend boss mentor ?", "bo", "dee", "gus", ""]
-    assert (bool(steps[-1].done), bool(steps[-1].correct), float(steps[-1].reward)) == (True, False, 0.0)
-
-
-@pytest.mark.parametrize(("relation", "right"), RIGHT.items())
-def test_only_the_right_tool_knows_a_relation(relation, right):
+@pytest.mark.parametrize("env", [LYING, SILENT], ids=["lying", "silent"])
+def test_only_the_right_tool_knows_a_relation(env):
     """Asked of each tool in turn: the others say `none` where they don't lie, and never the fact where they do."""
-    fact = LYING.words[WORLD.first_entity + 1 + index(relation) - WORLD.first_relation]
-    for tool in LYING.tools:
-        for env in (LYING, SILENT):
-            said, steps, _ = run(env, question("ada", relation, relation), f"{tool} {relation} ada <end>")
-            heard = said[1]
-            assert (heard == fact) == (tool == right)
-            assert (heard == "none") == (tool != right and env is SILENT)
-            assert heard != "ada"
-            assert (int(steps[0].tool), bool(steps[0].error)) == (LYING.tools.index(tool), False)
+    calls = [(tool, relation) for tool in env.tools for relation in RIGHT]
+    for (tool, relation), found in zip(
+        calls, talks(env, FRIENDS_BOSS, *([f"{tool} {relation} ada"] for tool, relation in calls)), strict=True
+    ):
+        fact, heard = (
+            env.words[WORLD.first_entity + 1 + list(env.words).index(relation) - WORLD.first_relation],
+            found.said[1],
+        )
+        assert (heard == fact) == (tool == RIGHT[relation])
+        assert (heard == "none") == (tool != RIGHT[relation] and env is SILENT)
+        assert heard != "ada"
+        assert (env.tools[found.steps[0].tool], bool(found.steps[0].error)) == (tool, False)
 
 
+@pytest.mark.slow
 def test_a_lie_is_the_same_when_asked_again_and_differs_between_keys():
     """Half of the wrong tools say a wrong entity, by the key of the trajectory; asking twice tells nothing."""
     env = fg.lookup(entities=8)
-    task, call = question("ada", "friend", "boss"), tokens_of("gazette friend ada <end>")
-
-    @jax.jit
-    @jax.vmap
-    def ask_twice(key):
-        state, _ = env.reset(key, task)
-        state, first = env.step(state, *call)
-        return first.observation.tokens[0], env.step(state, *call)[1].observation.tokens[0]
-
-    first, second = map(np.asarray, ask_twice(jax.random.split(jax.random.key(0), 2000)))
-    np.testing.assert_array_equal(first, second)
-    assert 0.46 < np.mean(first == index("none")) < 0.54
-    lies = set(first.tolist()) - {index("none")}
-    assert lies == {index(name) for name in ("cy", "dee", "eli", "fay", "gus", "hal")}
+    here, call = batched(env), repeated(row(env, "gazette friend ada <end>"))
+    state, _ = here.reset(keys(0), repeated(FRIENDS_BOSS))
+    state, first = here.step(state, *call)
+    _, second = here.step(state, *call)
+    heard = [env.words[token] for token in np.asarray(first.observation.tokens)[:, 0]]
+    np.testing.assert_array_equal(first.observation.tokens, second.observation.tokens)
+    assert 0.46 < np.mean([word == "none" for word in heard]) < 0.54
+    assert set(heard) == {"none", "cy", "dee", "eli", "fay", "gus", "hal"}
 
 
 def test_a_lie_leads_away_and_the_oracle_back():
     """Following a lie is no progress; the oracle asks for the first fact that isn't known."""
-    task = question("ada", "friend", "boss")
-    said, _, states = run(LYING, task, "gazette friend ada <end>")
-    assert int(states[1].hop) == 0
-    assert LYING.words[int(states[1].told) + WORLD.first_entity] == said[1]
-    assert in_words(LYING, *LYING.oracle(states[1])) == "registry friend ada <end>"
-    _, _, states = run(LYING, task, "registry friend ada <end>")
-    assert in_words(LYING, *LYING.oracle(states[1])) == "archive boss bo <end>"
-    assert in_words(
-        LYING, *LYING.oracle(run(LYING, task, "registry friend ada <end>", "archive boss bo <end>")[2][2])
-    ) == ("answer dee <end>")
+    found = talk(LYING, FRIENDS_BOSS, "gazette friend ada")
+    assert found.state.hop == 0
+    assert LYING.words[found.state.told + WORLD.first_entity] == found.said[1]
+    assert found.best == ["registry friend ada <end>"] * 2
 
 
 MALFORMED = [
@@ -142,68 +110,54 @@ MALFORMED = [
 ]
 
 
-@pytest.mark.parametrize("line", MALFORMED)
-def test_a_malformed_action_costs_its_turn_and_nothing_else(line):
-    said, steps, states = run(LYING, question("ada", "friend", "boss"), line)
-    assert said[1] == "error"
-    assert (bool(steps[0].error), int(steps[0].tool), bool(steps[0].done)) == (True, -1, False)
-    assert int(states[1].turn) == 1
-    assert LYING.anchor(states[1]) == LYING.anchor(states[0])
+def test_a_malformed_action_costs_its_turn_and_nothing_else():
+    for found in talks(LYING, FRIENDS_BOSS, *([line] for line in MALFORMED), end=""):
+        (now,) = found.steps
+        assert (found.said[1], bool(now.error), int(now.tool), bool(now.done)) == ("error", True, -1, False)
+        assert found.state.turn == 1
+        assert found.anchors[1] == found.anchors[0]
 
 
 def test_what_follows_the_end_is_not_read():
     """An answer takes three tokens, whatever lies in the fourth slot."""
-    state, _ = LYING.reset(jax.random.key(0), question("ada", "friend", "boss"))
-    tokens, length = tokens_of("answer dee <end>")
-    _, now = STEPS[LYING](state, tokens.at[3].set(5), length)
-    assert now.correct
+    here, (tokens, length) = batched(LYING), row(LYING, "answer dee <end>")
+    state, _ = here.reset(keys(0), repeated(FRIENDS_BOSS))
+    tokens[3] = 5
+    assert here.step(state, *repeated((tokens, np.int32(length))))[1].correct.all()
 
 
 @pytest.mark.parametrize(("relations", "limit"), [(("friend", "boss"), 4), (("friend", "boss", "rival"), 6)])
 def test_two_turns_a_hop(relations, limit):
     """The last turn ends the episode without a word; an answer in it still counts."""
-    task = question("ada", *relations)
-    said, steps, _ = run(SILENT, task, *["gazette friend ada <end>"] * (limit + 1))
-    assert [bool(now.done) for now in steps] == [False] * (limit - 1) + [True, True]
-    assert said[1:] == ["none"] * (limit - 1) + ["", ""]
-    assert not any(now.correct for now in steps)
-    answer = "answer dee <end>" if limit == 4 else "answer hal <end>"
-    assert run(SILENT, task, *["gazette friend ada <end>"] * (limit - 1), answer)[1][-1].correct
+    wait, right = ["gazette friend ada"] * (limit + 1), "answer dee" if limit == 4 else "answer hal"
+    found, solved = talks(SILENT, question("ada", *relations), wait, [*wait[: limit - 1], right])
+    assert [bool(now.done) for now in found.steps] == [False] * (limit - 1) + [True, True]
+    assert found.said[1:] == ["none"] * (limit - 1) + ["", ""]
+    assert not any(now.correct for now in found.steps)
+    assert solved.steps[-1].correct
 
 
 def test_anchors_tell_progress_apart_and_not_the_turn_or_the_key():
-    task = question("ada", "friend", "boss")
-    wait, right, lie = "directory friend ada <end>", "registry friend ada <end>", "gazette friend ada <end>"
-    anchors = [
-        [int(SILENT.anchor(state)) for state in run(SILENT, task, *lines)[2]] for lines in ([wait, right], [right])
-    ]
-    assert anchors[0][0] == anchors[0][1] == anchors[1][0]
-    assert anchors[0][2] == anchors[1][1] != anchors[1][0]
-    assert LYING.anchor(run(LYING, task, lie)[2][1]) != LYING.anchor(run(LYING, task, right)[2][1])
-    other = run(SILENT, task.replace(identity=jnp.int32(1)))[2][0]
-    assert SILENT.anchor(other) != anchors[0][0]
+    wait, right, lie = "directory friend ada", "registry friend ada", "gazette friend ada"
+    late, early = (found.anchors for found in talks(SILENT, FRIENDS_BOSS, [wait, right], [right]))
+    assert late[0] == late[1] == early[0] == talk(SILENT, FRIENDS_BOSS, seed=1).anchors[0]
+    assert late[2] == early[1] != early[0]
+    assert talk(LYING, FRIENDS_BOSS, lie).anchors[1] != talk(LYING, FRIENDS_BOSS, right).anchors[1]
+    assert talk(SILENT, FRIENDS_BOSS.replace(identity=np.int32(1))).anchors[0] != early[0]
 
 
 # Tasks --------------------------------------------------------------------------------------------------
 
 
-@cache
-def tasks_of(split: str) -> Task:
-    return draw_tasks(fg.lookup(), split, count=5000)
-
-
-def chains(split: str) -> set[tuple[int, ...]]:
-    tasks = tasks_of(split)
-    return {
-        tuple(chain[:hops])
-        for chain, hops in zip(np.asarray(tasks.chain).tolist(), np.asarray(tasks.hops), strict=True)
-    }
-
-
 @pytest.mark.slow
 def test_the_splits_deal_all_chains_and_training_covers_every_part():
     """168, 42 and 42 of 252; every relation at every place, and every pair of successive ones, occurs in training."""
-    found = {split: chains(split) for split in ("train", "validation", "test")}
+    found = {}
+    for split in SPLITS:
+        tasks = [to_numpy(batched(ENV).make_task(keys(seed), split)) for seed in range(4)]
+        found[split] = {
+            tuple(chain[:hops]) for one in tasks for chain, hops in zip(one.chain.tolist(), one.hops, strict=True)
+        }
     assert {split: len(held) for split, held in found.items()} == {"train": 168, "validation": 42, "test": 42}
     assert len(set.union(*found.values())) == 252
     for held in found.values():
@@ -214,17 +168,14 @@ def test_the_splits_deal_all_chains_and_training_covers_every_part():
     assert len(pairs) == 2 * 36
 
 
-@pytest.mark.slow
 def test_a_knowledge_base_says_nothing_without_a_tool():
-    """It is drawn anew for each task and split, nobody is his own relation, and every other entity is as likely."""
-    tasks = tasks_of("train")
-    facts = np.asarray(tasks.facts)
-    assert (facts != np.arange(16)[:, None]).all()
-    away = np.bincount(((facts - np.arange(16)[:, None]) % 16).ravel(), minlength=16) / facts.size
+    """It is drawn for each task, nobody is his own relation, and every other entity is as likely."""
+    tasks = to_numpy(tasks_of(ENV))
+    away = np.bincount(((tasks.facts - np.arange(16)[:, None]) % 16).ravel(), minlength=16) / tasks.facts.size
     assert away[0] == 0
-    np.testing.assert_allclose(away[1:], 1 / 15, atol=0.003)
-    assert (facts != np.asarray(tasks_of("test").facts)).any(axis=(1, 2)).all()
-    assert 0.45 < np.mean(np.asarray(tasks.hops) == 2) < 0.55
+    np.testing.assert_allclose(away[1:], 1 / 15, atol=0.005)
+    assert (tasks.facts[1:] != tasks.facts[:-1]).any(axis=(1, 2)).all()
+    assert 0.45 < np.mean(tasks.hops == 2) < 0.55
 
 
 @pytest.mark.parametrize(
@@ -248,34 +199,24 @@ def test_other_sizes():
     env = fg.lookup(entities=20, relations=9, tools=6, hops=(1, 4))
     assert env.words[-1] == "entity19"
     assert (env.tools[-1], env.sizes) == ("tool5", fg.Sizes(prompt=6, observation=1, action=4, turns=8))
-    plays = play_many(env, PLAYERS["oracle"], draw_tasks(env, "train", count=64))
+    plays = played(env, "oracle")
     assert plays.state.correct.all()
-    assert set(np.asarray(plays.task.hops).tolist()) == {1, 2, 3, 4}
+    assert set(plays.task.hops.tolist()) == {1, 2, 3, 4}
 
 
 # Players ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def demonstrations() -> Play:
-    """Eight demonstrations of each of 625 tasks."""
-    tasks = jax.tree.map(lambda leaf: jnp.repeat(leaf[:625], 8, axis=0), tasks_of("train"))
-    return play_many(fg.lookup(), PLAYERS["demonstrations"], tasks)
-
-
-@pytest.mark.slow
-def test_demonstrations_are_well_formed_and_choose_tools_nearly_at_chance(demonstrations):
-    found = tabulate(fg.lookup(), demonstrations)
+def test_demonstrations_choose_tools_nearly_at_chance():
+    """Where the same task is tried eight times, it is mostly neither lost nor won by all: groups have a signal."""
+    plays = play(
+        ENV, player(ENV, "demonstrations"), jax.tree.map(lambda x: jnp.repeat(x[::8], 8, axis=0), tasks_of(ENV))
+    )
+    found = tabulate(ENV, plays)
     assert 12 <= found["success"] <= 25
-    assert found["errors"] == 0
     assert 25 < found["right tool"] <= 1.5 * 25
-    assert {2, 3, 4, 5, 6} <= set(np.asarray(demonstrations.live).sum(axis=1).tolist())
-
-
-@pytest.mark.slow
-def test_groups_of_eight_mostly_differ_in_outcome(demonstrations):
-    """What group statistics need: the same task under eight keys is mostly neither lost nor won by all."""
-    wins = np.asarray(demonstrations.state.correct).reshape(-1, 8).sum(axis=1)
+    assert {2, 3, 4, 5, 6} <= set(plays.live.sum(axis=1).tolist())
+    wins = plays.state.correct.reshape(-1, 8).sum(axis=1)
     assert np.mean((wins > 0) & (wins < 8)) > 0.6
 
 
@@ -283,16 +224,13 @@ def test_groups_of_eight_mostly_differ_in_outcome(demonstrations):
 def test_the_right_tool_is_what_makes_a_demonstration_succeed():
     """The same demonstrations with knowledge of the tools: almost all that is left to learn is which tool."""
     env = fg.lookup(skill=1.0)
-    plays = play_many(env, PLAYERS["demonstrations"], jax.tree.map(lambda leaf: leaf[:1000], tasks_of("train")))
-    assert 0.7 < np.mean(plays.state.correct) < 0.9
+    assert 0.7 < played(env, "demonstrations").state.correct.mean() < 0.9
 
 
 def test_is_right_looks_at_the_relation_that_is_asked_for():
-    right = partial(is_right, world=WORLD)
-    assert right(*tokens_of("archive boss hal <end>"))
-    assert not right(*tokens_of("registry boss hal <end>"))
-    assert not right(*tokens_of("archive boss hal"))
-    assert not right(*tokens_of("answer hal <end>"))
+    lines = ["archive boss hal <end>", "registry boss hal <end>", "archive boss hal", "answer hal <end>"]
+    right = [bool(is_right(*map(jnp.asarray, row(LYING, line)), world=WORLD)) for line in lines]
+    assert right == [True, False, False, False]
 
 
 @pytest.mark.slow
@@ -308,18 +246,21 @@ def test_the_experiment_prints_its_table_and_episodes():
     assert "choose from lookup" in done.stderr + done.stdout
 
 
-def test_a_transcript_is_in_words(demonstrations):
-    line = transcript(fg.lookup(), demonstrations, 0).splitlines()
-    assert line[0].split()[-1] == "?"
-    assert all(row.startswith("    ") for row in line[1:])
+def test_a_transcript_is_in_words():
+    plays = played(ENV, "oracle")
+    first, *lines = transcript(ENV, plays, 0).splitlines()
+    assert first.endswith(" ?")
+    assert len(lines) == plays.live[0].sum() + 1
+    assert lines[-1] == "    reward 1"
+    assert all(line.startswith("    ") and "<end>" in line for line in lines[:-1])
 
 
 @pytest.mark.slow
 def test_a_story_says_who_said_what():
     """Of an oracle's trajectory: what was said before the arrow, what was chosen after it, and how it ended."""
-    tasks = jax.tree.map(lambda leaf: leaf[None], question("ada", "friend", "boss"))
-    played = demonstrate(SILENT, tasks, jax.random.split(jax.random.key(0), 1), act=act_by_oracle(SILENT))
-    assert [line.split(" > ") for line in story(SILENT, played, 0).splitlines()] == [
+    tasks = at(repeated(FRIENDS_BOSS), slice(1))
+    plays = demonstrate(SILENT, tasks, keys(0)[:1], act=act_by_oracle(SILENT))
+    assert [line.split(" > ") for line in story(SILENT, plays, 0).splitlines()] == [
         ["ada friend boss ?".ljust(30), "registry friend ada <end>"],
         ["bo".ljust(30), "archive boss bo <end>"],
         ["dee".ljust(30), "answer dee <end>"],

@@ -1,29 +1,56 @@
 """What the tests of experiments as commands share."""
 
-from functools import partial
+import json
 from pathlib import Path
 
 import jax
 import pytest
-from commands import run_module
+from commands import ROOT, run_module
+
+EXPERIMENTS = ROOT / "experiments"
 
 
 @pytest.fixture(autouse=True, scope="module")
 def own_devices():
-    """Commands have the devices that they ask for, as everywhere, and not those of the tests, which have begun."""
+    """Give commands the devices that they ask for, as everywhere, and not those of the tests, which have begun."""
     assert jax.device_count() == 8
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("XLA_FLAGS")
         yield
 
 
-@pytest.fixture(scope="module")
-def command(tmp_path_factory):
-    """Runs an experiment; what one has compiled, the next finds."""
-    return partial(run_command, cache=tmp_path_factory.mktemp("compiled"))
+@pytest.fixture(scope="session")
+def command():
+    """Return the function that runs an experiment as a command, and asserts that it ends well unless `check=False`."""
+    return run_command
 
 
-def run_command(module: str, *arguments: str, cache: Path, check: bool = True, timeout: float = 500):
-    done = run_module(f"experiments.{module}", f"--compilation_cache={cache}", *arguments, timeout=timeout)
+def run_command(module: str, *arguments: str, check: bool = True, **more):
+    done = run_module(f"experiments.{module}", *arguments, **more)
     assert not check or done.returncode == 0, done.stderr
     return done
+
+
+def check_refused(done, said: str, status: int = 1) -> None:
+    """Assert that a command ended with this status and one sentence that says so, and printed no result."""
+    assert (done.returncode, done.stdout) == (status, ""), done.stderr
+    sentence = done.stderr.strip().splitlines()[-1]
+    assert sentence.startswith("experiments.")
+    assert said in sentence
+    assert "Traceback" not in done.stderr
+
+
+def result(folder: Path) -> dict:
+    """Read what a finished run wrote of itself."""
+    return json.loads((folder / "result.json").read_text())
+
+
+def last_line(done) -> dict:
+    """Read the JSON that a command prints last."""
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def metrics(folder: Path, phase: str) -> list[dict]:
+    """Read the lines of a phase."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["phase"] == phase]

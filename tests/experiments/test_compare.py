@@ -1,12 +1,10 @@
 """Studies: tables and pages of known runs; a real study, interrupted, resumed, made larger; bad flags."""
 
 import json
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from commands import run_module
 
 import flowgrpo as fg
 from experiments import arms, compare_page, compare_runs, studies
@@ -17,8 +15,8 @@ from flowgrpo.learner.warmstart import demonstrate
 from flowgrpo.rollout.compiled import Rollout, repeat
 from flowgrpo.rollout.exam import draw_tasks
 from flowgrpo.statistics import iqm
+from tests.experiments.conftest import check_refused, last_line
 
-ROOT = Path(__file__).parent.parent.parent
 TWO = Study("Is it so?", "one", {"one": Arm(), "other": Arm()}, worlds={"lookup": {}, "maze": {}})
 
 
@@ -49,13 +47,8 @@ def test_the_page_needs_nothing_beside_it_and_says_everything(tmp_path):
     study = TWO._replace(question="Is a < b & c?")
     rows = compare_page.tabulate(study, known_runs(), range(4))
     compare_page.write(tmp_path, study, rows, known_runs(), range(4), expected="a < b", name="mine")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "curves.png",
-        "curves.svg",
-        "index.html",
-        "table.jsonl",
-        "table.md",
-    ]
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"curves.png", "curves.svg", "index.html", "table.jsonl", "table.md"}
     page = (tmp_path / "index.html").read_text()
     assert "Is a &lt; b &amp; c?" in page
     assert page.count("<tr>") == 3
@@ -153,19 +146,17 @@ def test_a_study_goes_on_where_it_was_stopped_and_takes_more_seeds(monkeypatch, 
     runs = compare(SMALL, tmp_path, seeds=range(3), every=2, tasks=16)
     assert len(runs) == 9
     assert (tmp_path / "runs.jsonl").read_text().startswith(kept)
+    monkeypatch.setattr(compare_runs, "data_mesh", lambda: pytest.fail("nothing is left to run"))
     again = compare(SMALL, tmp_path, seeds=range(3), every=2, tasks=16)
     assert again == runs == read_runs(tmp_path)
 
 
 @pytest.mark.slow
-def test_the_command_makes_the_table_and_refuses_another_study(tmp_path):
-    command = ["experiments.compare", "--study=credit", "--arms=last turn only", f"--workdir={tmp_path}"]
-    sizes = ["--num_seeds=2", "--updates=2", "--warm_steps=4", "--test_tasks=16"]
-    ran = run_module(*command, *sizes)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert [row["arm"] for row in json.loads(ran.stdout.splitlines()[-1])] == ["broadcast", "last turn only"]
+def test_the_command_makes_the_table_and_refuses_another_study(command, tmp_path):
+    flags = (f"--workdir={tmp_path}", "--num_seeds=2", "--updates=2", "--warm_steps=4", "--test_tasks=16")
+    ran = command("compare", "--study=credit", "--arms=last turn only", *flags)
+    assert [row["arm"] for row in last_line(ran)] == ["broadcast", "last turn only"]
     assert "| last turn only |" in ran.stdout
     assert (tmp_path / "index.html").exists()
-    other = run_module(*command, *sizes, "--study=clip", "--arms=no clip")
-    assert other.returncode == 1
-    assert 'holds another run: study: there "credit", here "clip"' in other.stderr
+    other = command("compare", "--study=clip", "--arms=no clip", *flags, check=False)
+    check_refused(other, 'holds another run: study: there "credit", here "clip"')

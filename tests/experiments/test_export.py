@@ -1,7 +1,6 @@
 """Export: the folder that is written opens, and computes what the run's planner computed."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -9,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from commands import run_module
 
 from experiments import setups
 from experiments.agent_setups import START
 from experiments.lora_setup import LORA, lora_of
+from experiments.members import make_env
 from experiments.offline_model import write_model
 from experiments.planner_files import base_model, export, export_adapter, llama
-from experiments.self_verify_setup import START as VERIFY_START
 from flowgrpo import loop
 from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
 from flowgrpo.learner.critic import ActorCritic
@@ -27,18 +25,21 @@ from flowgrpo.models.hf import load_model
 from flowgrpo.models.lora import Adapted, init_adapter, lora_policy
 from flowgrpo.models.peft import load_adapter
 from flowgrpo.types import BadInput
+from tests.experiments.conftest import check_refused, last_line
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
 HOSTED = {"exam_turns": 4, "model": None, "dtype": "float32"}
-WORDS = setups.settings_of("lookup")
+WORDS = setups.settings_of("lookup", d=32, layers=1)
 
 
 def moved(params, seed: int):
     """Other parameters of the same shapes."""
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    steps = [x + 0.1 * jax.random.normal(key, x.shape, x.dtype) for x, key in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(structure, steps)
+    random = np.random.default_rng(seed)
+
+    def step(x):
+        return jnp.asarray((np.asarray(x, np.float32) + 0.1 * random.standard_normal(x.shape)).astype(x.dtype))
+
+    return jax.tree.map(step, params)
 
 
 def write_run(folder: Path, settings: dict, start, *, trained: list) -> None:
@@ -87,15 +88,6 @@ def test_a_hosted_run_is_exported_with_its_tokenizer(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_self_verify_is_exported_too(started, tmp_path):
-    (tmp_path / VERIFY_START).symlink_to(started / START)
-    model = load_model(started / START)
-    write_run(tmp_path, {"model": None, "dtype": "float32"}, model.params, trained=[model.params])
-    export(tmp_path, tmp_path / "out")
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (started / START / "model.safetensors").read_bytes()
-
-
-@pytest.mark.slow
 def test_a_given_model_keeps_its_own_tokenizer_and_dtype(started, tmp_path):
     settings = HOSTED | {"model": str(started / START), "dtype": "bfloat16"}
     model = load_model(started / START, dtype="bfloat16")
@@ -140,41 +132,51 @@ def test_an_adapter_is_merged_or_written_alone(run, tmp_path):
     assert Path(named) == (run / START).resolve()
 
 
-@pytest.mark.slow
-def test_a_quickstart_is_exported_as_a_small_llama_with_a_tokenizer_of_words(tmp_path):
-    from transformers import AutoTokenizer
-
+@pytest.fixture
+def of_words(tmp_path):
+    """A finished quickstart, and its policy, parameters and environment."""
     setup = setups.build(WORDS)
     params = setup.policy.init(jax.random.key(3))
-    write_run(tmp_path, WORDS, params, trained=[params])
-    export(tmp_path, tmp_path / "out")
+    (tmp_path / "run").mkdir()
+    write_run(tmp_path / "run", WORDS, params, trained=[params])
+    return tmp_path / "run", setup.policy, params, setup.env
+
+
+@pytest.mark.slow
+def test_a_quickstart_is_exported_as_a_small_llama_with_a_tokenizer_of_words(of_words, tmp_path, command):
+    from transformers import AutoTokenizer
+
+    folder, policy, params, env = of_words
+    done = command("export", f"--out={tmp_path}/out", f"--workdir={folder}", "--which=last")
+    assert "model.safetensors" in done.stdout
+    assert last_line(done)["update"] == 1
     again = load_model(tmp_path / "out", text=False)
-    assert np.abs(logits(again.policy, again.params) - logits(setup.policy, params)).max() < 1e-5
+    assert np.abs(logits(again.policy, again.params) - logits(policy, params)).max() < 1e-5
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    said = " ".join(setup.env.words[2:8])
+    said = " ".join(env.words[2:8])
     assert tokenizer.encode(said) == list(range(2, 8))
     assert tokenizer.decode(list(range(2, 8))) == said
+    own = command("export", f"--workdir={folder}", f"--out={folder}", check=False)
+    check_refused(own, "is the folder of a run: give another one")
 
 
 @pytest.mark.oracle
-def test_transformers_computes_the_same_from_an_exported_quickstart(tmp_path):
+def test_transformers_computes_the_same_from_an_exported_quickstart(of_words, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    setup = setups.build(WORDS)
-    params = setup.policy.init(jax.random.key(3))
-    write_run(tmp_path, WORDS, params, trained=[params])
-    export(tmp_path, tmp_path / "out")
+    folder, policy, params, _ = of_words
+    export(folder, tmp_path / "out")
     peer = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         found = peer(torch.arange(1, 13).reshape(2, 6)).logits.numpy()
-    assert np.abs(found - logits(setup.policy, params)).max() < 1e-4
+    assert np.abs(found - logits(policy, params)).max() < 1e-4
 
 
 @pytest.mark.parametrize("env", list(setups.PRESETS))
 def test_the_shape_of_every_preset_is_that_of_a_llama(env):
     settings = setups.settings_of(env)
-    config = setups.shape(setups.build(settings).env, settings)
+    config = setups.shape(make_env(env), settings)
     assert decoder_config(llama(config)) == config
     assert base_model(settings, Path()).config == config
 
@@ -191,24 +193,3 @@ def test_what_can_not_be_exported_is_one_sentence(run, tmp_path):
     write_run(run, HOSTED, model.params, trained=[model.params | {"embed": jnp.ones((3, 16))}])
     with pytest.raises(BadInput, match=r"embed has shape \[3, 16\]"):
         export(run, tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_the_command_writes_the_folder_and_says_what_it_wrote(tmp_path):
-    settings = WORDS | {"d": 32, "layers": 1}
-    setup = setups.build(settings)
-    params = setup.policy.init(jax.random.key(3))
-    (tmp_path / "run").mkdir()
-    write_run(tmp_path / "run", settings, params, trained=[params])
-    command = partial(run_module, "experiments.export")
-    done = command(f"--out={tmp_path}/out", f"--workdir={tmp_path}/run", "--which=last")
-    assert done.returncode == 0, done.stderr
-    assert "model.safetensors" in done.stdout
-    assert json.loads(done.stdout.splitlines()[-1])["update"] == 1
-    own = command(f"--workdir={tmp_path}/run", f"--out={tmp_path}/run")
-    assert own.returncode == 1
-    assert "is the folder of a run: give another one" in own.stderr
-    refused = command(f"--out={tmp_path}/out", f"--workdir={tmp_path}/other")
-    assert refused.returncode == 1
-    assert "holds no run" in refused.stderr
-    assert "Traceback" not in refused.stderr

@@ -1,7 +1,6 @@
 """--help: flags under headings, in words of our own; every flag of every command has a heading."""
 
 import ast
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +9,8 @@ from absl import flags
 from experiments import headings
 from experiments.headings import HEADINGS, heading, under_headings
 from experiments.help import complaint, described, flowing, is_required, page, written
-from tests.experiments.conftest import run_command
+from tests.experiments.conftest import EXPERIMENTS
 
-EXPERIMENTS = Path(headings.__file__).parent
 DEFINING = [path for path in sorted(EXPERIMENTS.rglob("*.py")) if " = flags.DEFINE_" in path.read_text()]
 DEFINING.remove(EXPERIMENTS / "headings.py")  # which shows one in its docstring
 
@@ -100,16 +98,16 @@ def test_a_flag_that_is_missing_is_named_with_what_it_is(own, monkeypatch):
     assert complaint(raised.value) == "flag --env=chess: value should be one of <lookup|maze>"
 
 
-@pytest.mark.parametrize("path", DEFINING, ids=lambda path: path.relative_to(EXPERIMENTS).as_posix())
-def test_every_module_has_a_heading_before_its_first_flag(path):
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    named = [(ast.unparse(call.func), call.lineno) for call in calls]
-    first = min(line for name, line in named if name.startswith("flags.DEFINE_"))
-    assert min((line for name, line in named if name == "heading"), default=first) < first
+def test_every_module_has_a_heading_before_its_first_flag():
+    for path in DEFINING:
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        named = [(ast.unparse(call.func), call.lineno) for call in calls]
+        first = min(line for name, line in named if name.startswith("flags.DEFINE_"))
+        assert min((line for name, line in named if name == "heading"), default=first) < first, path
 
 
-def test_a_command_that_takes_the_flags_of_two_modules_has_them_under_the_same_headings(tmp_path):
-    page = run_command("self_verify", "--help", cache=tmp_path).stdout
+def test_a_command_that_takes_the_flags_of_two_modules_has_them_under_the_same_headings(command):
+    page = command("self_verify", "--help").stdout
     learning = page[page.index("\nLearning:") : page.index("\nSampling:")]
     assert ("--learning_rate=X" in learning, "--lora_rank=N" in learning) == (True, True)
     assert page.count("\nLearning:\n") == 1

@@ -21,17 +21,14 @@ def listed(*arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(("module", "folder"), FOLDERS, ids=["experiments", "benchmarks"])
-def test_every_command_is_in_one_group_and_every_name_is_a_command(module, folder):
-    named = [name for members in module.GROUPS.values() for name in members]
-    assert sorted(named) == sorted(commands(folder))
-
-
-@pytest.mark.parametrize(("_module", "folder"), FOLDERS, ids=["experiments", "benchmarks"])
-def test_every_command_says_in_one_sentence_what_it_is(_module, folder):
-    for name, doc in commands(folder).items():
-        lines = doc.splitlines()
-        assert lines[0].endswith("."), name
-        assert lines[1] == "", name
+def test_every_command_is_in_one_group_and_says_in_one_sentence_what_it_is(module, folder):
+    found = commands(folder)
+    assert sorted(name for members in module.GROUPS.values() for name in members) == sorted(found)
+    for name, doc in found.items():
+        first, empty, *_ = doc.splitlines()
+        assert (first[-1], empty) == (".", ""), name
+        package = ".".join(folder.relative_to(ROOT).parts)
+        assert f"python -m {package}.{name}" in doc, name
 
 
 def test_a_module_without_a_main_is_no_command():

@@ -1,19 +1,16 @@
 """The plan: shapes are those that were published, what fits is told from what does not, and the best are compiled."""
 
 import json
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from commands import run_module
 
 import flowgrpo as fg
 from experiments.candidates import GIB, Machine, Run, candidates, expect, meshes
 from experiments.published import PUBLISHED, shape_of_model
 from flowgrpo.learner.floor import Job, count_parameters
+from tests.experiments.conftest import last_line
 
-ROOT = Path(__file__).parent.parent.parent
 COUNTS = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
@@ -63,40 +60,16 @@ def test_more_devices_and_fewer_rows_at_a_time_need_less_memory():
     assert expect(config, job, Run(decodes=False), MACHINE, small).rollout_seconds == 0
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command with these flags."""
-    return run_module("experiments.plan", *arguments)
-
-
 @pytest.mark.slow
-def test_the_best_plan_is_compiled_and_what_lacks_memory_is_told(tmp_path):
+def test_the_best_plan_is_compiled_and_what_lacks_memory_is_told(command, tmp_path):
     shape = PUBLISHED["qwen2.5-0.5b"] | {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
     shape |= {"num_hidden_layers": 2, "vocab_size": 512}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     flags = ["--devices=4", "--length=64", "--prompt=16", "--steps=4", "--slots=8", "--queries=4", "--samples=4"]
-    done = run(f"--model={tmp_path}", "--memory=3MiB", *flags)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = last_line(command("plan", f"--model={tmp_path}", "--memory=3MiB", *flags))
     assert result["fitting"]
     assert all("lacks" in row["why_not"] for row in result["not_fitting"])
     (compiled,) = result["compiled"]
     assert compiled["mesh"] == result["fitting"][0]["mesh"]
     assert [row["program"] for row in compiled["programs"]] == ["update", "reference", "prefill", "decode"]
     assert all(row["peak"] >= 0 and row["tflop"] >= 0 for row in compiled["programs"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flag", "words"),
-    [
-        ("--memory=80", "--memory=80 must be a number above 0 with its unit: 80GiB, 24GB, 512MiB"),
-        ("--mesh=data=3", "mesh data=3,fsdp=1,tensor=1 has 3 devices, but there are 8: their product must be 8"),
-        ("--algorithm=ppo", "--algorithm=ppo can't be planned here; choose one without a critic or pairs"),
-        ("--model=nowhere", "--model=nowhere is neither a folder"),
-    ],
-)
-def test_bad_flags_get_one_sentence_and_a_status(flag, words):
-    done = run(flag, "--compile_top=0")
-    assert done.returncode == 1
-    assert words in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1

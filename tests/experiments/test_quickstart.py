@@ -1,6 +1,5 @@
-"""The quickstart as a command: it goes on where it was stopped to the same bits, and says what it can't do."""
+"""The quickstart as a command: one run in an environment from outside, and everything that opens it again."""
 
-import json
 from pathlib import Path
 
 import jax
@@ -11,147 +10,84 @@ import pytest
 
 from experiments import setups
 from experiments.pure_work import pure_work
+from experiments.same_run import differences
 from experiments.session import Session
 from flowgrpo import launch, loop
 from flowgrpo.learner.critic import ActorCritic, with_critic
 from flowgrpo.report.metrics import Metrics
 from flowgrpo.types import BadInput
+from tests.experiments.conftest import check_refused, last_line, metrics, result
 
-pytestmark = pytest.mark.slow
-
-SMALL = ("--warm_steps=50", "--queries=4", "--samples=4", "--test_tasks=16", "--checkpoint_every=2")
+ENV = "tests.tiny_env:tiny_env"
+SMALL = (f"--env={ENV}", "--warm_steps=50", "--queries=4", "--samples=4", "--test_tasks=16", "--checkpoint_every=1")
 
 
 @pytest.fixture(scope="module")
 def whole(command, tmp_path_factory) -> Path:
-    """Four updates in one go."""
+    """Two updates in one go."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    command("quickstart", f"--workdir={folder}", "--updates=4", *SMALL)
+    command("quickstart", f"--workdir={folder}", "--updates=2", *SMALL)
     return folder
 
 
-def result(folder: Path) -> dict:
-    return json.loads((folder / "result.json").read_text())
+@pytest.mark.slow
+def test_S1_a_run_in_two_parts_ends_as_one_in_a_piece_and_is_not_continued_once_it_has_ended(command, whole, tmp_path):
+    for updates in (1, 2, 2):
+        command("quickstart", f"--workdir={tmp_path}", f"--updates={updates}", *SMALL)
+    assert any(line["grad_norm"] > 0 for line in metrics(whole, "train"))  # there was something to learn
+    assert differences(whole, tmp_path) == {}
+    assert (result(whole)["resumed_at"], result(tmp_path)["resumed_at"]) == ([], [1])
 
 
-def test_it_writes_what_it_says(whole):
+@pytest.mark.slow
+def test_a_run_writes_what_it_says(whole):
     found = result(whole)
     assert {"success_before", "success_after", "tool_error_before", "tool_error_after", "turns_before"} <= set(found)
-    assert found["updates"] == 4
-    assert found["resumed_at"] == []
+    assert (found["updates"], found["env"]) == (2, "tiny")
     assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
-    phases = [json.loads(line)["phase"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    assert phases.count("train") == 4
-    assert phases.count("validation") == 3
+    assert [line["update"] for line in metrics(whole, "train")] == [1, 2]
+    assert [line["update"] for line in metrics(whole, "validation")] == [0, 1, 2]
     assert "seconds" not in (whole / "metrics.jsonl").read_text()
 
 
-def test_its_test_trajectories_become_a_page(command, whole):
-    said = command("view", f"--workdir={whole}", "--ratios=start").stdout
-    assert f"32 trajectories of {whole}" in said  # 16 test tasks, before and after
+@pytest.mark.slow
+def test_a_finished_run_is_shown_and_evaluated_and_its_environment_played(command, whole):
+    # 16 test tasks, before and after.
+    assert f"32 trajectories of {whole}" in command("view", f"--workdir={whole}", "--ratios=start").stdout
     assert (whole / "trajectories.html").exists()
-
-
-def test_S1_a_run_that_was_stopped_ends_as_one_that_was_not(command, whole, tmp_path):
-    folder = tmp_path / "parts"
-    command("quickstart", f"--workdir={folder}", "--updates=2", *SMALL)
-    command("quickstart", f"--workdir={folder}", "--updates=4", *SMALL)
-    assert result(folder)["resumed_at"] == [2]
-    assert result(folder)["params_sha256"] == result(whole)["params_sha256"]
-    assert (folder / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-
-
-def test_a_finished_run_that_is_called_again_was_not_continued(command, whole):
-    before = result(whole)
-    command("quickstart", f"--workdir={whole}", "--updates=4", *SMALL)
-    assert result(whole)["resumed_at"] == []
-    assert result(whole)["params_sha256"] == before["params_sha256"]
-    assert result(whole)["best_update"] == before["best_update"]
-
-
-@pytest.mark.parametrize(
-    ("other", "difference"),
-    [("--seed=5", "seed: there 0, here 5"), ("--cpu_devices=3", f"devices: there {launch.cores()}, here 3")],
-)
-def test_another_run_is_refused_with_what_differs(command, whole, other, difference):
-    refused = command("quickstart", f"--workdir={whole}", "--updates=4", other, *SMALL, check=False)
-    assert refused.returncode == 1
-    assert "holds another run" in refused.stderr
-    assert difference in refused.stderr
-    assert "Traceback" not in refused.stderr
-
-
-def test_a_finished_run_can_be_evaluated_again(command, whole):
-    line = command("evaluate", f"--workdir={whole}", "--num_tasks=8", "--samples=2").stdout.splitlines()[-1]
-    found = json.loads(line)
+    found = last_line(command("evaluate", f"--workdir={whole}", "--num_tasks=8", "--samples=2"))
     assert 0 <= found["success_before"] <= found["pass@2_before"] <= 1
     assert found["tasks"] == 8
+    assert "oracle" in command("environments", f"--environments={ENV}", "--episodes=8").stdout
 
 
-def test_a_folder_without_a_run_is_refused(command, tmp_path):
-    refused = command("evaluate", f"--workdir={tmp_path}", check=False)
-    assert refused.returncode == 1
-    assert "holds no run" in refused.stderr
+@pytest.mark.slow
+def test_another_run_is_refused_with_what_differs(command, whole):
+    for other, difference in (
+        ("--seed=5", "seed: there 0, here 5"),
+        ("--cpu_devices=3", f"devices: there {launch.cores()}, here 3"),
+    ):
+        refused = command("quickstart", f"--workdir={whole}", "--updates=2", *SMALL, other, check=False)
+        check_refused(refused, f"holds another run: {difference}")
 
 
-def test_an_environment_from_outside_is_trained_in_and_its_run_opened_again(command, tmp_path):
-    env = "tests.tiny_env:tiny_env"
-    command("quickstart", f"--env={env}", f"--workdir={tmp_path}", "--updates=2", *SMALL)
-    assert result(tmp_path)["env"] == "tiny"
-    assert (
-        json.loads(command("evaluate", f"--workdir={tmp_path}", "--num_tasks=8").stdout.splitlines()[-1])["tasks"] == 8
-    )
-    assert "trajectories of" in command("view", f"--workdir={tmp_path}", "--ratios=start").stdout
-    assert "oracle" in command("environments", f"--environments={env}", "--episodes=8").stdout
-
-
-def test_an_unknown_environment_is_refused(command):
-    refused = command("quickstart", "--env=chess", check=False)
-    assert refused.returncode == 2
-    assert "lookup" in refused.stderr
-
-
-@pytest.mark.parametrize("env", list(setups.PRESETS))
-def test_every_preset_builds(env):
-    setup = setups.build(setups.settings_of(env))
-    assert setup.env.name == env
-    assert setup.algorithm.name == "flow_grpo"
-
-
-@pytest.mark.parametrize("name", list(setups.BY_ALGORITHM))
-def test_what_fits_an_algorithm_is_taken_unless_something_else_is_chosen(name):
-    settings = setups.settings_of("lookup", algorithm=name, learning_rate=0.5)
-    assert settings["learning_rate"] == 0.5
-    assert {key: settings[key] for key in setups.BY_ALGORITHM[name] if key != "learning_rate"} == {
-        key: value for key, value in setups.BY_ALGORITHM[name].items() if key != "learning_rate"
-    }
-    assert setups.build(settings).algorithm.name == name
-
-
-def test_a_critic_of_no_kind_is_refused():
-    with pytest.raises(BadInput, match="critic 'both' is unknown; choose from own, shared"):
-        setups.build(setups.settings_of("lookup", algorithm="ppo", critic="both"))
-
-
+@pytest.mark.slow
 def test_S1_an_actor_and_its_critic_come_back_as_they_were_saved(tmp_path):
-    setup = setups.build(setups.settings_of("lookup", algorithm="ppo", updates=1))
-    work = pure_work(setup)
-    session = Session(work, tmp_path)
-    key = jax.random.key(0)
+    setup = setups.build(setups.settings_of("lookup", algorithm="ppo", updates=1, d=32, layers=1))
+    work, key = pure_work(setup), jax.random.key(0)
+    session, other = Session(work, tmp_path), Session(work, tmp_path)
     session.begin(with_critic(setup.critic, key, setup.policy.init(key)), {"metrics.jsonl": 0})
     session.save()
     session.checkpoints.wait()
-    other = Session(work, tmp_path)
     assert other.restore()
     assert isinstance(other.run.learner.params, ActorCritic)
-    assert jax.tree.structure(other.run) == jax.tree.structure(session.run)
-    for one, two in zip(jax.tree.leaves(other.run.learner), jax.tree.leaves(session.run.learner), strict=True):
-        np.testing.assert_array_equal(one, two)
+    jax.tree.map(np.testing.assert_array_equal, other.run.learner, session.run.learner)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_it_with_the_last_good_checkpoint(tmp_path):
     """The first step breaks the parameters; the second update sees it, and says which checkpoint is whole."""
-    setup = setups.build(setups.settings_of("lookup", updates=4, queries=2, samples=2))
+    setup = setups.build(setups.settings_of("lookup", updates=4, queries=2, samples=2, d=32, layers=1))
     broken = optax.scale(jnp.nan)
 
     def paid(trajectories, _key):
@@ -163,14 +99,27 @@ def test_a_loss_that_is_no_number_stops_it_with_the_last_good_checkpoint(tmp_pat
     session.begin(setup.policy.init(jax.random.key(0)), {})
     session.save()
     said = r"update 2 is not finite: lower --learning_rate; the last good checkpoint is that of update 0"
-    with jax.debug_nans(False), Metrics(tmp_path, None) as metrics, pytest.raises(BadInput, match=said):
-        session.train(metrics, every=10)
+    with jax.debug_nans(False), Metrics(tmp_path, None) as opened, pytest.raises(BadInput, match=said):
+        session.train(opened, every=10)
     assert np.isfinite(jax.tree.leaves(session.best_params()[1])[0]).all()
 
 
-def test_a_folder_that_cannot_be_made_is_refused(command, tmp_path):
-    (tmp_path / "file").write_text("")
-    refused = command("quickstart", f"--workdir={tmp_path}/file/run", "--updates=4", *SMALL, check=False)
-    assert refused.returncode == 1
-    assert "can't be made" in refused.stderr
-    assert "Traceback" not in refused.stderr
+# Settings ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("env", list(setups.PRESETS))
+def test_every_preset_builds(env):
+    setup = setups.build(setups.settings_of(env))
+    assert (setup.env.name, setup.algorithm.name) == (env, "flow_grpo")
+
+
+@pytest.mark.parametrize("name", list(setups.BY_ALGORITHM))
+def test_what_fits_an_algorithm_is_taken_unless_something_else_is_chosen(name):
+    settings = setups.settings_of("lookup", algorithm=name, learning_rate=0.5)
+    assert settings | setups.BY_ALGORITHM[name] | {"learning_rate": 0.5} == settings
+    assert setups.build(settings).algorithm.name == name
+
+
+def test_a_critic_of_no_kind_is_refused():
+    with pytest.raises(BadInput, match="critic 'both' is unknown; choose from own, shared"):
+        setups.build(setups.settings_of("lookup", algorithm="ppo", critic="both"))

@@ -1,10 +1,7 @@
 """The score command: values with reasons as they come, faults named, and nothing lost that was written."""
 
 import json
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
@@ -19,18 +16,13 @@ from flowgrpo.models.hf import init_model, save_model
 from flowgrpo.report.progress import Progress
 from flowgrpo.sandbox import Sandbox
 from flowgrpo.types import BadInput, Task
+from tests.experiments.conftest import check_refused
 
-ROOT = Path(__file__).parent.parent.parent
 TASKS = [
     {"id": "sum", "query": "2 + 2?", "answer": "4", "domain": "math"},
     {"id": "half", "query": "Write 0.5 as a fraction.", "answers": ["1/2"], "domain": "math"},
     {"id": "town", "query": "The capital of France?", "answers": ["Paris"], "domain": "answer"},
-    {
-        "id": "add",
-        "query": "Write f that adds.",
-        "domain": "code",
-        "tests": ["assert f(1, 2) == 3", "assert f(0, 0) == 1"],
-    },
+    {"id": "add", "query": "f adds.", "domain": "code", "tests": ["assert f(1, 2) == 3", "assert f(0, 0) == 1"]},
     {"id": "poem", "query": "A poem?", "answers": [], "domain": "poetry"},
     {"id": "left", "query": "?", "answers": ["1"], "domain": "answer"},
 ]
@@ -50,12 +42,8 @@ def put(path: Path, records) -> Path:
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    return run_module(*command(folder, *arguments)[2:])
-
-
-def command(folder: Path, *arguments: str) -> list[str]:
     paths = [f"--{name}={folder / name}.jsonl" for name in ("tasks", "answers", "out")]
-    return [sys.executable, "-m", "experiments.score", *paths, "--unsafe_sandbox", *arguments]
+    return run_module("experiments.score", *paths, "--unsafe_sandbox", *arguments)
 
 
 def lines(path: Path) -> list[dict]:
@@ -96,32 +84,8 @@ def test_bad_input_gets_one_sentence_and_nothing_is_written(tmp_path, arguments,
     put(tmp_path / "tasks.jsonl", TASKS)
     put(tmp_path / "answers.jsonl", [ANSWERS[0], "{", ANSWERS[2]])
     done = run(tmp_path, *arguments)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert words in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    check_refused(done, words)
     assert not (tmp_path / "out.jsonl").exists()
-
-
-@pytest.mark.slow
-def test_ctrl_c_loses_nothing_and_the_same_command_finishes(tmp_path):
-    tasks = [{"id": n, "query": "?", "domain": "code", "tests": [{"stdout": "1"}]} for n in range(60)]
-    put(tmp_path / "tasks.jsonl", tasks)
-    put(tmp_path / "answers.jsonl", [{"id": n, "output": "import time; time.sleep(0.1); print(1)"} for n in range(60)])
-    process = subprocess.Popen(command(tmp_path), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    out = tmp_path / "out.jsonl"
-    deadline = time.monotonic() + 60
-    while not (out.exists() and len(out.read_text().splitlines()) >= 8):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert said.strip().splitlines()[-1].endswith("interrupted")
-    before = out.read_text()
-    assert 8 <= len(before.splitlines()) < 60
-    assert run(tmp_path).returncode == 0
-    assert out.read_text().startswith(before)
-    assert sorted(int(line["id"]) for line in lines(out)) == list(range(60))
 
 
 # Parts ------------------------------------------------------------------------------------------------
@@ -155,15 +119,16 @@ def test_a_file_that_holds_no_scores_is_refused_and_left_as_it_is(tmp_path):
         assert (tmp_path / "out.jsonl").read_text() == content
 
 
-def test_a_crash_keeps_every_line_that_was_written(tmp_path):
+@pytest.mark.parametrize("end", [RuntimeError, KeyboardInterrupt])
+def test_a_crash_and_ctrl_c_keep_every_line_that_was_written(tmp_path, end):
     def judge(task, _output):
         if task.id == "9":
-            raise RuntimeError("crash")
+            raise end
         return Scored(1.0)
 
     todo = [(Task(str(number), "?", (), "a"), "x") for number in range(20)]
     out = tmp_path / "out.jsonl"
-    with out.open("w") as file, pytest.raises(RuntimeError):
+    with out.open("w") as file, pytest.raises(end):
         score.write_scores(score.score_all(Reward(judge), todo, workers=2), file, 20, Progress(1))
     assert list(score.read_scores(out)) == [str(number) for number in range(8)]  # the chunk before the crash
 

@@ -10,14 +10,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import run_module
 
 from experiments import self_verify_tasks as own
 from experiments.hosted_work import held_out
 from experiments.offline_model import NOTE, phrases, write_model, write_tokenizer
+from experiments.same_run import differences
 from experiments.self_verify_report import calibration_error, comparison, draw, figures, sentence
 from experiments.self_verify_setup import OFFLINE, is_right, judged, settings_of, story
 from flowgrpo.contracts import Scored
+from flowgrpo.learner.folder import START
 from flowgrpo.models.hf import load_model
 from flowgrpo.report.health import warnings_of
 from flowgrpo.rewards.answer import answer
@@ -26,6 +27,7 @@ from flowgrpo.rewards.shaping import CHECK
 from flowgrpo.rollout.records import Played, make_turn
 from flowgrpo.text import load_text
 from flowgrpo.types import BadInput, Status, Task, Trajectory
+from tests.experiments.conftest import check_refused, last_line, metrics, result
 
 SETTINGS = OFFLINE | {"warm_tasks": 300, "warm_steps": 100, "warm_rows": 16}
 
@@ -185,6 +187,7 @@ def test_a_warning_comes_when_the_gap_has_grown_since_the_start():
     assert told["warning"] == "gap"
     assert "from +0.10 to +0.40" in told["words"]
     assert "gap +0.40" in sentence(grown)
+    assert "P(Yes) 0.80, wrong, should be 7" in story(played(0.8, False, output="3"))
 
 
 def test_both_curves_are_drawn_from_the_metrics(tmp_path):
@@ -199,22 +202,21 @@ def test_both_curves_are_drawn_from_the_metrics(tmp_path):
         draw(tmp_path)
 
 
-def test_a_story_holds_question_answer_and_both_verdicts():
-    assert "P(Yes) 0.80, wrong, should be 7" in story(played(0.8, False, output="3"))
-
-
 # Bad input ----------------------------------------------------------------------------------------------
 
 
-def test_settings_that_contradict_each_other_are_refused():
-    with pytest.raises(BadInput, match="--tasks needs --model"):
-        settings_of(None, "tasks.jsonl")
-    with pytest.raises(BadInput, match="leaves no room for a question"):
-        settings_of(None, None, max_tokens=32)
-    with pytest.raises(BadInput, match="more than 0"):
-        settings_of(None, None, temperature=0.0)
-    with pytest.raises(BadInput, match="no setting"):
-        settings_of(None, None, colour=1)
+@pytest.mark.parametrize(
+    ("tasks", "chosen", "said"),
+    [
+        ("tasks.jsonl", {}, "--tasks needs --model"),
+        (None, {"max_tokens": 32}, "leaves no room for a question"),
+        (None, {"temperature": 0.0}, "more than 0"),
+        (None, {"colour": 1}, "no setting"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(tasks, chosen, said):
+    with pytest.raises(BadInput, match=said):
+        settings_of(None, tasks, **chosen)
 
 
 def test_a_start_that_was_made_otherwise_is_refused(tmp_path):
@@ -231,89 +233,98 @@ def test_a_start_that_was_made_otherwise_is_refused(tmp_path):
 
 # The command --------------------------------------------------------------------------------------------
 
-
-def run_command(*arguments: str, cache: Path, check: bool = True) -> subprocess.CompletedProcess:
-    ran = run_module("experiments.self_verify", f"--compilation_cache={cache}", *arguments)
-    assert ran.returncode == 0 or not check, ran.stderr
-    return ran
-
-
-SMALL = ("--queries=2", "--samples=4", "--test_tasks=8", "--checkpoint_every=1")
+SIZES = (
+    *("--queries=2", "--samples=4", "--test_tasks=8", "--max_tokens=4", "--checkpoint_every=1"),
+    *("--learning_rate=1e-2", "--dtype=float32"),
+)
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Path:
-    """A start of a few steps: it guesses, but knows what kind of word a verdict is."""
-    folder = tmp_path_factory.mktemp("model") / "start"
-    own.make_start(folder, SETTINGS, lambda *_: None)
-    return folder
-
-
-@pytest.mark.slow
-def test_S1_a_run_in_two_parts_ends_as_one_in_a_piece_and_writes_what_it_says(start, tmp_path):
-    command = partial(run_command, *SMALL, cache=tmp_path / "cache")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder in (whole, parts):  # as if the command had made it
-        shutil.copytree(start, folder / "start")
-        made = {name: OFFLINE[name] for name in own.MADE_WITH}
-        (folder / "start" / NOTE).write_text(json.dumps(made))
-    said = command(f"--workdir={whole}", "--updates=2")
-    command(f"--workdir={parts}", "--updates=1")
-    command(f"--workdir={parts}", "--updates=2")
-    one, two = (json.loads((folder / "result.json").read_text()) for folder in (whole, parts))
-    assert two["resumed_at"] == [1]
-    assert one["params_sha256"] == two["params_sha256"]
-    assert (whole / "metrics.jsonl").read_bytes() == (parts / "metrics.jsonl").read_bytes()
-    names = ("success", "reward", "gap", "judge_right", "calibration_error")
-    assert {f"{name}_{when}" for name in names for when in ("before", "after", "best")} <= set(one)
-    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    train = [line for line in lines if line["phase"] == "train"]
-    assert [line["update"] for line in train] == [1, 2]
-    assert all({"outcome", "success", "gap", "kl"} <= set(line) for line in train)
-    assert [line["update"] for line in lines if line["phase"] == "validation"] == [0, 1, 2]
-    assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "true accuracy" in said.stdout
-    assert "validation: " in said.stderr
-    assert json.loads(said.stdout.splitlines()[-1]) == one
-
-
-@pytest.mark.slow
-def test_a_given_model_is_its_own_judge_on_given_tasks(start, tmp_path):
-    path = tmp_path / "tasks.jsonl"
+def begin(tmp_path_factory) -> tuple[str, ...]:
+    """Flags that give a start of a few steps, which knows what kind of word a verdict is, and tasks for it."""
+    base = tmp_path_factory.mktemp("given")
+    own.make_start(base / "model", SETTINGS, lambda *_: None)
     tasks = own.make_tasks(0, "train", 0, 60)
     lines = [{"id": task.id, "query": task.query, "answers": task.answers, "domain": task.domain} for task in tasks]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    given = (f"--model={start}", f"--tasks={path}", f"--workdir={tmp_path / 'run'}", "--max_tokens=4", "--updates=1")
-    run_command(*given, *SMALL, cache=tmp_path / "cache")
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["updates"] == 1
-    assert 0 < result["reward_after"] < 1
-    assert not (tmp_path / "run" / "start").exists()
+    (base / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return f"--model={base / 'model'}", f"--tasks={base / 'tasks.jsonl'}", *SIZES
+
+
+@pytest.fixture(scope="module")
+def whole(command, begin, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    """Two updates in one go, and what the command said."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    return folder, command("self_verify", *begin, f"--workdir={folder}", "--updates=2")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--tasks=none.jsonl",), "--tasks needs --model"),
-        (("--model=nowhere",), "model folder nowhere does not exist"),
-        (("--samples=1",), "samples"),
-        (("--max_tokens=64",), "leaves no room"),
-        (("more",), "is not a flag"),
-    ],
-)
-def test_bad_flags_give_one_sentence(arguments, said, tmp_path):
-    refused = run_command(f"--workdir={tmp_path / 'run'}", *arguments, cache=tmp_path / "cache", check=False)
-    assert refused.returncode == (2 if arguments[0] in ("--samples=1", "more") else 1)
-    assert said in refused.stderr
-    assert "Traceback" not in refused.stderr
+def test_R3_a_run_says_what_is_paid_and_what_is_true(whole):
+    folder, said = whole
+    found, train = result(folder), metrics(folder, "train")
+    names = ("success", "reward", "gap", "judge_right", "calibration_error")
+    assert {f"{name}_{when}" for name in names for when in ("before", "after", "best")} <= set(found)
+    assert found["updates"] == 2
+    assert 0 < found["reward_after"] < 1
+    assert not (folder / "start").exists()
+    assert [line["update"] for line in train] == [1, 2]
+    assert all({"outcome", "success", "gap"} <= set(line) for line in train)
+    assert [line["update"] for line in metrics(folder, "validation")] == [0, 1, 2]
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "true accuracy" in said.stdout
+    assert "validation: " in said.stderr
+    assert last_line(said) == found
 
 
 @pytest.mark.slow
-def test_tasks_without_an_answer_are_refused(start, tmp_path):
+def test_S1_a_run_in_two_parts_and_offloaded_ends_as_one_in_a_piece(command, begin, whole, tmp_path):
+    command("self_verify", *begin, f"--workdir={tmp_path}", "--updates=1", "--offload=disk", "--watch_seconds=500")
+    command("self_verify", *begin, f"--workdir={tmp_path}", "--updates=2")
+    assert result(tmp_path)["resumed_at"] == [1]
+    assert differences(whole[0], tmp_path) == {}
+
+
+@pytest.mark.slow
+def test_a_mesh_changes_no_more_than_rounding(command, begin, whole, tmp_path):
+    command("self_verify", *begin, f"--workdir={tmp_path}", "--updates=2", "--mesh=fsdp=2", "--cpu_devices=2")
+    for one, two in zip(learned(whole[0]), learned(tmp_path), strict=True):
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-3)
+        assert one["live_tokens"] == two["live_tokens"]
+
+
+def learned(folder: Path) -> list[dict]:
+    """The lines of two updates, the first of which moved what was trained."""
+    one, two = metrics(folder, "train")
+    assert one["grad_norm"] > 1e-3
+    assert (one["kl"], two["kl"] > 1e-5) == (pytest.approx(0.0, abs=1e-3), True)
+    return [one, two]
+
+
+@pytest.mark.slow
+def test_an_adapter_learns_with_moments_of_eight_bits_and_leaves_as_an_adapter(command, begin, tmp_path):
+    flags = ("--updates=2", "--lora_rank=2", "--optimizer=adamw8bit", "--dtype=bfloat16", "--remat")
+    command("self_verify", *begin, f"--workdir={tmp_path}", *flags)
+    learned(tmp_path)
+    out = tmp_path / "out"
+    assert (
+        last_line(command("export", f"--workdir={tmp_path}", f"--out={out}", "--adapter", "--which=last"))["update"]
+        == 2
+    )
+    assert (out / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_an_offline_run_without_updates_is_that_of_its_own_start(command, begin, tmp_path):
+    """As if the command had made it: what its own sizes would make takes minutes."""
+    shutil.copytree(begin[0].partition("=")[2], tmp_path / START)
+    (tmp_path / START / NOTE).write_text(json.dumps({name: OFFLINE[name] for name in own.MADE_WITH}))
+    command("self_verify", f"--workdir={tmp_path}", "--updates=0", *SIZES)
+    found = result(tmp_path)
+    assert (found["updates"], found["success_after"]) == (0, found["success_before"])
+
+
+@pytest.mark.slow
+def test_tasks_without_an_answer_are_refused(command, begin, tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text(json.dumps({"id": "1", "query": "Who?", "answers": [], "domain": "x"}) + "\n")
-    arguments = (f"--model={start}", f"--tasks={path}", f"--workdir={tmp_path / 'run'}")
-    refused = run_command(*arguments, cache=tmp_path / "cache", check=False)
-    assert refused.returncode == 1
-    assert "task '1' has no answer" in refused.stderr
+    refused = command("self_verify", begin[0], f"--tasks={path}", f"--workdir={tmp_path / 'run'}", check=False)
+    check_refused(refused, "task '1' has no answer")

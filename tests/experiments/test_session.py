@@ -42,8 +42,9 @@ def final(path: Path) -> tuple:
     return (path / "metrics.jsonl").read_bytes(), result, last, [params_sha256(state) for state in states]
 
 
-def raise_at(stage: str, update: int, number: int, times: list):
-    """Sends the signal the first time that the run is there."""
+def raise_at(stage: str, update: int, number: int = signal.SIGTERM):
+    """Return what sends the signal the first time that the run is there."""
+    times = []
 
     def at(here: str, now: int) -> None:
         if (here, now) == (stage, update) and not times:
@@ -53,7 +54,6 @@ def raise_at(stage: str, update: int, number: int, times: list):
     return at
 
 
-@pytest.mark.slow
 def test_a_run_writes_what_it_says_and_a_finished_one_stays_as_it_is(whole):
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [(line["phase"], line["update"]) for line in lines if line["phase"] != "warm start"] == [
@@ -68,25 +68,21 @@ def test_a_run_writes_what_it_says_and_a_finished_one_stays_as_it_is(whole):
     assert final(whole) == before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    ("stage", "update", "saved"),
+    ("number", "stage", "update", "saved"),
     [
-        ("warm start", 0, None),
-        ("examine", 0, 0),
-        ("rollout", 1, 0),
-        ("rollout", 4, 3),
-        ("learned", 4, 4),  # the state that it began with is donated: this one is the last whole one
-        ("test", 0, 5),
+        (signal.SIGTERM, "warm start", 0, None),
+        (signal.SIGINT, "examine", 0, 0),
+        (signal.SIGTERM, "rollout", 4, 3),
+        (signal.SIGINT, "learned", 4, 4),  # the state that it began with is donated: this one is the last whole one
+        (signal.SIGTERM, "test", 0, 5),
     ],
 )
 def test_S1_what_is_stopped_is_saved_and_goes_on_to_the_same_bits(
     whole, tmp_path, capsys, number, stage, update, saved
 ):
-    times: list[str] = []
     with pytest.raises(KeyboardInterrupt) as caught:
-        one_run(tiny_work(raise_at(stage, update, number, times)), tmp_path, every=EVERY)
+        one_run(tiny_work(raise_at(stage, update, number)), tmp_path, every=EVERY)
     assert stopping.number_of(caught.value) == number
     words = f"saved at update {saved}; the same command goes on from there"
     assert (words if saved is not None else "begins it anew") in capsys.readouterr().err
@@ -97,7 +93,7 @@ def test_S1_what_is_stopped_is_saved_and_goes_on_to_the_same_bits(
 
 
 def test_S1_a_run_is_logged_and_watched_without_a_bit_of_it_changing(whole, tmp_path):
-    stopped = tiny_work(raise_at("rollout", 4, signal.SIGTERM, []))
+    stopped = tiny_work(raise_at("rollout", 4))
     with pytest.raises(KeyboardInterrupt):
         one_run(stopped, tmp_path, every=EVERY, loggers=["tensorboard"])
     one_run(tiny_work(), tmp_path, every=EVERY, loggers=["tensorboard"])
@@ -117,7 +113,7 @@ def test_S1_stopped_in_every_update_it_ends_as_if_nothing_had_been(whole, tmp_pa
     """Where a validation was due and not made, the run that goes on makes it."""
     for stage, update in [("examine", 0), ("learned", 1), ("learned", 2), ("rollout", 4), ("learned", 4), ("test", 0)]:
         with pytest.raises(KeyboardInterrupt):
-            one_run(tiny_work(raise_at(stage, update, signal.SIGTERM, [])), tmp_path, every=EVERY)
+            one_run(tiny_work(raise_at(stage, update)), tmp_path, every=EVERY)
     assert one_run(tiny_work(), tmp_path, every=EVERY)["resumed_at"] == [0, 1, 2, 3, 4]
     assert final(tmp_path) == final(whole)
 
@@ -152,7 +148,7 @@ def test_a_state_that_is_moved_away_when_the_signal_comes_leaves_the_last_checkp
 
     monkeypatch.setattr(Session, "save", moved)
     with pytest.raises(stopping.Terminated):
-        one_run(tiny_work(raise_at("rollout", 4, signal.SIGTERM, [])), tmp_path, every=EVERY)
+        one_run(tiny_work(raise_at("rollout", 4)), tmp_path, every=EVERY)
     assert "saved at update 2; the same command goes on from there" in capsys.readouterr().err
     monkeypatch.undo()
     one_run(tiny_work(), tmp_path, every=EVERY)
@@ -171,24 +167,19 @@ def fill(monkeypatch, step: int) -> None:
     monkeypatch.setattr(checkpoint.Path, "write_text", full)
 
 
-@pytest.mark.parametrize(("step", "last"), [(2, 0), (4, 2), (5, 4)])
+@pytest.mark.parametrize(("step", "last", "at"), [(3, 2, raise_at("learned", 3)), (4, 2, None), (5, 4, None)])
 def test_S1_a_disk_that_fills_up_is_one_sentence_and_the_run_goes_on_when_there_is_room(
-    whole, tmp_path, monkeypatch, step, last
+    whole, tmp_path, monkeypatch, step, last, at
 ):
+    """In a checkpoint that was due, and in that of a signal."""
     fill(monkeypatch, step)
     said = rf"0000000{step} could not be written \(No space left on device\): the one of step {last} is whole"
     with pytest.raises(BadInput, match=said):
-        one_run(tiny_work(), tmp_path, every=EVERY)
+        one_run(tiny_work(at) if at else tiny_work(), tmp_path, every=EVERY)
     assert Checkpoints(tmp_path).latest() == last
     monkeypatch.undo()
     assert one_run(tiny_work(), tmp_path, every=EVERY)["resumed_at"] == [last]
     assert final(tmp_path) == final(whole)
-
-
-def test_a_signal_when_the_disk_is_full_says_that_nothing_more_could_be_saved(tmp_path, monkeypatch):
-    fill(monkeypatch, 3)
-    with pytest.raises(BadInput, match="the one of step 2 is whole"):
-        one_run(tiny_work(raise_at("learned", 3, signal.SIGTERM, [])), tmp_path, every=EVERY)
 
 
 def test_a_disk_that_is_full_for_other_files_is_one_sentence_too(whole, tmp_path):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def test_a_signal_raises_what_tells_its_number(number, kind):
     assert type(caught.value) is kind
 
 
-def stopped_in(block, number: int = signal.SIGTERM) -> tuple[type[BaseException], list[str]]:
+def stopped_in(block, number: int) -> tuple[type[BaseException], list[str]]:
     """A signal in such a block -> what was raised in the end, and what was done before."""
     done: list[str] = []
     try:
@@ -44,24 +45,27 @@ def stopped_in(block, number: int = signal.SIGTERM) -> tuple[type[BaseException]
     raise AssertionError("nothing was raised")
 
 
-def test_in_a_block_that_holds_it_comes_at_the_end():
-    assert stopped_in(held()) == (Terminated, ["the rest of the block"])
-    assert stopped_in(held(), signal.SIGINT) == (KeyboardInterrupt, ["the rest of the block"])
-
-
-def test_in_such_a_block_it_comes_at_once_while_nothing_is_torn_apart():
-    assert stopped_in(held(unless=lambda: True)) == (Terminated, [])
-    assert stopped_in(held(unless=lambda: False)) == (Terminated, ["the rest of the block"])
-
-
 @contextmanager
 def held_twice():
     with held(), held():
         yield
 
 
-def test_blocks_within_blocks_hold_until_the_outermost_ends():
-    assert stopped_in(held_twice()) == (Terminated, ["the rest of the block"])
+REST = ["the rest of the block"]
+
+
+@pytest.mark.parametrize(
+    ("block", "number", "came"),
+    [
+        (held, signal.SIGTERM, (Terminated, REST)),
+        (held, signal.SIGINT, (KeyboardInterrupt, REST)),
+        (partial(held, unless=lambda: True), signal.SIGTERM, (Terminated, [])),
+        (partial(held, unless=lambda: False), signal.SIGTERM, (Terminated, REST)),
+        (held_twice, signal.SIGTERM, (Terminated, REST)),
+    ],
+)
+def test_a_signal_comes_at_the_end_of_the_outermost_block_or_at_once_where_nothing_is_torn(block, number, came):
+    assert stopped_in(block(), number) == came
 
 
 def test_what_is_wrong_in_the_block_comes_before_the_signal():
@@ -102,12 +106,9 @@ with listening(*STOPPING):
 """
 
 
-@pytest.mark.parametrize(
-    ("unless", "second", "said"), [(True, "SIGTERM", "saving\n"), (True, "SIGINT", "saving\n"), (False, "SIGINT", "")]
-)
+@pytest.mark.parametrize(("unless", "second", "said"), [(True, "SIGINT", "saving\n"), (False, "SIGINT", "")])
 def test_the_second_signal_ends_the_process_wherever_it_is(unless, second, said):
     program = SECOND.format(unless=unless, second=second)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.stdout == said
+    assert (done.stdout, done.stderr) == (said, "")
     assert done.returncode == -(signal.Signals[second] if said else signal.SIGTERM)
-    assert done.stderr == ""

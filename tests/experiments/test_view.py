@@ -42,25 +42,20 @@ def run(tmp_path):
     for name in ("test-after", "000002", "test-before"):
         record(folder / f"{name}.jsonl", [played()])
     record(folder / "000001.jsonl", [played(), lost])
-    record_advantages(
-        folder / "000001.advantages.jsonl", [played(), lost], np.array([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]])
-    )
+    adv_nt = np.array([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]])
+    record_advantages(folder / "000001.advantages.jsonl", [played(), lost], adv_nt)
     return tmp_path
 
 
-def test_examinations_come_first_and_then_updates(run):
-    found = read_trajectories(run)
-    assert [(one.phase, one.update) for one in found] == [
-        ("test before", None),
-        ("test after", None),
-        ("train", 1),
-        ("train", 1),
-        ("train", 2),
+def test_examinations_come_first_and_advantages_belong_to_group_and_sample(run):
+    """What takes no part has no advantage."""
+    assert [(one.phase, one.update, one.advantages) for one in read_trajectories(run)] == [
+        ("test before", None, None),
+        ("test after", None, None),
+        ("train", 1, [0.5, 0.5]),
+        ("train", 1, None),
+        ("train", 2, None),
     ]
-
-
-def test_advantages_belong_to_group_and_sample_and_whoever_takes_no_part_has_none(run):
-    assert [one.advantages for one in read_trajectories(run)] == [None, None, [0.5, 0.5], None, None]
 
 
 def test_advantages_by_token_end_with_the_turn(tmp_path):
