@@ -44,7 +44,12 @@ MOST_WORKERS = 8
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Take a worker for each core, unless `-n` says how many or xdist is left out."""
+    """Take a worker for each core, unless `-n` says how many or xdist is left out.
+
+    Under --cov `-n` has to be there: pytest-cov reads it before this is called.
+    """
+    if getattr(config.option, "cov_source", None):
+        return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     chosen = getattr(config.option, "numprocesses", 0)  # None where nothing was chosen
     if chosen is None and cores > 1 and not hasattr(config, "workerinput") and not config.option.collectonly:

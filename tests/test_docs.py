@@ -26,7 +26,7 @@ SMALLER = {  # of the page that trains, in CI: the same programs, of smaller siz
         "(jax.random.key(7), 64), range(64)": "(jax.random.key(7), 4), range(4)",
         "samples=8, row_length=longest, rows=128": "samples=2, row_length=longest, rows=4",
         "update * 16, 16)": "update * 2, 2)",
-        "run.update), 128)": "run.update), 4)",
+        "(run.key, update), 128)": "(run.key, update), 4)",
         "for _ in range(8)]": "for _ in range(2)]",
         "np.repeat(np.arange(16), 8)": "np.repeat(np.arange(2), 2)",
         'assert history[-1]["success"] > history[0]["success"] + 0.2': "",
