@@ -199,7 +199,16 @@ def test_F3_first_passes_over_sequences_are_spread_too(name):
     assert_close(jax.tree.map(lambda x: np.asarray(x[2]), states.params), expected.params, params)
     for found in (metrics, others):
         for figure in figures:
-            np.testing.assert_allclose(found[figure], figures[figure], rtol=1e-3, atol=1e-5, err_msg=figure)
+            one, other = (around_one(figure, np.asarray(of[figure])) for of in (found, figures))
+            np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5, err_msg=figure)
+
+
+def around_one(figure: str, value: np.ndarray) -> np.ndarray:
+    """Count the ratios on both sides of 1 together: scored anew they are 1 up to rounding, which is an edge of bins."""
+    if figure != "ratio_histogram":
+        return value
+    middle = len(value) // 2
+    return np.concatenate([value[: middle - 1], [value[middle - 1] + value[middle]], value[middle + 1 :]])
 
 
 @pytest.mark.slow
