@@ -8,19 +8,20 @@ import os
 import resource
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=0",  # tests compile much and compute little
-        # Two cores carry the eight devices, so a collective may wait long for its turn.
-        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
-        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-        # jaxlib 0.10.2 fuses reductions on the CPU in a way that is wrong under large vmaps (a norm's gradient
-        # over 64 and more batched cotangents); without these fusions the numbers are right.
-        "--xla_cpu_experimental_ynn_fusion_type=",
-    ]
+FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    # Tests compile much and compute little. CI runs the slow ones with what users have, 3.
+    "--xla_backend_optimization_level=0",
+    # Two cores carry the eight devices, so a collective may wait long for its turn.
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    # jaxlib 0.10.2 fuses reductions on the CPU in a way that is wrong under large vmaps (a norm's gradient
+    # over 64 and more batched cotangents); without these fusions the numbers are right.
+    "--xla_cpu_experimental_ynn_fusion_type=",
 )
+GIVEN = os.environ.get("XLA_FLAGS", "")
+NAMED = {flag.partition("=")[0] for flag in GIVEN.split()}
+os.environ["XLA_FLAGS"] = " ".join([GIVEN, *(flag for flag in FLAGS if flag.partition("=")[0] not in NAMED)])
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import commands

