@@ -14,28 +14,7 @@ from experiments import listing
 ROOT = Path(__file__).parent.parent
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
 PAGES |= {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}
-SMALLER = {  # of the page that trains, in CI: the same programs, of smaller sizes, of which nothing is learned
-    "docs/environments.md": {
-        "range(100)": "range(2)",
-        "draw_tasks(env, task_key, 64,": "draw_tasks(env, task_key, 8,",
-        "split(play_key, 64)": "split(play_key, 8)",
-        "queries=16, samples=8": "queries=2, samples=2",
-        "updates=30": "updates=2",
-        "tasks=200, samples=2": "tasks=8, samples=2",
-        "rollout.trajectories, (200, 2)": "rollout.trajectories, (8, 2)",
-        "(jax.random.key(7), 64), range(64)": "(jax.random.key(7), 4), range(4)",
-        "samples=8, row_length=longest, rows=128": "samples=2, row_length=longest, rows=4",
-        "update * 16, 16)": "update * 2, 2)",
-        "(run.key, update), 128)": "(run.key, update), 4)",
-        "for _ in range(8)]": "for _ in range(2)]",
-        "np.repeat(np.arange(16), 8)": "np.repeat(np.arange(2), 2)",
-        'assert history[-1]["success"] > history[0]["success"] + 0.2': "",
-        "assert before.success < 0.5": "",
-        "assert after.success > 0.7": "",
-        "assert after.success_low > before.success_high": "",
-        "assert solved > 0.7": "",
-    }
-}
+SLOW = {"docs/environments.md"}  # which trains
 PROMISE = re.compile(r"^( *)print\(.*\)  # (.+)$", re.MULTILINE)
 
 
@@ -43,24 +22,16 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], re.DOTALL | re.MULTILINE)
 
 
-WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
+WITH_PYTHON = [
+    pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in PAGES if blocks(page, "python")
+]
 
 
-@pytest.mark.parametrize(
-    ("page", "smaller"),
-    [
-        *(pytest.param(page, {}, id=page) for page in WITH_PYTHON if page not in SMALLER),
-        *(pytest.param(page, smaller, id=page, marks=pytest.mark.slow) for page, smaller in SMALLER.items()),
-        *(pytest.param(page, {}, id=f"{page}, whole", marks=pytest.mark.soak) for page in SMALLER),
-    ],
-)
-def test_python_examples_run_one_after_another(page, smaller, capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_python_examples_run_one_after_another(page, capsys, tmp_path, monkeypatch):
     """Each example may use what the ones before it made; what a comment behind a print promises is printed."""
     monkeypatch.chdir(tmp_path)  # what they write
     sources = "\f".join(blocks(page, "python")).replace("launch.configure()", "")  # the tests have started a backend
-    for words, others in smaller.items():
-        assert words in sources, words
-        sources = sources.replace(words, others)
     namespace: dict = {"__name__": "page"}
     for source in sources.split("\f"):
         exec(compile(source, page, "exec"), namespace)
