@@ -5,6 +5,7 @@ imported them but started no backend, spends none. Environment, folder, output a
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -63,6 +64,8 @@ def _end() -> None:
 def serve() -> dict:
     """Fork for every job that comes in on a line, and return the job in the fork."""
     answers = os.fdopen(os.dup(1), "w")
+    gc.collect()
+    gc.freeze()  # what is imported is shared with the forks, which then neither walk nor copy it
     for line in sys.stdin:
         job = json.loads(line)
         pid = os.fork()
