@@ -10,8 +10,9 @@ from pathlib import Path
 
 FLAGS = (
     "--xla_force_host_platform_device_count=8",
-    # Tests compile much and compute little. CI runs the slow ones with what users have, 3.
+    # Tests compile much and compute little: these two halve a compilation. CI's oracles run with what users have.
     "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
     # Two cores carry the eight devices, so a collective may wait long for its turn.
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
