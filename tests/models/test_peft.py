@@ -1,57 +1,53 @@
-"""Adapters in PEFT's format: the same bytes again, PEFT's names, and every refusal."""
+"""Adapters in PEFT's format: the same bytes again, PEFT's names, every refusal; and PEFT itself, in both directions."""
 
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_cases import FAMILIES
+from safetensors.numpy import load_file, save_file
 
 from flowgrpo.models.config import DecoderConfig, Rope
-from flowgrpo.models.lora import PROJECTIONS, LoraConfig, adapter_shapes
+from flowgrpo.models.hf import load_model
+from flowgrpo.models.lora import PROJECTIONS, Adapted, LoraConfig, adapter_shapes, lora_policy
 from flowgrpo.models.peft import load_adapter, save_adapter
 from flowgrpo.types import BadInput
 
 PLAIN = DecoderConfig(v=31, d=12, h=4, k=2, e=6, f=20, windows=(None,) * 3, ropes=(Rope(),) * 3)
-GEMMA = dataclasses.replace(PLAIN, sandwich_norms=True, qk_norm=True, tied=True)
+TENSORS = "adapter_model.safetensors"
 
 
 def random_adapter(config, lora, dtype="float32"):
     draw, shapes = np.random.default_rng(7), adapter_shapes(config, lora)
-    return {name: jnp.asarray(draw.normal(0, 0.3, shape), dtype) for name, shape in shapes.items()}
+    return {name: jnp.asarray(draw.normal(0, 0.1, shape), dtype) for name, shape in shapes.items()}
 
 
-def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.mark.parametrize("config", [PLAIN, GEMMA])
-@pytest.mark.parametrize("targets", [PROJECTIONS, ("q", "v"), ("o", "down")])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_write_then_read_gives_the_same_bytes(tmp_path, config, targets, dtype):
-    lora = LoraConfig(3, 6.5, targets, rslora=True)
-    adapter = random_adapter(config, lora, dtype)
-    save_adapter(tmp_path / "one", adapter, config, lora, base_model="owner/name")
-    found_lora, found = load_adapter(tmp_path / "one", config, dtype=dtype)
-    assert found_lora == lora
-    assert list(found) == list(adapter_shapes(config, lora))
-    for name in adapter:
-        assert found[name].dtype == adapter[name].dtype
-        assert np.asarray(found[name]).tobytes() == np.asarray(adapter[name]).tobytes()
-    save_adapter(tmp_path / "two", found, config, found_lora, base_model="owner/name")
-    assert files(tmp_path / "one") == files(tmp_path / "two")
-    assert set(files(tmp_path / "one")) == {"adapter_config.json", "adapter_model.safetensors"}
+@pytest.mark.parametrize(
+    ("targets", "dtype"), [(PROJECTIONS, "float32"), (("q", "v"), "bfloat16"), (("o", "down"), "float16")]
+)
+def test_write_then_read_gives_the_same_bytes(tmp_path, targets, dtype):
+    one, two, lora = tmp_path / "one", tmp_path / "two", LoraConfig(3, 6.5, targets, rslora=True)
+    adapter = random_adapter(PLAIN, lora, dtype)
+    save_adapter(one, adapter, PLAIN, lora, base_model="owner/name")
+    found_lora, found = load_adapter(one, PLAIN, dtype=dtype)
+    assert (found_lora, list(found)) == (lora, list(adapter_shapes(PLAIN, lora)))
+    assert all(found[name].dtype == value.dtype for name, value in adapter.items())
+    jax.tree.map(np.testing.assert_array_equal, found, adapter)
+    save_adapter(two, found, PLAIN, found_lora, base_model="owner/name")
+    files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (one, two)]
+    assert files[0] == files[1]
+    assert set(files[0]) == {"adapter_config.json", TENSORS}
 
 
 def test_names_and_shapes_in_the_file_are_those_of_peft(tmp_path):
-    from safetensors.numpy import load_file
-
     lora = LoraConfig(3, 6.0, ("o", "down", "k"))
     adapter = random_adapter(PLAIN, lora)
     save_adapter(tmp_path, adapter, PLAIN, lora)
-    found = load_file(tmp_path / "adapter_model.safetensors")
+    found, stem = load_file(tmp_path / TENSORS), "base_model.model.model.layers.1."
     assert len(found) == 2 * 3 * PLAIN.num_layers
-    stem = "base_model.model.model.layers.1."
     assert found[stem + "self_attn.o_proj.lora_A.weight"].shape == (3, 24)
     assert found[stem + "self_attn.o_proj.lora_B.weight"].shape == (12, 3)
     assert found[stem + "mlp.down_proj.lora_A.weight"].shape == (3, 20)
@@ -59,16 +55,11 @@ def test_names_and_shapes_in_the_file_are_those_of_peft(tmp_path):
     row = found[stem + "self_attn.k_proj.lora_B.weight"][head * PLAIN.e + dim]
     np.testing.assert_array_equal(row, adapter["k_b"][1, :, head, dim])
     source = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert (source["r"], source["lora_alpha"], source["peft_type"]) == (3, 6, "LORA")
-    assert isinstance(source["lora_alpha"], int)
+    assert (source["r"], repr(source["lora_alpha"]), source["peft_type"]) == (3, "6", "LORA")
     assert source["target_modules"] == ["o_proj", "down_proj", "k_proj"]
 
 
-def rewritten(folder, **changes):
-    """The same folder with other fields in its config; None leaves a field out."""
-    path = folder / "adapter_config.json"
-    source = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in source.items() if value is not None}))
+# Reading ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -78,24 +69,26 @@ def folder(tmp_path):
     return tmp_path
 
 
+def rewrite(folder, changes):
+    """Change fields of the config; None leaves a field out."""
+    path = folder / "adapter_config.json"
+    source = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in source.items() if value is not None}))
+
+
 @pytest.mark.parametrize(
-    "wanted",
+    "changes",
     [
-        ["v_proj", "q_proj"],
-        ["self_attn.q_proj", "v_proj"],
-        r".*self_attn\.(q|v)_proj",
-        r"model\.layers\.\d+\..*\.[qv]_proj",
+        {"target_modules": ["v_proj", "q_proj"]},
+        {"target_modules": ["self_attn.q_proj", "v_proj"]},
+        {"target_modules": r".*self_attn\.(q|v)_proj"},
+        {"target_modules": r"model\.layers\.\d+\..*\.[qv]_proj"},
+        {"lora_dropout": 0.1, "peft_version": "0.21", "rank_pattern": {}},
+        {"init_lora_weights": "gaussian", "use_dora": False},
     ],
 )
-def test_target_modules_are_read_in_every_form(folder, wanted):
-    rewritten(folder, target_modules=wanted)
-    assert load_adapter(folder, PLAIN)[0].targets == ("q", "v")
-
-
-def test_fields_that_change_nothing_are_read_over(folder):
-    rewritten(
-        folder, lora_dropout=0.1, peft_version="0.21", rank_pattern={}, init_lora_weights="gaussian", use_dora=False
-    )
+def test_target_modules_are_read_in_every_form_and_what_changes_nothing_is_read_over(folder, changes):
+    rewrite(folder, changes)
     assert load_adapter(folder, PLAIN)[0] == LoraConfig(3, 6.0, ("q", "v"))
 
 
@@ -128,7 +121,7 @@ def test_fields_that_change_nothing_are_read_over(folder):
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(folder, changes, words):
-    rewritten(folder, **changes)
+    rewrite(folder, changes)
     with pytest.raises(BadInput, match=words) as caught:
         load_adapter(folder, PLAIN)
     assert str(folder) in str(caught.value)
@@ -141,8 +134,8 @@ def test_what_is_not_supported_is_refused_by_name(folder, changes, words):
         ("adapter_config.json", None, "adapter_config.json is missing"),
         ("adapter_config.json", b"{", "can't be read as JSON"),
         ("adapter_config.json", b"[]", "holds a list"),
-        ("adapter_model.safetensors", None, "adapter_model.safetensors is missing"),
-        ("adapter_model.safetensors", b"nonsense", "can't be read as safetensors"),
+        (TENSORS, None, "adapter_model.safetensors is missing"),
+        (TENSORS, b"nonsense", "can't be read as safetensors"),
     ],
 )
 def test_broken_folders_are_refused(folder, file, content, words):
@@ -153,18 +146,13 @@ def test_broken_folders_are_refused(folder, file, content, words):
         load_adapter(folder, PLAIN)
 
 
-def test_tensors_of_another_dtype_are_refused(folder):
-    from safetensors.numpy import load_file, save_file
-
-    path = folder / "adapter_model.safetensors"
-    save_file({name: value.astype(np.int8) for name, value in load_file(path).items()}, path)
-    with pytest.raises(BadInput, match="holds int8"):
-        load_adapter(folder, PLAIN)
-
-
-def test_another_model_is_refused(folder):
+def test_adapters_of_another_model_or_dtype_are_refused(folder):
     with pytest.raises(BadInput, match=r"6 wrong: .*q_proj.lora_A.weight has shape \[3, 12\] and not \[3, 16\]"):
         load_adapter(folder, dataclasses.replace(PLAIN, d=16))
+    tensors = load_file(folder / TENSORS)
+    save_file({name: value.astype(np.int8) for name, value in tensors.items()}, folder / TENSORS)
+    with pytest.raises(BadInput, match="holds int8"):
+        load_adapter(folder, PLAIN)
 
 
 def test_a_wrong_adapter_or_place_is_refused_before_anything_is_written(tmp_path):
@@ -176,3 +164,55 @@ def test_a_wrong_adapter_or_place_is_refused_before_anything_is_written(tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="it is a file"):
         save_adapter(tmp_path / "file", adapter, PLAIN, lora)
+
+
+# Against PEFT -----------------------------------------------------------------------------------------
+
+SOME = ("q", "v", "down")
+ALL = {"r": 5, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.1}
+LISTED = {"r": 3, "lora_alpha": 2, "target_modules": ["v_proj", "q_proj", "down_proj"], "use_rslora": True}
+MATCHED = {"r": 4, "lora_alpha": 8, "target_modules": r".*\.(q_proj|v_proj|down_proj)"}
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("name", "settings", "targets"),
+    [
+        ("qwen2", ALL, PROJECTIONS),
+        ("qwen3", LISTED, SOME),
+        ("llama", MATCHED, SOME),
+        ("mistral window", LISTED, SOME),
+        ("gemma", ALL, PROJECTIONS),
+        ("gemma2", MATCHED, SOME),
+        ("gemma3", ALL, PROJECTIONS),
+    ],
+)
+def test_logits_and_files_equal_those_of_peft_in_both_directions(peer, tmp_path, name, settings, targets):
+    import peft
+
+    def their_logits(model):
+        with peer.torch.no_grad():
+            return model.eval()(peer.torch.tensor(tokens_rs)).logits.numpy()
+
+    tokens_rs = np.random.default_rng(0).integers(1, 131, (2, 17))
+    peer.make("ForCausalLM", FAMILIES[name]).save_pretrained(tmp_path / "base")
+    theirs = peft.get_peft_model(
+        peer.hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager"),
+        peft.LoraConfig(task_type="CAUSAL_LM", **settings),
+    )
+    base = their_logits(theirs)  # PEFT starts with zeros
+    peer.randomise([(key, value) for key, value in theirs.named_parameters() if "lora_" in key])
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_model(tmp_path / "base", text=False)
+    lora, adapter = load_adapter(tmp_path / "theirs", ours.config)
+    assert lora == LoraConfig(settings["r"], settings["lora_alpha"], targets, settings.get("use_rslora", False))
+    params, expected = Adapted(ours.params, adapter), their_logits(theirs)
+    found = jax.jit(lora_policy(ours.config, lora).apply)(params, tokens_rs.astype(np.int32))[0]
+    assert np.abs(expected - base).max() > 0.3, "the adapter must change more than rounding does"
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    save_adapter(tmp_path / "ours", adapter, ours.config, lora, base_model=str(tmp_path / "base"))
+    jax.tree.map(np.testing.assert_array_equal, *(load_file(tmp_path / x / TENSORS) for x in ("ours", "theirs")))
+    opened = peft.PeftModel.from_pretrained(theirs.unload(), tmp_path / "ours")
+    np.testing.assert_allclose(their_logits(opened), expected, rtol=0, atol=1e-6)
