@@ -8,8 +8,8 @@ from model_cases import random_model
 
 from flowgrpo.models import hf, placed
 
-WHOLE = np.arange(6 * 16 * 24, dtype=np.float32).reshape(6, 16, 24)
-SPECS = [(), ("a",), (None, "b"), (None, None, ("a", "b")), ("a", "b"), (None, "b", "a")]
+WHOLE = np.arange(4 * 4 * 8, dtype=np.float32).reshape(4, 4, 8)
+SPECS = [(), ("a",), (None, None, ("a", "b")), (None, "b", "a")]
 
 
 @pytest.fixture(scope="module")
@@ -17,24 +17,17 @@ def mesh():
     return Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
 
 
-def filled(place, axis, dtype=np.float32):
-    """`WHOLE` brought there, and the pieces that were read."""
-    asked = []
-
-    def read(start, stop):
-        asked.append((start, stop))
-        return np.take(WHOLE, range(start, stop), axis).astype(dtype)
-
-    return placed.fill(WHOLE.shape, dtype, place, axis=axis, read=read), asked
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("staged", [1, 5000, 10**9])
+@pytest.mark.parametrize("staged", [1, 300, 10**9])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_pieces_make_up_the_array_wherever_it_goes(monkeypatch, mesh, staged, axis):
+    def read(start, stop):
+        asked.append((start, stop))
+        return np.take(WHOLE, range(start, stop), axis)
+
     monkeypatch.setattr(placed, "STAGED", staged)
     for place in [None, *(NamedSharding(mesh, PartitionSpec(*spec)) for spec in SPECS)]:
-        found, asked = filled(place, axis)
+        asked = []
+        found = placed.fill(WHOLE.shape, WHOLE.dtype, place, axis=axis, read=read)
         np.testing.assert_array_equal(found, WHOLE)
         assert place is None or found.sharding == place
         assert found.committed == (place is not None)
@@ -46,27 +39,18 @@ def test_pieces_make_up_the_array_wherever_it_goes(monkeypatch, mesh, staged, ax
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staged", [1, 3000])
-@pytest.mark.parametrize("name", ["gemma2", "llama"])
-def test_M3_a_model_that_is_read_in_pieces_has_the_same_bytes(monkeypatch, tmp_path, mesh, name, staged):
-    model = random_model(name)
-    hf.save_model(tmp_path, model, max_shard_bytes=20_000)
-    monkeypatch.setattr(placed, "STAGED", staged)
+def test_M3_a_model_that_is_read_in_pieces_has_the_same_bytes(monkeypatch, tmp_path, mesh):
+    """Although each file is opened for one tensor only, and may go as soon as the model is there."""
 
     def place(_, axes):
         return NamedSharding(mesh, PartitionSpec(*({"d": "a", "f": "b"}.get(axis) for axis in axes)))
 
-    for sharding in (None, place):
-        params = hf.load_model(tmp_path, text=False, sharding=sharding).params
-        for key, value in model.params.items():
-            np.testing.assert_array_equal(params[key], value, err_msg=key)
-
-
-def test_no_file_stays_open(tmp_path):
-    """A model is read although each file is opened for one tensor only, and may go as soon as it is there."""
-    model = random_model("llama")
+    model, found = random_model("gemma2"), []
     hf.save_model(tmp_path, model, max_shard_bytes=20_000)
-    loaded = hf.load_model(tmp_path, text=False)
+    monkeypatch.setattr(placed, "STAGED", 3000)
+    for sharding in (None, place):
+        found.append(hf.load_model(tmp_path, text=False, sharding=sharding).params)
     for path in tmp_path.iterdir():
         path.write_bytes(b"")
-    np.testing.assert_array_equal(loaded.params["gate"], model.params["gate"])
+    for params in found:
+        jax.tree.map(np.testing.assert_array_equal, params, dict(model.params))
