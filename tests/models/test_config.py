@@ -6,72 +6,36 @@ import numpy as np
 import pytest
 from model_cases import FAMILIES, LLAMA3, YARN, made
 
-from flowgrpo.models.config import Rope, rope_frequencies, small_config, yarn_magnitude
+from flowgrpo.models.config import DecoderConfig, Rope, rope_frequencies, small_config, yarn_magnitude
 from flowgrpo.models.families import decoder_config, text_source
+
+WINDOWED = made("qwen2", sliding_window=5, max_window_layers=1, use_sliding_window=True)
 
 
 def parsed(source):
     return decoder_config(text_source(source))
 
 
-def test_a_published_qwen2():
-    config = parsed(
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "hidden_act": "silu",
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "max_position_embeddings": 32768,
-            "max_window_layers": 28,
-            "model_type": "qwen2",
-            "num_attention_heads": 28,
-            "num_hidden_layers": 28,
-            "num_key_value_heads": 4,
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 1000000.0,
-            "sliding_window": 131072,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
-            "use_sliding_window": False,
-            "vocab_size": 152064,
-        }
-    )
-    assert (config.v, config.d, config.h, config.k, config.e, config.f) == (152064, 3584, 28, 4, 128, 18944)
-    assert config.windows == (None,) * 28
-    assert config.ropes == (Rope(theta=1e6),) * 28
-    assert config.qkv_bias
-    others = (config.o_bias, config.tied, config.qk_norm, config.sandwich_norms, config.ffn_bias)
-    assert not any(others)
-
-
-def test_a_published_llama():
-    config = parsed(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "attention_bias": False,
-            "eos_token_id": [128001, 128008, 128009],
-            "head_dim": 64,
-            "hidden_act": "silu",
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "max_position_embeddings": 131072,
-            "mlp_bias": False,
-            "model_type": "llama",
-            "num_attention_heads": 32,
-            "num_hidden_layers": 16,
-            "num_key_value_heads": 8,
-            "pretraining_tp": 1,
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192},
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": True,
-            "vocab_size": 128256,
-        }
-    )
-    assert config.ropes[0] == Rope(
-        theta=5e5, kind="llama3", factor=32.0, original_length=8192, low_factor=1.0, high_factor=4.0
-    )
-    assert (config.tied, config.norm_eps, config.num_layers, config.qkv_bias) == (True, 1e-5, 16, False)
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (made("qwen2", rope_theta=1e6, sliding_window=5), {"ropes": (Rope(theta=1e6),) * 2, "windows": (None, None)}),
+        (made("qwen2"), {"e": 8, "qkv_bias": True, "o_bias": False, "ffn_bias": False, "qk_norm": False}),
+        (made("qwen2"), {"tied": False, "sandwich_norms": False, "activation": "silu", "embed_scale": 1.0}),
+        (WINDOWED, {"windows": (None, 5)}),
+        (WINDOWED | {"model_type": "qwen3"}, {"windows": (None, 5)}),
+        (WINDOWED | {"layer_types": ["sliding_attention", "full_attention"]}, {"windows": (5, None)}),
+        (made("mistral", sliding_window=None), {"windows": (None, None)}),
+        (made("mistral", sliding_window=5), {"windows": (5, 5)}),
+        (made("llama", tie_word_embeddings=True), {"tied": True, "norm_eps": 1e-4, "qkv_bias": False, "k": 2}),
+        (made("llama", rope_theta=5e5, rope_scaling=LLAMA3), {"ropes": (Rope(5e5, "llama3", 8.0, 32),) * 2}),
+        ({"model_type": "gemma2", "num_hidden_layers": 4}, {"windows": (4096, None, 4096, None)}),
+        ({"model_type": "gemma2"}, {"attention_softcap": 50.0, "logit_softcap": 30.0, "query_scale": 256**-0.5}),
+    ],
+)
+def test_fields_and_defaults_of_a_family(source, expected):
+    config = parsed(source)
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 def test_the_sparse_config_of_a_published_multimodal_gemma3():
@@ -85,39 +49,25 @@ def test_the_sparse_config_of_a_published_multimodal_gemma3():
     }
     outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16"}
     source = text_source({**outer, "text_config": text, "vision_config": {}, "eos_token_id": [1, 106]})
-    assert source["architectures"] == ["Gemma3ForCausalLM"]
-    assert (source["eos_token_id"], source["torch_dtype"], source["model_type"]) == (
-        [1, 106],
-        "bfloat16",
-        "gemma3_text",
+    assert (source["architectures"], source["model_type"]) == (["Gemma3ForCausalLM"], "gemma3_text")
+    assert (source["eos_token_id"], source["torch_dtype"]) == ([1, 106], "bfloat16")
+    assert decoder_config(source) == DecoderConfig(
+        v=262208,
+        d=2560,
+        h=8,
+        k=4,
+        e=256,
+        f=10240,
+        windows=(*[1024] * 5, None) * 5 + (1024,) * 4,
+        ropes=(*[Rope(1e4)] * 5, Rope(1e6, "linear", 8.0)) * 5 + (Rope(1e4),) * 4,
+        activation="gelu_tanh",
+        norm_offset=1.0,
+        sandwich_norms=True,
+        qk_norm=True,
+        tied=True,
+        embed_scale=2560**0.5,
+        query_scale=256**-0.5,
     )
-    config = decoder_config(source)
-    assert (config.v, config.h, config.k, config.e) == (262208, 8, 4, 256)
-    assert config.windows == tuple(None if (i + 1) % 6 == 0 else 1024 for i in range(34))
-    assert config.ropes[0] == Rope(theta=1e4)
-    assert config.ropes[5] == Rope(theta=1e6, kind="linear", factor=8.0)
-    assert (config.tied, config.qk_norm, config.sandwich_norms, config.norm_offset) == (True, True, True, 1.0)
-    assert (config.query_scale, config.embed_scale) == (256**-0.5, 2560**0.5)
-    assert (config.logit_softcap, config.attention_softcap, config.activation) == (None, None, "gelu_tanh")
-
-
-def test_the_defaults_of_gemma2():
-    config = parsed({"model_type": "gemma2", "num_hidden_layers": 4})
-    assert config.windows == (4096, None, 4096, None)
-    assert (config.attention_softcap, config.logit_softcap, config.query_scale) == (50.0, 30.0, 256**-0.5)
-
-
-@pytest.mark.parametrize(("window", "windows"), [(None, (None, None)), (5, (5, 5))])
-def test_mistral_has_a_window_on_all_layers_or_none(window, windows):
-    assert parsed(made("mistral", sliding_window=window)).windows == windows
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
-def test_qwen_uses_windows_from_a_layer_on_and_only_when_told(kind):
-    assert parsed(made(kind, sliding_window=5, max_window_layers=1)).windows == (None, None)
-    told = made(kind, sliding_window=5, max_window_layers=1, use_sliding_window=True)
-    assert parsed(told).windows == (None, 5)
-    assert parsed(told | {"layer_types": ["sliding_attention", "full_attention"]}).windows == (5, None)
 
 
 @pytest.mark.parametrize(
@@ -126,10 +76,7 @@ def test_qwen_uses_windows_from_a_layer_on_and_only_when_told(kind):
         ({"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
         ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, {**LLAMA3, "rope_theta": 5e5}),
         ({"rope_scaling": {"type": "yarn", **YARN}}, {"rope_type": "yarn", "rope_theta": 1e4, **YARN}),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
-        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_type": "linear", "factor": 2.0}),
     ],
 )
 def test_old_and_new_fields_of_rotary_positions_say_the_same(old, new):
