@@ -41,17 +41,14 @@ def test_flags_are_added_and_never_override():
 
 def test_flags_are_set_after_jax_is_imported_and_are_read(run):
     """The users' own flag, with JAX imported first: three devices, and the flawed fusions off."""
-    done = run(
-        """
+    own = "--xla_force_host_platform_device_count=3"
+    program = """
 import os, jax
 from flowgrpo import launch
 launch.configure()
-print(len(jax.devices()), os.environ["XLA_FLAGS"])""",
-        "--xla_force_host_platform_device_count=3",
-    )
-    assert done.stdout.split() == ["3", "--xla_force_host_platform_device_count=3", launch.NO_FLAWED_FUSION], (
-        done.stderr
-    )
+print(len(jax.devices()), os.environ["XLA_FLAGS"])"""
+    done = run(program, own)
+    assert done.stdout.split() == ["3", own, launch.NO_FLAWED_FUSION], done.stderr
 
 
 @pytest.mark.usefixtures("early")
@@ -61,15 +58,11 @@ def test_an_unknown_version_is_given_no_flag_that_it_may_not_know(monkeypatch):
     assert os.environ["XLA_FLAGS"] == ""
     launch.configure(deterministic=True)
     assert os.environ["XLA_FLAGS"] == "--xla_gpu_deterministic_ops=true"
-
-
-@pytest.mark.usefixtures("early")
-@pytest.mark.parametrize("value", ["false", "0"])
-def test_deterministic_does_not_promise_what_the_users_flags_contradict(monkeypatch, value):
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_deterministic_ops={value}")
-    with pytest.raises(BadInput, match=f"XLA_FLAGS has --xla_gpu_deterministic_ops={value}, which contradicts"):
-        launch.configure(deterministic=True)
-    launch.configure()
+    for value in ("false", "0"):
+        monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_deterministic_ops={value}")
+        with pytest.raises(BadInput, match=f"XLA_FLAGS has --xla_gpu_deterministic_ops={value}, which contradicts"):
+            launch.configure(deterministic=True)
+        launch.configure()
 
 
 @pytest.mark.usefixtures("early")
@@ -140,20 +133,13 @@ def test_devices_work_side_by_side_many_programs_do_not_wait_for_each_other_and_
         (("here:99999", 2, 0), "'here:99999' is no address"),
         (("here:9000", 2, 2), "process 2 of 2 can't be: they are numbered from 0"),
         (("here:9000", 0, 0), "process 0 of 0 can't be"),
+        (("127.0.0.1:{taken}", 2, 0), r"port \d+ can't be used \(Address already in use\): choose a free one"),
     ],
 )
 @pytest.mark.usefixtures("early")
 def test_processes_that_can_not_meet_are_refused(given, said):
-    with pytest.raises(BadInput, match=said):
-        launch.join(*given)
-
-
-@pytest.mark.usefixtures("early")
-def test_a_port_that_is_taken_is_one_sentence():
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(BadInput, match=rf"port {port} can't be used \(Address already in use\): choose a free one"):
-            launch.join(f"127.0.0.1:{port}", 2, 0)
+    with socket.create_server(("", 0)) as taken, pytest.raises(BadInput, match=said):
+        launch.join(given[0].format(taken=taken.getsockname()[1]), *given[1:])
 
 
 @pytest.mark.parametrize("number", [0, 1])
