@@ -1,6 +1,6 @@
 """Batches for the tests: random ragged records, and the arrays that a learner would add to them."""
 
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -129,19 +129,14 @@ def everything_on(name: str) -> fg.Algorithm:
     return getattr(fg, build)(**extra, **{key: value for key, value in settings.items() if key not in refused})
 
 
-QUICK = {"xla_backend_optimization_level": 0}  # compiling costs more than running
-PLAIN = {
-    "by_trajectory": jax.jit(fg.rows_by_trajectory, compiler_options=QUICK),
-    "by_turn": jax.jit(fg.rows_by_turn, compiler_options=QUICK),
-}
+PLAIN = {"by_trajectory": jax.jit(fg.rows_by_trajectory), "by_turn": jax.jit(fg.rows_by_turn)}
 
 
 @cache
 def signal(algorithm: fg.Algorithm):
     """Compile a member's advantages, weights and targets, once for all tests."""
     return jax.jit(
-        lambda x: (algorithm.advantages(x), algorithm.weights(x), algorithm.targets and algorithm.targets(x)),
-        compiler_options=QUICK,
+        lambda x: (algorithm.advantages(x), algorithm.weights(x), algorithm.targets and algorithm.targets(x))
     )
 
 
@@ -174,7 +169,7 @@ def padded(batch: fg.Batch) -> fg.Batch:
 def loss_program(algorithm: fg.Algorithm):
     """Compile a member's loss, metrics and d loss / d log pi in the trajectories' own layout, once for all tests."""
 
-    @partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(case: Case, batch: fg.Batch):
         def loss(logp_ntl):
             return algorithm.loss(scores_of(case, batch, logp_ntl), batch)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import QUICK
 
 from flowgrpo import masked
 
@@ -34,7 +33,7 @@ def reduce_all(x_rs, mask_rs, axis):
     return {"kept": kept, "gone": gone, "whiten": masked.whiten(x_rs, mask_rs, axis)}
 
 
-compiled = jax.jit(reduce_all, static_argnums=2, compiler_options=QUICK)
+compiled = jax.jit(reduce_all, static_argnums=2)
 
 
 def of_entries(x) -> dict:
@@ -107,7 +106,7 @@ def test_F6_garbage_in_masked_slots_changes_no_value_and_no_gradient(axis):
         found = reduce_all(x_rs, MASKS_RS, axis)
         return [*(found["gone"][name] for name in ("sum", "mean", "variance", "unbiased")), found["whiten"]]
 
-    @partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(x_rs):
         outputs, pull = jax.vjp(smooth, x_rs)
         weights = [jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape) for y in outputs]  # nothing cancels
@@ -160,7 +159,7 @@ UP_TO_40 = np.arange(40) < np.arange(1, 41)[:, None]  # masks of one, two, ..., 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_F4_equal_entries_are_constant_though_their_mean_rounds(dtype):
-    @partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(x_rs):
         def white(x_rs):
             return (masked.whiten(x_rs, UP_TO_40, 1, eps=0.0) * x_rs.astype(jnp.float32)).sum()

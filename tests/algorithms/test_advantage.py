@@ -1,13 +1,10 @@
 """Advantages: worked numbers, plain loops, and identities to neighbours."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import naive
 import numpy as np
 import pytest
-from cases import QUICK
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,14 +22,13 @@ from flowgrpo.algorithms.advantage import (
 NORMALIZERS = {"group_zscore": fg.group_zscore, "group_center": fg.group_center, "leave_one_out": fg.leave_one_out}
 NAIVE = {"group_zscore": naive.zscores, "group_center": naive.centred, "leave_one_out": naive.others}
 N = 12  # one shape, compiled once
-quickly = partial(jax.jit, compiler_options=QUICK)
 
 
 def every_normalizer(outcome_n, group_n, valid_n):
     return {name: normalize(outcome_n, group_n, valid_n) for name, normalize in NORMALIZERS.items()}
 
 
-compiled = quickly(every_normalizer)
+compiled = jax.jit(every_normalizer)
 
 
 def normalized(outcome, group=None, valid=None) -> dict[str, np.ndarray]:
@@ -92,7 +88,7 @@ def test_dense_ids_are_equal_exactly_where_all_keys_are(rows):
     np.testing.assert_array_equal(count_m, same.sum(1))
 
 
-@quickly
+@jax.jit
 def ids_and_counts(first_m, second_m):
     id_m = dense_ids(first_m, second_m)
     return id_m, group_sum(jnp.ones(len(id_m)), id_m, jnp.ones(len(id_m), bool))
@@ -133,12 +129,12 @@ def test_mixed_groups_counts_correct_among_the_valid():
     """All right, all wrong, mixed, and mixed only through an invalid member."""
     correct = np.array([1, 1, 0, 0, 1, 0, 1, 0], bool)
     group_n, valid_n = np.array([0, 0, 1, 1, 2, 2, 3, 3]), np.array([1, 1, 1, 1, 1, 1, 1, 0], bool)
-    np.testing.assert_array_equal(quickly(fg.mixed_groups)(correct, group_n, valid_n), group_n == 2)
+    np.testing.assert_array_equal(jax.jit(fg.mixed_groups)(correct, group_n, valid_n), group_n == 2)
 
 
 # Over turns -------------------------------------------------------------------------------------------
 
-by_trajectory, by_row = quickly(fg.multi_turn_group_advantage), quickly(row_group_advantage)
+by_trajectory, by_row = jax.jit(fg.multi_turn_group_advantage), jax.jit(row_group_advantage)
 
 
 def test_F1_statistics_are_over_trajectories_and_F9_over_rows_in_the_released_code():
@@ -181,15 +177,15 @@ def test_paid_rewards_sum_to_the_outcome(by_turn):
     turns = [fg.Turn(**turn, reward=reward if by_turn else None) for reward in (0.5, 0.25)]
     trajectories = fg.collate([fg.Trajectory(turns, 1.0, 0), fg.Trajectory(turns[:1], 0.5, 0)])
     expected = [[0.5, 0.5], [0.5, 0.0]] if by_turn else [[0.0, 1.0], [0.5, 0.0]]
-    np.testing.assert_allclose(quickly(paid_rewards)(trajectories, trajectories.outcome), expected)
+    np.testing.assert_allclose(jax.jit(paid_rewards)(trajectories, trajectories.outcome), expected)
     without = trajectories.replace(by_turn=None)
-    np.testing.assert_allclose(quickly(paid_rewards)(without, without.outcome), [[0.0, 1.0], [0.5, 0.0]])
+    np.testing.assert_allclose(jax.jit(paid_rewards)(without, without.outcome), [[0.0, 1.0], [0.5, 0.0]])
 
 
 # Over time --------------------------------------------------------------------------------------------
 
 
-@quickly
+@jax.jit
 def gae(reward_t, value_t, done_t, mask_t, gamma, lam, last_value):
     return fg.gae(reward_t, value_t, done_t, gamma=gamma, lam=lam, last_value=last_value, mask_t=mask_t)
 
@@ -228,8 +224,8 @@ def test_gae_equals_plain_loops_over_what_is_unmasked_from_end_to_end(flags, lam
 def test_advantages_vmap_and_differentiate():
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(3, N)).astype(np.float32), rng.integers(0, 2, (3, N)), rng.random((3, N)) < 0.8
-    slopes = quickly(jax.vmap(jax.jacrev(every_normalizer)))(*rows)
-    found = quickly(jax.vmap(every_normalizer))(*rows)
+    slopes = jax.jit(jax.vmap(jax.jacrev(every_normalizer)))(*rows)
+    found = jax.jit(jax.vmap(every_normalizer))(*rows)
     for b in range(3):
         for name, adv_n in compiled(*(x[b] for x in rows)).items():
             np.testing.assert_allclose(found[name][b], adv_n, atol=1e-6)

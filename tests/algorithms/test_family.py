@@ -1,5 +1,7 @@
 """One contract for every member of the family: the laws, the layouts, and what compilation must not change."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -332,6 +334,29 @@ def test_members_say_what_they_need(name):
     assert full.sums is not None
     assert algorithm.keeps <= {"F1", "F2", "F4", "F8"}
     assert algorithm.whole == ("group" if name == "dpo" else "trajectory")
+
+
+DEFAULTS = [
+    ("flow_grpo", {"clip_low": 0.2, "clip_high": 0.2, "beta": 0.001, "eps": 1e-6}),
+    ("flow_grpo_released", {"clip_low": 0.2, "clip_high": 0.3, "beta": 0.001, "dual_clip": 3.0, "eps": 1e-6}),
+    ("grpo", {"clip_low": 0.2, "clip_high": 0.2, "beta": 0.04, "eps": 1e-6}),
+    ("dr_grpo", {"clip_low": 0.2, "clip_high": 0.2}),
+    ("dapo", {"clip_low": 0.2, "clip_high": 0.28, "dynamic_sampling": True, "eps": 1e-6}),
+    ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4, "eps": 1e-6}),
+    ("cispo", {"clip_low": 1.0, "clip_high": 4.0, "eps": 1e-6}),
+    ("reinforce_pp", {"clip_low": 0.2, "clip_high": 0.2, "gamma": 1.0, "baseline": None}),
+    ("gigpo", {"omega": 1.0, "gamma": 0.95, "clip_low": 0.2, "clip_high": 0.2, "beta": 0.01, "eps": 1e-6}),
+    ("kimi", {"tau": 0.1}),
+    ("ppo", {"credit": fg.token_gae, "gamma": 1.0, "lam": 0.95, "clip_low": 0.2, "clip_high": 0.2, "value_clip": 0.2}
+            | {"value_coefficient": 0.5, "beta": 0.001, "kl_in": "reward"}),
+    ("dpo", {"beta": 0.1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "published"), DEFAULTS, ids=[name for name, _ in DEFAULTS])
+def test_defaults_are_the_published_settings(name, published):
+    parameters = inspect.signature(getattr(fg, name)).parameters.values()
+    assert {p.name: p.default for p in parameters if p.default is not p.empty} == published
 
 
 def test_mismatched_shapes_are_named():

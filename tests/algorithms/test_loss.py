@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import QUICK
 
 import flowgrpo as fg
 from flowgrpo.algorithms.options import read_options
@@ -44,7 +43,7 @@ def evaluated(algorithm, ratios, advantage, *, entropy=None, group=0, **fields):
     def loss(logp_rs, batch):
         return algorithm.loss(fg.Scores(logp_rs, entropy_rs), batch)
 
-    run = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (value, metrics), slope_rs = run(jnp.asarray(-1.0 + LN([ratios]), jnp.float32), batch)
     return float(value), np.asarray(slope_rs)[0], {name: float(x) for name, x in metrics.items()}
 
