@@ -114,6 +114,17 @@ def test_staleness_stays_within_its_bound_over_ten_thousand_events():
     assert world.state.duplicates > 0
 
 
+@pytest.mark.parametrize(("name", "waits"), [("async", False), ("partial", True)])
+def test_an_update_waits_for_what_still_rolls_only_where_rollouts_are_cut(name, waits):
+    world = World(PLANS[name], 0, workers=3, room=4)
+    rolls = [command for command in world.open if command.kind == "roll"]
+    first, rest = rolls[: PLANS[name].queries], rolls[PLANS[name].queries :]
+    assert rest
+    for command in first:
+        world.tell(Event("rolled", command.worker, command.groups[0], command.ticket))
+    assert [command.kind for command in world.open if command.kind == "train"] == ([] if waits else ["train"])
+
+
 def test_S2_the_same_events_give_the_same_commands():
     for name, plan in PLANS.items():
         world = World(plan, 7, losses=0.1).run()
