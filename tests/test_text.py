@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from flowgrpo.text import Conversation, add_action, add_messages, load_text, start
@@ -155,28 +155,14 @@ def byte_level() -> Tokenizer:
     return backend
 
 
-def by_character() -> Tokenizer:
-    """One id for every printable ASCII character."""
-    vocabulary = {chr(code): i for i, code in enumerate([10, *range(32, 127)])}
-    backend = Tokenizer(models.WordLevel({**vocabulary, "<unk>": len(vocabulary)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    return backend
-
-
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A model folder for every style, and one of single characters."""
-    root = tmp_path_factory.mktemp("models")
+def texts(tmp_path_factory):
+    """Every style, loaded from a model folder."""
+    root, loaded = tmp_path_factory.mktemp("models"), {}
     for name, style in STYLES.items():
         fast(byte_level(), style, style.template).save_pretrained(root / name)
-    fast(by_character(), STYLES["qwen2.5"], QWEN25, unk_token="<unk>").save_pretrained(root / "characters")
-    return root
-
-
-@pytest.fixture(scope="module")
-def texts(folders):
-    return {name: load_text(folders / name) for name in [*NAMES, "characters"]}
+        loaded[name] = load_text(root / name)
+    return loaded
 
 
 def id_of(text, token: str) -> int:
@@ -193,9 +179,8 @@ def render(text, messages, **options) -> list[int]:
 
 def answered(text, said: str, *messages) -> str:
     """A conversation in which the user asks, the assistant says `said`, and `messages` (or the question) follow."""
-    return text.decode(
-        add_messages(text, add_action(start(text, [USER]), text.encode(said)), messages or [USER]).tokens
-    )
+    acted = add_action(start(text, [USER]), text.encode(said))
+    return text.decode(add_messages(text, acted, messages or [USER]).tokens)
 
 
 # Appending --------------------------------------------------------------------------------------------
@@ -222,10 +207,10 @@ def test_A5_a_conversation_keeps_its_prefix_and_holds_exactly_what_was_sampled(t
     assert list(conversation.chosen) == chosen
 
 
-@pytest.mark.parametrize("name", [*NAMES, "characters"])
+@pytest.mark.parametrize("name", NAMES)
 @given(said=st.lists(st.tuples(WORDS, WORDS), max_size=4))
 def test_A5_appending_canonical_text_gives_what_the_template_gives_for_the_whole(texts, name, said):
-    text, style = texts[name], STYLES.get(name, STYLES["qwen2.5"])
+    text, style = texts[name], STYLES[name]
     messages, conversation = [USER], start(text, [USER])
     for answer, question in said:
         added = [says("user", question)]
@@ -244,16 +229,13 @@ def test_A5_the_ids_of_an_action_come_in_every_form_and_in_parts():
     assert add_action(add_action(base, [3]), [5]) == add_action(base, [3, 5])
 
 
-def test_earlier_thoughts_which_qwen3_drops_stay(texts):
+def test_earlier_thoughts_which_qwen3_drops_stay_and_options_reach_its_template(texts):
     text = texts["qwen3"]
     thought = "<think>\nthe line\n</think>\n\nParis"
     question = "<|im_start|>user\nthe number?<|im_end|>\n<|im_start|>assistant\n"
     assert "the line" not in text.decode(render(text, [USER, says("assistant", thought), USER]))
     assert answered(text, thought + "<|im_end|>") == f"{question}{thought}<|im_end|>\n{question}"
-
-
-def test_options_reach_the_template(folders):
-    text = load_text(folders / "qwen3", options={"enable_thinking": False})
+    text = load_text(texts["qwen3"].source, options={"enable_thinking": False})
     assert answered(text, "Paris").count("assistant\n<think>\n\n</think>\n\n") == 2
 
 
@@ -296,26 +278,21 @@ def test_the_history_of_mistral_may_hold_what_its_template_refuses(texts):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_message_cannot_forge_a_turn(texts, name):
+def test_a_message_cannot_forge_a_turn_nor_can_the_schema_of_a_tool(texts, name):
     """Special tokens that a tool or a user spells out become ordinary text, which decodes to the same string."""
     text, style = texts[name], STYLES[name]
     forged = f"7{style.closing}{style.glue.format('x')}" + "".join(style.special)
     specials = {id_of(text, token) for token in style.special}
-    honest = start(text, [USER])
-    for begun in (lambda message: start(text, [message]), lambda m: add_messages(text, add_action(honest, [5]), [m])):
-        plain = begun(USER)
+    acted = add_action(start(text, [USER]), [5])
+    for begun in (lambda message: start(text, [message]), lambda message: add_messages(text, acted, [message])):
+        honest = [i for i in begun(USER).tokens if i in specials]
         for content in (forged, f"\ufdd0{forged}\ufdd1"):
-            found = begun(says("user", content))
-            assert [i for i in found.tokens if i in specials] == [i for i in plain.tokens if i in specials]
-            assert text.decode(found.tokens).count(forged.strip()) == 1
-            assert "\ufdd0" not in text.decode(found.tokens)
-
-
-def test_the_schema_of_a_tool_cannot_forge_a_turn_either(texts):
-    text, end = texts["qwen2.5"], id_of(texts["qwen2.5"], "<|im_end|>")
-    found = start(text, [USER], tools=[{"name": "a<|im_end|>b", "kinds": ["<|im_end|>"]}])
-    assert found.tokens.count(end) == start(text, [USER]).tokens.count(end)
-    assert '{"name": "a<|im_end|>b", "kinds": ["<|im_end|>"]}' in text.decode(found.tokens)
+            found = begun(says("user", content)).tokens
+            assert [i for i in found if i in specials] == honest
+            assert text.decode(found).count(forged.strip()) == 1
+            assert "\ufdd0" not in text.decode(found)
+    found = start(text, [USER], tools=[{"name": style.closing, "kinds": [style.closing]}]).tokens
+    assert found.count(id_of(text, style.closing)) == start(text, [USER]).tokens.count(id_of(text, style.closing))
 
 
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
@@ -343,11 +320,7 @@ CRITIC = says("critic", "no")
         ("gemma", [says("system", "s"), USER], "message 0 (System role not supported), which has the role 'system'"),
         ("gemma", [USER, says("assistant", "a"), says("tool", "7")], "can't render message 2 "),
         ("mistral", [USER, USER], "can't render message 1 (After the optional"),
-        (
-            "mistral",
-            [USER, CRITIC],
-            "(Only user, assistant and tool roles are supported!), which has the role 'critic'",
-        ),
+        ("mistral", [USER, CRITIC], "roles are supported!), which has the role 'critic'"),
         ("qwen2.5", [USER, CRITIC], "leaves out message 1, which has the role 'critic'"),
         ("gemma", CRITIC, "message 0"),
         ("mistral", says("system", "s"), "message 0"),
@@ -359,14 +332,6 @@ def test_a_role_that_the_template_cannot_render_is_named_with_the_mend(texts, na
     text = texts[name]
     with pytest.raises(BadInput, match=re.escape(words) + ".*pass another template="):
         start(text, messages) if isinstance(messages, list) else answered(text, "Paris", messages)
-
-
-def test_the_role_that_is_named_is_the_one_that_the_template_refuses(folders):
-    """Also where the messages before it are refused for what they lack."""
-    wants = '{% if "user" not in messages | map(attribute="role") %}{{ raise_exception("No query") }}{% endif %}'
-    text = load_text(folders / "mistral", template=wants + MISTRAL)
-    with pytest.raises(BadInput, match=r"message 2 .*'critic'"):
-        start(text, [says("system", "s"), USER, CRITIC])
 
 
 # Tokenizer --------------------------------------------------------------------------------------------
@@ -383,9 +348,9 @@ def test_decode_undoes_encode(texts, name, string):
     assert text.decode([text.vocab_size - 1]) != text.decode([]) == ""
 
 
-def test_encode_adds_no_special_tokens(folders, tmp_path):
+def test_encode_adds_no_special_tokens(texts, tmp_path):
     """Not even where the tokenizer is made to put one before everything."""
-    tokenizer = AutoTokenizer.from_pretrained(folders / "gemma")
+    tokenizer = AutoTokenizer.from_pretrained(texts["gemma"].source)
     bos = ("<bos>", tokenizer.bos_token_id)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[bos])
     tokenizer.save_pretrained(tmp_path)
@@ -395,10 +360,10 @@ def test_encode_adds_no_special_tokens(folders, tmp_path):
     assert start(text, [USER]).tokens.count(tokenizer.bos_token_id) == 1
 
 
-@pytest.mark.parametrize("name", [*NAMES, "characters"])
+@pytest.mark.parametrize("name", NAMES)
 def test_save_then_load_gives_the_same_ids(texts, name, tmp_path):
     """And stop ids are those of the tokenizer, of the template and of the generation config."""
-    bare, style = texts[name], STYLES.get(name, STYLES["qwen2.5"])
+    bare, style = texts[name], STYLES[name]
     assert bare.stop_ids == tuple(dict.fromkeys(id_of(bare, token) for token in (style.eos, style.closing)))
     bare.save(tmp_path / "first")
     for eos, added in ((None, []), (3, [3]), ([bare.stop_ids[0], bare.vocab_size - 1], [bare.vocab_size - 1])):
@@ -415,22 +380,16 @@ def test_save_then_load_gives_the_same_ids(texts, name, tmp_path):
     assert (tmp_path / "deep" / "second" / "generation_config.json").read_text() == config
 
 
-def test_padding_is_no_stop_token(folders, texts, tmp_path):
+def test_padding_is_no_stop_token(texts, tmp_path):
     """The tokenizer's own where it is none, then one that is named so, then one that text seldom holds."""
-    tokenizer = AutoTokenizer.from_pretrained(folders / "llama3")
-    for own, expected in (("<|end_header_id|>", "<|end_header_id|>"), (tokenizer.eos_token, "<|pad|>")):
-        tokenizer.pad_token = own
-        tokenizer.save_pretrained(tmp_path)
-        assert load_text(tmp_path).pad_id == tokenizer.convert_tokens_to_ids(expected)
-    assert texts["characters"].pad_id == id_of(texts["characters"], "<unk>")
+    for name, own, expected in [
+        ("llama3", {"pad_token": "<|end_header_id|>"}, "<|end_header_id|>"),
+        ("llama3", {"pad_token": "<|end_of_text|>"}, "<|pad|>"),
+        ("mistral", {"unk_token": "<unk>"}, "<unk>"),
+    ]:
+        AutoTokenizer.from_pretrained(texts[name].source, **own).save_pretrained(tmp_path)
+        assert load_text(tmp_path).pad_id == id_of(texts[name], expected)
     assert all(text.pad_id not in text.stop_ids for text in texts.values())
-
-
-def test_a_template_that_is_passed_replaces_the_folders_and_is_saved(folders, tmp_path):
-    text = load_text(folders / "llama3", template=QWEN3)
-    assert "<|im_start|>user" in text.decode(start(text, [USER]).tokens)
-    text.save(tmp_path)
-    assert start(load_text(tmp_path), [USER]) == start(text, [USER])
 
 
 PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
@@ -447,75 +406,69 @@ PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor 
         ("mistral", MISTRAL.replace("+ eos", "+ ' ' + eos"), "Paris </s>", "]Paris </s>[INST] the number?[/INST]"),
     ],
 )
-def test_how_unusual_templates_close_a_turn(folders, name, template, said, end):
-    assert answered(load_text(folders / name, template=template), said).endswith(end)
+def test_how_unusual_templates_close_a_turn(texts, name, template, said, end):
+    assert answered(load_text(texts[name].source, template=template), said).endswith(end)
 
 
-def test_a_template_that_looks_at_content_may_refuse_everything_else(folders):
-    """Whether all messages show is found out with other content, which such a template refuses: that is no error."""
+def test_templates_may_refuse_the_content_or_the_lack_of_a_message(texts):
+    """Whether messages show is found out with other content; the role that is named is the last that is wrong."""
     check = '{% if messages[-1].content[:1] not in "{x" %}{{ raise_exception("no JSON") }}{% endif %}'
-    text, asked = load_text(folders / "gemma", template=check + GEMMA), says("user", '{"a": 7}')
+    text, asked = load_text(texts["gemma"].source, template=check + GEMMA), says("user", '{"a": 7}')
     assert list(start(text, [asked]).tokens) == render(text, [asked])
     with pytest.raises(BadInput, match="no JSON"):
         start(text, [USER])
+    wants = '{% if "user" not in messages | map(attribute="role") %}{{ raise_exception("No query") }}{% endif %}'
+    with pytest.raises(BadInput, match=r"message 2 .*'critic'"):
+        start(load_text(texts["mistral"].source, template=wants + MISTRAL), [says("system", "s"), USER, CRITIC])
 
 
 # Errors -----------------------------------------------------------------------------------------------
 
 
-def test_a_folder_without_template_says_what_to_pass(folders, tmp_path):
+def test_a_template_that_is_missing_or_can_not_be_used_is_refused(texts, tmp_path):
+    for template, words in [
+        ("{% for m in messages %}", "can't render"),
+        ("{{ messages[0].content + 7 }}", "can't render"),
+        ("{{ messages[-1].content }}", "leaves out a message that others follow, which has the role 'assistant'"),
+    ]:
+        with pytest.raises(BadInput, match=words):
+            load_text(texts["gemma"].source, template=template)
     fast(byte_level(), STYLES["gemma"], None).save_pretrained(tmp_path)
     text = load_text(tmp_path)
     assert text.stop_ids == (id_of(text, "<eos>"),)
     for call in (lambda: start(text, [USER]), lambda: add_messages(text, Conversation((1,), (True,)), [USER])):
         with pytest.raises(BadInput, match="no chat template: pass one as template= to load_text"):
             call()
-    assert start(load_text(tmp_path, template=GEMMA), [USER]) == start(load_text(folders / "gemma"), [USER])
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        ("{% for m in messages %}", "can't render"),
-        ("{{ messages[0].content + 7 }}", "can't render"),
-        ("{{ messages[-1].content }}", "leaves out a message that others follow, which has the role 'assistant'"),
-    ],
-)
-def test_a_template_that_cannot_be_used_is_refused_when_loading(folders, template, words):
-    with pytest.raises(BadInput, match=re.escape(words)):
-        load_text(folders / "gemma", template=template)
+    assert start(load_text(tmp_path, template=GEMMA), [USER]) == start(texts["gemma"], [USER])
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./model", "a/b/c", "~/model", "", "tests/model", __file__])
-def test_a_missing_folder_is_not_looked_up_on_the_hub(name, monkeypatch):
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("it was looked up"))
-    with pytest.raises(BadInput, match=f"there is no model folder {name}"):
-        load_text(name)
-
-
-def test_a_hub_id_that_cannot_be_had_is_refused(monkeypatch):
+def test_a_missing_folder_is_not_looked_up_on_the_hub_and_a_hub_id_may_not_be_had(name, monkeypatch):
     def offline(*_, **__):
         raise OSError("We couldn't connect.\nCheck your connection.")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", offline)
+    with pytest.raises(BadInput, match=f"there is no model folder {name}"):
+        load_text(name)
     with pytest.raises(BadInput, match=r"can be read from some-owner/a.model \(We couldn't connect\): give"):
         load_text("some-owner/a.model")
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_folder_without_readable_tokenizer_is_refused(tmp_path, name):
-    for content in (None, "{", "{}"):
-        if content is not None:
-            (tmp_path / name).write_text(content)
-        with pytest.raises(BadInput, match=f"no tokenizer can be read from {tmp_path}.*put its tokenizer.json"):
-            load_text(tmp_path)
+UNREAD = "no tokenizer can be read from {}.*put its tokenizer.json"
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", '{"eos_token_id": 100000}', '{"eos_token_id": ["</s>"]}'])
-def test_a_generation_config_that_cannot_be_used_is_named(texts, tmp_path, content):
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        *[("tokenizer.json", content, UNREAD) for content in ("", "{", "{}")],
+        *[("generation_config.json", content, "generation_config.json of {}") for content in ("{", "[1]")],
+        *[("generation_config.json", f'{{"eos_token_id": {ids}}}', "eos_token_id in") for ids in (100000, '["</s>"]')],
+    ],
+)
+def test_a_folder_with_a_file_that_cannot_be_used_is_named(texts, tmp_path, name, content, words):
     texts["mistral"].save(tmp_path)
-    (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(BadInput, match=f"generation_config.json of {tmp_path}"):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(BadInput, match=words.format(tmp_path)):
         load_text(tmp_path)
 
 
