@@ -38,8 +38,8 @@ def tiny_params(seed: int = 0):
     return POLICY.init(jax.random.key(seed))
 
 
-def random_params(config, seed: int = 1):
+def random_params(config, seed: int = 1, dtype="float32"):
     """Parameters of which none is zero or one, drawn by NumPy, where nothing is compiled for a shape."""
     random = np.random.default_rng(seed)
     shapes = {name: shape_of(parameter, config) for name, parameter in parameters(config).items()}
-    return {name: jnp.asarray(random.normal(0.0, 0.3, shape), jnp.float32) for name, shape in shapes.items()}
+    return {name: jnp.asarray(random.normal(0.0, 0.3, shape), dtype) for name, shape in shapes.items()}
