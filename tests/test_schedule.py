@@ -237,6 +237,19 @@ def test_S1_a_schedule_goes_on_from_what_was_saved(name, seed):
 
 
 @pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (schedule.synchronous(1, 0), Plan("sync", 1, 0, staleness=0, in_order=True, spare=0, budget=None)),
+        (schedule.one_step_off(1, 3, spare=2), Plan("one_step_off", 1, 3, 1, in_order=True, spare=2)),
+        (schedule.asynchronous(1, 3), Plan("async", 1, 3, staleness=2, in_order=False)),
+        (schedule.partial_rollouts(1, 3, budget=1), Plan("partial", 1, 3, staleness=4, in_order=False, budget=1)),
+    ],
+)
+def test_schedules_are_what_they_say_down_to_the_smallest(plan, expected):
+    assert plan == expected
+
+
+@pytest.mark.parametrize(
     ("make", "says"),
     [
         (lambda: schedule.synchronous(0, 1), "queries is 0"),
