@@ -118,9 +118,6 @@ def test_devices_work_side_by_side_many_programs_do_not_wait_for_each_other_and_
     assert done.stdout.split() == ["2", "True", "True", "True", "True"], done.stderr
 
 
-# Several processes ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [

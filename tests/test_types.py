@@ -52,9 +52,6 @@ def test_what_disagrees_is_named_with_both_sizes_or_with_its_axes(make, field, s
     assert issubclass(fg.BadInput, ValueError)
 
 
-# What follows -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("status", "counts", "bootstraps"),
     [
@@ -112,9 +109,6 @@ def test_live_tokens_are_chosen_weigh_something_and_are_no_padding():
     everywhere = batch.replace(chosen=np.ones((1, 8), bool), weight=np.ones((1, 8), np.float32))
     assert everywhere.live.tolist() == [[True] * 4 + [False] * 4]
     assert not batch.replace(weight=np.zeros((1, 8), np.float32)).live.any()
-
-
-# The ledger -------------------------------------------------------------------------------------------
 
 
 def test_A6_ledgers_add_number_by_number_and_every_token_is_trained_masked_or_dropped():

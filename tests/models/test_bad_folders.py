@@ -41,9 +41,6 @@ def retensor(folder, tensors) -> None:
     save_file({name: value for name, value in held.items() if value is not None}, folder / WEIGHTS)
 
 
-# Folder and files -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "./missing", "missing"])
 def test_a_missing_folder(path):
     assert f"model folder {path} does not exist" in refused(path)
@@ -80,9 +77,6 @@ def test_an_absent_shard(folder):
     shard = sorted(folder.glob("model-*.safetensors"))[1]
     shard.unlink()
     assert f"names {shard.name} (1 such), which is absent" in refused(folder)
-
-
-# Architectures ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -133,9 +127,6 @@ def test_a_random_model_of_an_unsupported_family():
         init_model({"model_type": "gpt2"}, None)
 
 
-# Tensors ----------------------------------------------------------------------------------------------
-
-
 def test_all_wrong_tensors_are_in_one_error(folder):
     wrong = {
         "model.norm.weight": None,
@@ -174,9 +165,6 @@ def test_an_unembedding_is_passed_over_where_it_is_tied_and_missed_where_it_is_n
 @pytest.mark.parametrize("dtype", ["int8", "float64", "float", "nonsense", jnp.int32])
 def test_a_dtype_that_holds_no_parameters(folder, dtype):
     assert "can't hold parameters; choose one of float32, bfloat16, float16" in refused(folder, dtype=dtype)
-
-
-# Writing ----------------------------------------------------------------------------------------------
 
 
 def test_what_can_not_be_written_leaves_everything_as_it_was(tmp_path):

@@ -85,9 +85,6 @@ def test_old_and_new_fields_of_rotary_positions_say_the_same(old, new):
     assert parsed(made("llama", old)) == parsed(made("llama", rope_parameters=new))
 
 
-# Angles -----------------------------------------------------------------------------------------------
-
-
 def test_angles_by_hand():
     np.testing.assert_allclose(rope_frequencies(Rope(theta=100.0), 4), [1.0, 0.1], rtol=1e-6)
     np.testing.assert_allclose(rope_frequencies(Rope(theta=100.0, kind="linear", factor=4.0), 4), [0.25, 0.025])

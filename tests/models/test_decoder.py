@@ -31,9 +31,6 @@ def forward(config, tokens_rs=TOKENS_RS, positions_rs=IN_ORDER_RS, segments_rs=W
     return np.asarray(apply(config)(random_params(config), tokens_rs, positions_rs, segments_rs)[0])
 
 
-# Cache ------------------------------------------------------------------------------------------------
-
-
 def deal(lengths, width, random):
     """The tokens of ragged rows in chunks [r width]: each row gives some of its next ones, with padding between."""
     given = [0] * ROWS
@@ -64,9 +61,6 @@ def test_M2_cached_decoding_equals_the_full_forward(name, width, slots):
     logits, after = apply(config)(params, chunk_rs, segments=0 * segments_rs, cache=cache)
     assert not np.any(logits)
     jax.tree.map(np.testing.assert_array_equal, after, cache)
-
-
-# Packing and causality --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -109,9 +103,6 @@ def test_who_sees_whom_by_hand():
     seen = visible(positions, positions, segments, segments, 2)[0]
     expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]
     np.testing.assert_array_equal(seen, np.array(expected, bool))
-
-
-# Gradients --------------------------------------------------------------------------------------------
 
 
 UNTIED = replace(FULL, tied=False)

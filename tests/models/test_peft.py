@@ -1,6 +1,5 @@
 """Adapters in PEFT's format: the same bytes again, PEFT's names, every refusal; and PEFT itself, in both directions."""
 
-import dataclasses
 import json
 
 import jax
@@ -47,19 +46,14 @@ def test_names_and_shapes_in_the_file_are_those_of_peft(tmp_path):
     adapter = random_adapter(PLAIN, lora)
     save_adapter(tmp_path, adapter, PLAIN, lora)
     found, stem = load_file(tmp_path / TENSORS), "base_model.model.model.layers.1."
-    assert len(found) == 2 * 3 * PLAIN.num_layers
-    assert found[stem + "self_attn.o_proj.lora_A.weight"].shape == (3, 24)
-    assert found[stem + "self_attn.o_proj.lora_B.weight"].shape == (12, 3)
-    assert found[stem + "mlp.down_proj.lora_A.weight"].shape == (3, 20)
+    shapes = {name.removeprefix(stem): value.shape for name, value in found.items() if name.startswith(stem)}
+    assert (len(found), len(shapes)) == (2 * 3 * PLAIN.num_layers, 2 * 3)
+    assert [shapes[f"self_attn.o_proj.lora_{side}.weight"] for side in "AB"] == [(3, 24), (12, 3)]
     head, dim = 1, 4
     row = found[stem + "self_attn.k_proj.lora_B.weight"][head * PLAIN.e + dim]
     np.testing.assert_array_equal(row, adapter["k_b"][1, :, head, dim])
     source = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (source["r"], repr(source["lora_alpha"]), source["peft_type"]) == (3, "6", "LORA")
-    assert source["target_modules"] == ["o_proj", "down_proj", "k_proj"]
-
-
-# Reading ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -97,18 +91,13 @@ def test_target_modules_are_read_in_every_form_and_what_changes_nothing_is_read_
     [
         ({"use_dora": True}, "use_dora is True, which is not supported"),
         ({"bias": "lora_only"}, "bias is 'lora_only'"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
-        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern is"),
-        ({"layers_to_transform": [1]}, "layers_to_transform is"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
         ({"some_later_variant": {"a": 1}}, "some_later_variant is"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS'"),
         ({"r": None}, "r is missing"),
         ({"r": 0}, "rank is 0; give a whole number from 1"),
-        ({"r": "8"}, "rank is '8'"),
         ({"lora_alpha": -1}, "alpha is -1"),
         ({"target_modules": ["q_proj", "lm_head"]}, "has a name that is none of q, k"),
         ({"target_modules": []}, r"targets are \(\)"),
@@ -146,9 +135,7 @@ def test_broken_folders_are_refused(folder, file, content, words):
         load_adapter(folder, PLAIN)
 
 
-def test_adapters_of_another_model_or_dtype_are_refused(folder):
-    with pytest.raises(BadInput, match=r"6 wrong: .*q_proj.lora_A.weight has shape \[3, 12\] and not \[3, 16\]"):
-        load_adapter(folder, dataclasses.replace(PLAIN, d=16))
+def test_tensors_of_another_dtype_are_refused(folder):
     tensors = load_file(folder / TENSORS)
     save_file({name: value.astype(np.int8) for name, value in tensors.items()}, folder / TENSORS)
     with pytest.raises(BadInput, match="holds int8"):
@@ -165,8 +152,6 @@ def test_a_wrong_adapter_or_place_is_refused_before_anything_is_written(tmp_path
     with pytest.raises(BadInput, match="it is a file"):
         save_adapter(tmp_path / "file", adapter, PLAIN, lora)
 
-
-# Against PEFT -----------------------------------------------------------------------------------------
 
 SOME = ("q", "v", "down")
 ALL = {"r": 5, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.1}
