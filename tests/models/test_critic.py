@@ -66,14 +66,11 @@ def test_M2_packed_conversations_do_not_see_each_other_nor_what_comes_later():
         after[:, s] = np.asarray(apply(params, changed, POSITIONS, SEGMENTS))[0] != found[0]
     same = (SEGMENTS[0] == SEGMENTS[0][:, None]) & (SEGMENTS[0] > 0)
     np.testing.assert_array_equal(after, same & np.tri(9, dtype=bool))
+    # The value before a token is that after the one before it; the first token of a segment has none.
+    moved = before(jnp.arange(1.0, 19.0).reshape(2, 9), jnp.asarray(SEGMENTS))
+    np.testing.assert_array_equal(moved, [[0, 1, 2, 3, 0, 5, 6, 0, 0], [0, *range(10, 18)]])
     whole = jax.jit(lambda *given: values(CRITIC, *given))(params, TOKENS, POSITIONS, SEGMENTS)
     np.testing.assert_allclose(whole, before(jnp.asarray(found), jnp.asarray(SEGMENTS)), atol=1e-5)
-
-
-def test_values_stand_where_ppo_reads_them():
-    """The value before a token is that after the one before it; the first token of a segment has none."""
-    found = before(jnp.arange(1.0, 19.0).reshape(2, 9), jnp.asarray(SEGMENTS))
-    np.testing.assert_array_equal(found, [[0, 1, 2, 3, 0, 5, 6, 0, 0], [0, *range(10, 18)]])
 
 
 @pytest.mark.slow

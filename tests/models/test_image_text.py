@@ -1,6 +1,7 @@
 """CLIP and SigLIP: each example by itself, every tensor in its place, pixels; folders that are none are refused."""
 
 import json
+from contextlib import nullcontext
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -47,9 +48,9 @@ PREPROCESSOR = {"resample": 3, "rescale_factor": 1 / 255, "image_mean": [0.5, 0.
 def preprocessor(source):
     """A preprocessor_config.json that goes with a config.json."""
     side = source["vision_config"]["image_size"]
-    if source["model_type"] == "clip":
-        return PREPROCESSOR | {"size": {"shortest_edge": side + 3}, "crop_size": {"height": side, "width": side}}
-    return PREPROCESSOR | {"size": {"height": side, "width": side}}
+    crop = {"height": side, "width": side}
+    clip = source["model_type"] == "clip"
+    return PREPROCESSOR | ({"size": {"shortest_edge": side + 3}, "crop_size": crop} if clip else {"size": crop})
 
 
 def tokens_of(config):
@@ -227,20 +228,15 @@ def test_pairs_are_scored_in_one_shape_with_the_values_of_the_whole_as_the_visio
     assert drawn.value == pytest.approx(pairs.score([picture_of(oracle(task))], [task.query])[0])
 
 
-def test_an_end_token_within_a_text_does_not_end_it(pairs):
+def test_an_end_token_within_a_text_does_not_end_it_and_must_be_the_models(pairs, tmp_path):
     tokens = pairs.loaded.encode(["a<end>b", "<en<end>d>", "\ud800", "x" * 10_000_000])
     assert ((tokens == pairs.end).sum(axis=1) == 1).all()
     assert tokens.shape == (4, 12)
-
-
-def test_a_tokenizer_that_ends_texts_with_another_token_is_refused(tmp_path):
-    write(tmp_path, CASES["clip"])
-    end = write_tokenizer(tmp_path)
-    change(tmp_path, CONFIG, {"text_config": {"eos_token_id": end}})
-    assert (load_image_text(tmp_path).encode(["a line"]) == end).sum() == 1
-    change(tmp_path, CONFIG, {"text_config": {"eos_token_id": 5}})
-    with pytest.raises(BadInput, match="without id 5"):
-        load_image_text(tmp_path).encode(["a line"])
+    for eos, refusal in ((pairs.end, nullcontext()), (5, pytest.raises(BadInput, match="without id 5"))):
+        write(tmp_path, made("clip", {}, {"eos_token_id": eos}, projection_dim=20))
+        write_tokenizer(tmp_path)
+        with refusal:
+            load_image_text(tmp_path).encode(["a line"])
 
 
 # Pixels -----------------------------------------------------------------------------------------------
