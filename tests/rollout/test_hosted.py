@@ -275,14 +275,22 @@ def test_R1_all_turns_are_told_before_the_last_verdicts_are_there(engine, judged
 
 def test_what_a_rollout_waits_for_is_named(engine):
     """S3: the trajectory, what it waits for and since when."""
-    work, words = tasks_of(1, 6, seed=1), []
-    lost = calling(work, engine)[0]
+    work, seen = tasks_of(1, 6, seed=1), threading.Event()
+    lost, found = calling(work, engine)[0], []
 
-    def look(pending):
-        threading.Timer(0.3, lambda: words.extend(pending())).start()
+    def watch(pending):
+        while not seen.wait(0.005):
+            found[:] = [word for word in pending() if word.startswith(f"trajectory 0.{lost} (tool 'echo') for ")]
+            if found:
+                seen.set()
 
-    run(engine, work, Do({work[0][lost].query: hang}), turn_deadline=0.6, more={"on_start": look})
-    assert words == [f"trajectory 0.{lost} (tool 'echo') for 0 s"]
+    def held(call):
+        assert seen.wait(60)
+        return answer(call)
+
+    on_start = {"on_start": lambda pending: threading.Thread(target=watch, args=(pending,), daemon=True).start()}
+    run(engine, work, Do({work[0][lost].query: held}), more=on_start)
+    assert len(found) == 1
 
 
 # Deadlines --------------------------------------------------------------------------------------------
@@ -556,15 +564,22 @@ def test_a_reward_judges_the_output_and_nothing_is_an_empty_one(engine):
 
 
 def test_R1_a_group_is_judged_while_others_still_play(engine):
-    done = []
-    reward = fg.Reward(full)
-    work = tasks_of(2, 3, seed=1)
-    slow = Do({task.query: lambda call: (time.sleep(0.15), answer(call))[1] for task in work[0][3:]})
-    got = run(
-        engine, work, slow, reward=reward, more={"on_done": lambda one: done.append((one.group, time.monotonic()))}
-    )
-    assert [group for group, _ in done] == [0] * 3 + [1] * 3
-    assert done[3][1] - done[2][1] > 0.1
+    """The tool of the second group's members returns once the first group is judged."""
+    done, judged, work = [], threading.Event(), tasks_of(2, 3, seed=1)
+
+    def held(call):
+        assert judged.wait(60)
+        return answer(call)
+
+    def on_done(one):
+        done.append(one.group)
+        if done == [0] * 3:
+            judged.set()
+
+    slow = Do({task.query: held for task in work[0][3:]})
+    got = run(engine, work, slow, reward=fg.Reward(full), more={"on_done": on_done})
+    assert done == [0] * 3 + [1] * 3
+    assert any("echo" in one.tools for one in got.played[3:])
     assert got.seconds["rollout"] >= got.seconds["playing"] > 0
 
 
