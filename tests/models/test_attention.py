@@ -98,7 +98,6 @@ def test_nothing_of_a_block_is_kept_for_the_backward_pass(packed):
     assert kept <= 2 * q.size + k.size + v.size + seen.size + q.size // 8
 
 
-@pytest.mark.slow
 def test_M2_a_kernel_keeps_segments_apart_and_its_gradient_is_finite(packed):
     _, _, d_k, _ = check_formula(fused("xla"), packed, PLAIN)
     unseen = ~packed[3].any(axis=1)

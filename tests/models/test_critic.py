@@ -50,7 +50,6 @@ def test_a_critic_from_a_policy_has_copies_of_its_trunk():
         from_policy(Adapted(kept, {}), CONFIG)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.slow
 def test_M2_packed_conversations_do_not_see_each_other_nor_what_comes_later():
     """A value after a token depends on it and those before it in its segment; the value before it, not on it."""
     params = critic_params()
@@ -73,7 +72,6 @@ def test_M2_packed_conversations_do_not_see_each_other_nor_what_comes_later():
     np.testing.assert_allclose(whole, before(jnp.asarray(found), jnp.asarray(SEGMENTS)), atol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_head_over_the_policys_own_states_and_a_bfloat16_trunk_give_the_same_values():
     params = critic_params()
     expected = np.asarray(apply(params, TOKENS, POSITIONS, SEGMENTS))

@@ -44,7 +44,6 @@ def deal(lengths, width, random):
         yield tokens_rs.astype(np.int32), segments_rs.astype(np.int32)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "width", "slots"), [("full", 1, 19), ("full", 5, 30), ("near", 19, 19)])
 def test_M2_cached_decoding_equals_the_full_forward(name, width, slots):
     """What lies in free slots is never read, and a step of padding leaves the cache as it was."""
@@ -63,7 +62,6 @@ def test_M2_cached_decoding_equals_the_full_forward(name, width, slots):
     jax.tree.map(np.testing.assert_array_equal, after, cache)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_M2_packed_rows_equal_separate_ones(name):
     """And padding yields zeros."""
@@ -77,7 +75,6 @@ def test_M2_packed_rows_equal_separate_ones(name):
         np.testing.assert_allclose(packed[row, place], alone[row, : len(place)], **TOLERANCE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_M2_causality_and_isolation_by_gradient(name):
     """Which position depends on which, by the gradient of its hidden state: exact zeros where it does not."""
@@ -121,7 +118,6 @@ def slopes(**settings):
     return jax.jit(jax.value_and_grad(sum_of))
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("nan_allowed")
 def test_a_poisoned_embedding_of_padding_reaches_nothing_and_every_parameter_has_a_gradient():
     params, tokens_rs = random_params(UNTIED), np.where(PADDED_RS > 0, TOKENS_RS, 96)
@@ -139,10 +135,8 @@ def test_rematerialised_and_unrolled_layers_give_the_same_values_and_gradients()
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), *results)
 
 
-@pytest.mark.slow
 def test_half_precision_stays_near_and_keeps_its_type():
-    policy, wide = make_policy(FULL, dtype=jnp.bfloat16), random_params(FULL)
-    narrow = {name: value.astype(jnp.bfloat16) for name, value in wide.items()}
+    policy, narrow = make_policy(FULL, dtype=jnp.bfloat16), random_params(FULL, dtype="bfloat16")
     hidden, cache = jax.jit(policy.hidden)(narrow, TOKENS_RS, cache=policy.make_cache(ROWS, LENGTH))
     assert (hidden.dtype, cache.keys.dtype) == (jnp.bfloat16, jnp.bfloat16)
     found, expected = policy.unembed(narrow, hidden), forward(FULL)
@@ -151,9 +145,8 @@ def test_half_precision_stays_near_and_keeps_its_type():
 
 
 def test_a_7b_shape_lowers():
-    config = DecoderConfig(
-        v=152064, d=3584, h=28, k=4, e=128, f=18944, windows=(None,) * 28, ropes=(Rope(1e6),) * 28, qkv_bias=True
-    )
+    sizes = {"v": 152064, "d": 3584, "h": 28, "k": 4, "e": 128, "f": 18944}
+    config = DecoderConfig(**sizes, windows=(None,) * 28, ropes=(Rope(1e6),) * 28, qkv_bias=True)
     policy = make_policy(config, dtype=jnp.bfloat16, remat=True)
     params = jax.eval_shape(policy.init, jax.random.key(0))
     assert sum(value.size for value in params.values()) == 7_615_616_512  # as published

@@ -34,15 +34,13 @@ def adapted(lora) -> Adapted:
 
 
 @cache
-def logits(lora=None, **settings):
-    """`run(params, tokens, positions, segments)` of the base or of an adapted policy, compiled once."""
-    policy = make_policy(FULL) if lora is None else lora_policy(FULL, lora, **settings)
+def applied(lora=None):
+    """The base or an adapted policy, compiled once."""
+    return jax.jit((make_policy(FULL) if lora is None else lora_policy(FULL, lora)).apply)
 
-    def run(params, tokens=TOKENS_RS, positions=IN_ORDER_RS, segments=ALONE_RS):
-        return apply(params, tokens, positions, segments)[0]
 
-    apply = jax.jit(policy.apply)
-    return run
+def logits(params, lora=None, *, tokens=TOKENS_RS, positions=IN_ORDER_RS, segments=ALONE_RS):
+    return applied(lora)(params, tokens, positions, segments)[0]
 
 
 @cache
@@ -52,17 +50,16 @@ def slopes(lora=None, **settings):
     return jax.jit(jax.grad(lambda params: (policy.apply(params, TOKENS_RS)[0] ** 2).mean()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lora", [LORA, SOME])
 def test_at_first_nothing_changes_and_later_merged_equals_adapted(lora):
     params = adapted(lora)
-    before, merged = logits()(params.base), merge(params, FULL, lora)
-    found = logits(lora)(params)
-    np.testing.assert_allclose(found, logits()(merged), atol=3e-5, rtol=0)
+    before, merged = logits(params.base), merge(params, FULL, lora)
+    found = logits(params, lora)
+    np.testing.assert_allclose(found, logits(merged), atol=3e-5, rtol=0)
     assert np.abs(found - before).max() > 0.05
     assert {name for name in params.base if merged[name] is not params.base[name]} == set(lora.targets)
     fresh = params._replace(adapter=init_adapter(jax.random.key(1), FULL, lora))
-    np.testing.assert_allclose(logits(lora)(fresh), before, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(logits(fresh, lora), before, atol=1e-5, rtol=0)
     jax.tree.map(np.testing.assert_array_equal, merge(fresh, FULL, lora), params.base)
 
 
@@ -79,14 +76,13 @@ def test_merging_is_the_sum_over_the_rank_by_hand():
         np.testing.assert_allclose(merged[name], expected, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_a_bfloat16_base_under_a_float32_adapter():
     wide = adapted(LORA)
     params = wide._replace(base={name: value.astype(jnp.bfloat16) for name, value in wide.base.items()})
     policy = lora_policy(FULL, LORA, dtype=jnp.bfloat16)
     hidden, cache = jax.jit(policy.hidden)(params, TOKENS_RS, cache=policy.make_cache(2, 9))
     assert hidden.dtype == cache.keys.dtype == jnp.bfloat16
-    expected, found = np.asarray(logits(LORA)(wide)), np.asarray(policy.unembed(params, hidden))
+    expected, found = np.asarray(logits(wide, LORA)), np.asarray(policy.unembed(params, hidden))
     assert np.abs(found - expected).mean() < 0.03 * expected.std()
 
 
@@ -127,20 +123,17 @@ def test_the_base_gets_no_gradient_and_the_adapter_that_of_the_merged_weights(re
     assert all(np.asarray(value).any() == name.endswith("_b") for name, value in moved.items())
 
 
-@pytest.mark.slow
 def test_cached_decode_equals_the_full_forward_and_segments_do_not_see_each_other():
-    params, run, parts = adapted(LORA), logits(LORA), []
-    policy = lora_policy(FULL, LORA)
-    step, cache = jax.jit(policy.apply), policy.make_cache(2, 12)
+    params, cache, parts = adapted(LORA), lora_policy(FULL, LORA).make_cache(2, 12), []
     for chunk in np.split(TOKENS_RS, 3, axis=1):
-        part, cache = step(params, chunk, cache=cache)
+        part, cache = applied(LORA)(params, chunk, cache=cache)
         parts.append(part)
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), run(params), atol=1e-5, rtol=0)
-    segments_rs = np.array([[1] * 4 + [2] * 4 + [0]] * 2, np.int32)
-    positions_rs = np.array([[0, 1, 2, 3] * 2 + [0]] * 2, np.int32)
-    packed, second = run(params, TOKENS_RS, positions_rs, segments_rs), np.roll(TOKENS_RS, -4, axis=1)
-    np.testing.assert_allclose(packed[:, :4], run(params)[:, :4], atol=1e-5, rtol=0)
-    np.testing.assert_allclose(packed[:, 4:8], run(params, second)[:, :4], atol=1e-5, rtol=0)
+    whole, second = logits(params, LORA), logits(params, LORA, tokens=np.roll(TOKENS_RS, -4, axis=1))
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, atol=1e-5, rtol=0)
+    segments_rs, positions_rs = np.array([[1] * 4 + [2] * 4 + [0]] * 2), np.array([[*range(4)] * 2 + [0]] * 2)
+    packed = logits(params, LORA, positions=positions_rs.astype(np.int32), segments=segments_rs.astype(np.int32))
+    np.testing.assert_allclose(packed[:, :4], whole[:, :4], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(packed[:, 4:8], second[:, :4], atol=1e-5, rtol=0)
 
 
 def test_targets_and_adapters_that_do_not_fit_are_refused():

@@ -38,7 +38,6 @@ def test_pieces_make_up_the_array_wherever_it_goes(monkeypatch, mesh, staged, ax
         assert all((stop - start) * entry <= max(staged, entry) for start, stop in asked)
 
 
-@pytest.mark.slow
 def test_M3_a_model_that_is_read_in_pieces_has_the_same_bytes(monkeypatch, tmp_path, mesh):
     """Although each file is opened for one tensor only, and may go as soon as the model is there."""
 

@@ -40,7 +40,6 @@ def test_the_score_is_the_head_over_the_last_hidden_state(tmp_path):
     assert "unembed" not in scorer.params
 
 
-@pytest.mark.slow
 def test_a_score_depends_neither_on_padding_nor_on_neighbours(tmp_path):
     write(tmp_path)
     scorer, lists = load_scorer(tmp_path, text=False), [[1, 2, 3], [0, 0], [5] * 7, [9], [4, 3, 2, 1, 0]]
