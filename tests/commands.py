@@ -46,6 +46,11 @@ def run_module(
     return subprocess.CompletedProcess([module, *arguments], ended["status"], stdout, stderr)
 
 
+def xla_flags() -> str:
+    """Return the tests' flags of XLA without their eight devices: a command has those that it asks for."""
+    return " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)
+
+
 def _server() -> subprocess.Popen:
     """Start the process that forks, once for every process of the tests."""
     if not _SERVERS:
@@ -84,6 +89,7 @@ def become(job: dict) -> None:
     os.environ.clear()
     os.environ.update(job["env"])
     os.chdir(job["cwd"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
     for number, name in enumerate(job["files"]):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), number)
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import run_module
+from commands import run_module, xla_flags
 
 from experiments.cluster_kills import run_cluster_soak
 from flowgrpo.distributed.crew import RayCrew
@@ -22,7 +22,7 @@ SIZES = "--warm_steps=100 --demonstrations=600 --queries=4 --samples=4 --test_ta
 @pytest.fixture(autouse=True)
 def own_devices(monkeypatch):
     """The commands have the devices that they ask for, and not those of the tests."""
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", xla_flags())
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from commands import ROOT, run_module
+from commands import ROOT, run_module, xla_flags
 
 EXPERIMENTS = ROOT / "experiments"
 
@@ -15,7 +15,7 @@ def own_devices():
     """Give commands the devices that they ask for, as everywhere, and not those of the tests, which have begun."""
     assert jax.device_count() == 8
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("XLA_FLAGS")
+        patch.setenv("XLA_FLAGS", xla_flags())
         yield
 
 

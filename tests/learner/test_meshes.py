@@ -1,4 +1,4 @@
-"""F3 over devices: five updates on fixed batches end at the same parameters, by one device, by many, by two processes.
+"""F3 over devices: two updates on fixed batches end at the same parameters, by one device, by many, by two processes.
 
 The work is that of `experiments.benchmarks.meshes`, which prints the measured distances.
 """
@@ -12,6 +12,7 @@ import time
 from functools import cache
 from pathlib import Path
 
+import commands
 import jax
 import pytest
 
@@ -28,7 +29,7 @@ BOUND = 1e-4
 def fixed():
     """(parameters before, batches, what one device makes of them)."""
     before = jax.device_get(meshes.start().params)
-    batches = meshes.fixed_batches(before, 5)
+    batches = meshes.fixed_batches(before, 2)
     return before, batches, meshes.on_one(batches)
 
 
@@ -50,21 +51,21 @@ def test_F3_two_processes_of_four_devices_are_the_same():
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     flags = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2", "--cpu_devices=4"]
-    flags.append("--mesh=data:8,data:2/fsdp:2/tensor:2")
+    flags += ["--updates=2", "--mesh=data:2/fsdp:2/tensor:2"]
     for printed in run_together([[*flags, f"--process_id={number}"] for number in range(2)]):
         (line,) = [line for line in printed.splitlines() if line.startswith("{")]
         found = json.loads(line)
-        assert (found["devices"], found["updates"]) == (8, 5)
-        assert [row["mesh"] for row in found["rows"]] == ["one device", "data=8", "data=2,fsdp=2,tensor=2"]
+        assert (found["devices"], found["updates"]) == (8, 2)
+        assert [row["mesh"] for row in found["rows"]] == ["one device", "data=2,fsdp=2,tensor=2"]
         assert all(0 < row["apart"] <= BOUND for row in found["rows"][1:])
 
 
-def run_together(commands: list[list[str]]) -> list[str]:
+def run_together(started: list[list[str]]) -> list[str]:
     """What each process prints; all are killed when the time is over."""
-    clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    clean = os.environ | {"XLA_FLAGS": commands.xla_flags()}
     module = [sys.executable, "-m", "experiments.benchmarks.meshes"]
     settings = {"cwd": ROOT, "env": clean, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    running = [subprocess.Popen([*module, *command], **settings) for command in commands]
+    running = [subprocess.Popen([*module, *command], **settings) for command in started]
     end, printed = time.monotonic() + SECONDS, []
     for process in running:
         try:
