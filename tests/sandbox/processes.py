@@ -4,20 +4,22 @@ import time
 from pathlib import Path
 
 
+def stat(pid):
+    """State and parent of a process; none of both where it is gone."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return "gone", 0
+    return state, int(parent)
+
+
 def family(pid):
-    """The processes below `pid`, as pid: (parent, state)."""
-    every = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue  # it ended in the meantime
-            every[int(entry.name)] = (int(parent), state)
+    """The processes below `pid`, and their states."""
+    every = {int(entry.name): stat(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
     below = {pid}
-    while more := {own for own, (parent, _) in every.items() if parent in below} - below:
+    while more := {own for own, (_, parent) in every.items() if parent in below} - below:
         below |= more
-    return {own: every[own] for own in below - {pid} if own in every}
+    return {own: every[own][0] for own in below - {pid}}
 
 
 def zygote(pid):
@@ -28,10 +30,7 @@ def zygote(pid):
 
 def ended(pid):
     """Whether a process is gone, or has nobody yet who buries it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    return stat(pid)[0] in ("gone", "Z")
 
 
 def wait_until(happened, seconds=60.0):
