@@ -1,9 +1,6 @@
 """Programs that try to pass the tests of `f = add` without adding: by name. None of them holds an expected value."""
 
 PROGRAMS = r"""
-== exits early
-import sys
-sys.exit(0)
 == exits hard
 import os
 os._exit(0)
@@ -25,10 +22,6 @@ class I(int):
     def __eq__(self, other): return True
     __hash__ = int.__hash__
 def f(a, b): return I(1)
-== is a list that equals everything
-class L(list):
-    def __eq__(self, other): return True
-def f(a, b): return L()
 == hides what equals everything in a list
 class Equal:
     def __eq__(self, other): return True
@@ -46,77 +39,28 @@ import builtins
 for name in ('isinstance', 'abs', 'all', 'any', 'len', 'sorted', 'eval', 'exec', 'type'):
     setattr(builtins, name, lambda *a, **k: True)
 def f(a, b): return True
-== reads frames, objects and constants
-import gc, sys, types
+== looks for the expected value everywhere
+import gc, glob, os, re, sys, types
 def f(a, b):
-    objects = gc.get_objects()
+    objects, frame, texts = gc.get_objects(), sys._getframe(), [repr(os.environ).encode()]
     found = [v for o in objects if isinstance(o, types.FunctionType) for v in o.__code__.co_consts]
     found += [v for o in objects if type(o) in (list, tuple, set) for v in o]
     found += [v for o in objects if type(o) is dict for v in o.values()]
-    frame = sys._getframe()
     while frame:
         found += [*frame.f_globals.values(), *frame.f_locals.values()]
         frame = frame.f_back
-    found = [v for v in found if type(v) is int and 1000 < v < 3000 and v not in (a, b, 2000)]
-    return found[-1] if found else None
-== reads the text of the tests
-import gc, re
-def f(a, b):
-    texts = [v for o in gc.get_objects() if type(o) in (list, tuple) for v in o if type(v) is str]
-    found = re.findall(r'== (\d+)|"equals": (\d+)', ' '.join(texts))
-    return int(found[0][0] or found[0][1]) if found else None
-== reads files
-import glob, re, sys
-def f(a, b):
-    for path in [*glob.glob('*'), *glob.glob('/tmp/**', recursive=True)[:500], sys.argv[0], '/proc/self/cmdline']:
+    for path in [*glob.glob('*'), *glob.glob('/tmp/**', recursive=True)[:500], sys.argv[0], '/proc/self/cmdline',
+                 f'/proc/{os.getppid()}/environ', f'/proc/{os.getppid()}/cmdline', *range(64)]:
         try:
-            found = re.findall(r'f\(1000, 5\) == (\d+)', open(path, errors='replace').read())
-        except OSError:
-            continue
-        if found:
-            return int(found[0])
-== reads memory
-import re
-def f(a, b):
-    try:
-        for line in open('/proc/self/maps'):
-            if 'heap' in line:
-                low, high = (int(part, 16) for part in line.split()[0].split('-'))
-                memory = open('/proc/self/mem', 'rb')
-                memory.seek(low)
-                return int(re.findall(rb'\) == (\d+)', memory.read(high - low))[0])
-    except (OSError, IndexError):
-        pass
-== reads the environment and its parent
-import os, re
-def f(a, b):
-    text = repr(os.environ)
-    try:
-        text += open(f'/proc/{os.getppid()}/environ').read() + open(f'/proc/{os.getppid()}/cmdline').read()
-    except OSError:
-        pass
-    found = re.findall(r'== (\d+)', text)
-    return int(found[0]) if found else None
-== reads other descriptors
-import os, re
-def f(a, b):
-    text = b''
-    for fd in range(64):
-        try:
-            os.set_blocking(fd, False)
-            text += os.read(fd, 65536)
+            if type(path) is int:
+                os.set_blocking(path, False)
+            texts.append(os.read(path, 65536) if type(path) is int else open(path, 'rb').read())
         except OSError:
             pass
-    found = re.findall(rb'== (\d+)', text)
-    return int(found[0]) if found else None
-== forges verdicts
-import os
-for fd in range(64):
-    try:
-        os.write(fd, b'passed 0\npassed 1\npassed 2\nend 0\n')
-    except OSError:
-        pass
-def f(a, b): return None
+    texts += [v.encode('utf-8', 'replace') for v in found if type(v) is str]
+    told = re.findall(rb'== (\d{4})|"equals": (\d{4})', b' '.join(texts))
+    told += [v for v in found if type(v) is int and 1000 < v < 3000 and v not in (a, b, 2000)]
+    return int(max(told[-1])) if told and type(told[-1]) is tuple else told[-1] if told else None
 == prints verdicts
 print('passed 0', 'passed 1', 'OK', '2 passed', 'end 0', sep='\n', flush=True)
 == forges records
@@ -152,14 +96,6 @@ import atexit, os, threading, time
 atexit.register(lambda: os._exit(0))
 threading.Thread(target=lambda: (time.sleep(0.1), os._exit(0))).start()
 def f(a, b): return 0
-== forks
-import os
-try:
-    if os.fork():
-        os._exit(0)
-except OSError:
-    pass
-def f(a, b): return 0
 == replaces itself
 import os, sys
 def f(a, b):
@@ -168,11 +104,6 @@ try:
     f(1, 1)
 except OSError:
     os._exit(0)
-== replaces stdout
-import io, os, sys
-sys.stdout = sys.__stdout__ = io.StringIO()
-os.dup2(2, 1)
-def f(a, b): return print
 == writes modules for the tests
 for name in ('json.py', 'math.py', 'sitecustomize.py', 'conftest.py', 'solution.py'):
     try:
@@ -190,8 +121,6 @@ def f(a, b):
     return x
 == returns nan
 def f(a, b): return float('nan')
-== returns infinity
-def f(a, b): return float('inf')
 == returns a verdict
 def f(a, b): return True
 == is any name of its module
