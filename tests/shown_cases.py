@@ -22,15 +22,8 @@ def make_shown(task: str = "t0", **more) -> Shown:
     """A trajectory that calls a tool, meets an error, and answers."""
     call = ShownCall("tool", "calculator", {"expression": "2 +"}, "it is not complete", error=True)
     turns = [make_turn("Tool: calculator 2 +", tool="calculator", error=True, calls=(call,)), make_turn("answer 5")]
-    own = {
-        "turns": turns,
-        "query": f"what is {task}?",
-        "answers": ("5",),
-        "domain": "mathematics",
-        "reward": 1.0,
-        "correct": True,
-    }
-    return Shown(task, **{**own, "output": "5", "seconds": 1.5, **more})
+    own = {"turns": turns, "query": f"what is {task}?", "answers": ("5",), "domain": "mathematics", "output": "5"}
+    return Shown(task, **{**own, "reward": 1.0, "correct": True, "seconds": 1.5, **more})
 
 
 def make_many() -> list[Shown]:

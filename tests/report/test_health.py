@@ -12,20 +12,9 @@ from flowgrpo.report.metrics import Metrics, read_metrics
 from flowgrpo.types import BadInput
 
 HERE = Path(__file__).parent
-HEALTHY = {
-    "success": 0.5,
-    "entropy": 0.3,
-    "repeated_text": 0.05,
-    "repeated_actions": 0.1,
-    "ratio_p01": 0.9,
-    "ratio_p99": 1.1,
-    "clip_low_fraction": 0.02,
-    "clip_high_fraction": 0.05,
-    "zero_signal_groups": 0.3,
-    "chosen_per_trajectory": 100.0,
-    "gap": 0.05,
-    "live_tokens": 1000.0,
-}
+HEALTHY = {"success": 0.5, "entropy": 0.3, "repeated_text": 0.05, "repeated_actions": 0.1}
+HEALTHY |= {"ratio_p01": 0.9, "ratio_p99": 1.1, "clip_low_fraction": 0.02, "clip_high_fraction": 0.05}
+HEALTHY |= {"zero_signal_groups": 0.3, "chosen_per_trajectory": 100.0, "gap": 0.05, "live_tokens": 1000.0}
 
 
 def run(count=10, **changed):
@@ -42,7 +31,7 @@ def names(lines, **limits):
 
 
 def test_a_run_that_learns_is_told_nothing():
-    """The quickstart on `lookup`, all of it: entropy falls to a twentieth and groups fall silent, since it succeeds."""
+    """The quickstart on `lookup`: entropy falls to a twentieth and groups fall silent, since it succeeds."""
     assert warnings_of(read_metrics(HERE / "learns.jsonl")) == []
     assert names(run()) == []
     assert names([]) == []
@@ -51,33 +40,30 @@ def test_a_run_that_learns_is_told_nothing():
 def test_a_run_that_collapses_is_told_when():
     """A planner of the agent system that learned too fast, from few trajectories."""
     told = warnings_of(read_metrics(HERE / "collapses.jsonl"))
-    assert [(one["warning"], one["phase"], one["update"]) for one in told] == [
-        ("success", "validation", 10),
-        ("zero_signal_groups", "train", 19),
-    ]
+    found = [(one["warning"], one["phase"], one["update"]) for one in told]
+    assert found == [("success", "validation", 10), ("zero_signal_groups", "train", 19)]
     assert told[0]["words"].startswith("validation success fell from 0.13 to 0.02, by more than 0.1 and than chance")
 
 
 @pytest.mark.parametrize(
-    ("changed", "name", "figure"),
+    ("field", "first", "last", "name", "figure"),
     [
-        ({"entropy": (0.005, 0.005)}, "entropy", 0.005),
-        ({"entropy": (0.36, 0.0)}, "entropy_falls", 0.08),
-        ({"repeated_text": (0.4, 0.4)}, "repeated_text", 0.4),
-        ({"repeated_actions": (0.7, 0.7)}, "repeated_actions", 0.7),
-        ({"ratio_p99": (2.5, 2.5)}, "ratio", 2.5),
-        ({"ratio_p01": (0.25, 0.25)}, "ratio", 4.0),
-        ({"clip_low_fraction": (0.4, 0.4)}, "clip_fraction", 0.45),
-        ({"zero_signal_groups": (0.9, 0.9)}, "zero_signal_groups", 0.9),
-        ({"chosen_per_trajectory": (60.0, 330.0)}, "chosen_per_trajectory", 270.0),
-        ({"chosen_per_trajectory": (360.0, 0.0)}, "chosen_per_trajectory", 80.0),
-        ({"gap": (0.0, 0.36)}, "gap", 0.2),
+        ("entropy", 0.005, 0.005, "entropy", 0.005),
+        ("entropy", 0.36, 0.0, "entropy_falls", 0.08),
+        ("repeated_text", 0.4, 0.4, "repeated_text", 0.4),
+        ("repeated_actions", 0.7, 0.7, "repeated_actions", 0.7),
+        ("ratio_p99", 2.5, 2.5, "ratio", 2.5),
+        ("ratio_p01", 0.25, 0.25, "ratio", 4.0),
+        ("clip_low_fraction", 0.4, 0.4, "clip_fraction", 0.45),
+        ("zero_signal_groups", 0.9, 0.9, "zero_signal_groups", 0.9),
+        ("chosen_per_trajectory", 60.0, 330.0, "chosen_per_trajectory", 270.0),
+        ("chosen_per_trajectory", 360.0, 0.0, "chosen_per_trajectory", 80.0),
+        ("gap", 0.0, 0.36, "gap", 0.2),
     ],
 )
-def test_each_check_has_its_figure(changed, name, figure):
-    (one,) = findings(run(**changed))
-    assert one.name == name
-    assert one.figure == pytest.approx(figure)
+def test_each_check_has_its_figure(field, first, last, name, figure):
+    (one,) = findings(run(**{field: (first, last)}))
+    assert (one.name, one.figure) == (name, pytest.approx(figure))
     assert one.severity > 1
     assert "\n" not in one.words
 
@@ -106,14 +92,8 @@ def test_nothing_is_said_before_a_window_is_over_and_limits_are_settings():
 
 
 def validation(update, success, width=0.05, **more):
-    low, high = success - width, success + width
-    return {
-        "phase": "validation",
-        "update": update,
-        "success": success,
-        "success_low": low,
-        "success_high": high,
-    } | more
+    bounds = {"success_low": success - width, "success_high": success + width}
+    return {"phase": "validation", "update": update, "success": success, **bounds, **more}
 
 
 def test_a_fall_of_validations_must_be_more_than_chance():
@@ -142,27 +122,21 @@ def test_a_warning_comes_once_and_again_when_it_is_twice_as_bad():
 
 
 def test_a_run_that_goes_on_says_what_an_undisturbed_one_does(tmp_path):
-    lines = list(read_metrics(HERE / "collapses.jsonl"))
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
-    said = {"whole": [], "parts": []}
-    sinks = {name: [partial(watch_health, say=one.append)] for name, one in said.items()}
-    with Metrics(tmp_path / "whole", sinks=sinks["whole"]) as metrics:
-        for line in lines:
-            metrics.write(line)
-    with Metrics(tmp_path / "parts", sinks=sinks["parts"]) as metrics:
-        for line in lines[:20]:
-            metrics.write(line)
-            position = metrics.position if line["update"] == 8 else locals().get("position")
-    kept = len(said["parts"])
-    with Metrics(tmp_path / "parts", position, sinks=sinks["parts"]) as metrics:
-        for line in lines[len(list(read_metrics(tmp_path / "parts" / "metrics.jsonl"))) :]:
-            metrics.write(line)
-    assert (tmp_path / "whole" / "warnings.jsonl").read_bytes() == (tmp_path / "parts" / "warnings.jsonl").read_bytes()
-    assert said["parts"][kept:] == said["whole"]
-    assert said["whole"][0].startswith("warning: validation 10: validation success fell")
-    told = [json.loads(line) for line in (tmp_path / "whole" / "warnings.jsonl").read_text().splitlines()]
-    assert summary(told) == (
+    lines, said, position = list(read_metrics(HERE / "collapses.jsonl")), [], None
+    for folder, parts in (("whole", [lines]), ("parts", [lines[:13], lines[13:20], lines[13:]])):
+        (tmp_path / folder).mkdir()
+        for part in parts:
+            said.append([])
+            with Metrics(tmp_path / folder, position, sinks=[partial(watch_health, say=said[-1].append)]) as metrics:
+                for line in part:
+                    metrics.write(line)
+                position = metrics.position if part is parts[0] and len(parts) > 1 else position
+    whole, parts = ((tmp_path / name / "warnings.jsonl").read_text() for name in ("whole", "parts"))
+    assert whole == parts
+    assert [len(one) for one in said] == [2, 0, 1, 2]
+    assert said[0] == said[3]
+    assert said[0][0].startswith("warning: validation 10: validation success fell")
+    assert summary([json.loads(line) for line in whole.splitlines()]) == (
         "2 warnings: success (from update 10 on), zero_signal_groups (from update 19 on); see warnings.jsonl"
     )
     assert summary([]) is None

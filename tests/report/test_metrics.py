@@ -1,7 +1,6 @@
 """Metrics in files: plain JSON, and byte for byte the same after any interruption (S1)."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,8 +14,6 @@ from hypothesis import strategies as st
 
 from flowgrpo.report.metrics import METRICS, TIMINGS, Metrics, plain, read_metrics
 from flowgrpo.types import BadInput
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def line(update: int) -> dict:
@@ -37,14 +34,10 @@ def test_lines_are_plain_json(tmp_path):
 @pytest.mark.usefixtures("nan_allowed")
 def test_figures_of_any_kind_become_plain_ones():
     """float32 in its shortest form, which gives the same float32 again; what is no number is null."""
-    assert plain([np.float32(0.1), 0.1, np.float64(0.1), jnp.float32(0.1), jnp.bfloat16(0.1)]) == [
-        *[0.1] * 4,
-        0.100097656,  # what bfloat16 has of it
-    ]
-    assert plain({"a": np.arange(2), 3: (True, np.bool_(False), None, "x", np.int8(-1))}) == {
-        "a": [0, 1],
-        "3": [True, False, None, "x", -1],
-    }
+    tenths = [np.float32(0.1), 0.1, np.float64(0.1), jnp.float32(0.1), jnp.bfloat16(0.1)]
+    assert plain(tenths) == [0.1, 0.1, 0.1, 0.1, 0.100097656]  # what bfloat16 has of it
+    others = {"a": np.arange(2), 3: (True, np.bool_(False), None, "x", np.int8(-1))}
+    assert plain(others) == {"a": [0, 1], "3": [True, False, None, "x", -1]}
     assert plain([float("nan"), np.float32("inf"), jnp.array([1.0, jnp.nan])]) == [None, None, [1.0, None]]
     value = np.float32(1) / 3
     assert np.float32(plain(value)) == value
@@ -74,41 +67,33 @@ def test_s1_an_interrupted_file_equals_an_undisturbed_one(tmp_path_factory, upda
 
 def test_no_line_is_lost_when_the_process_is_killed(tmp_path):
     program = f"""
-import os, signal
+import os
 from flowgrpo.report.metrics import Metrics
 metrics = Metrics({str(tmp_path)!r})
 metrics.write({{"update": 0}})
-os.kill(os.getpid(), signal.SIGKILL)"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"PYTHONPATH": "."}, check=False)
+os.kill(os.getpid(), {signal.SIGKILL:d})"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=False)
     assert done.returncode == -signal.SIGKILL
     assert list(read_metrics(tmp_path / METRICS)) == [{"update": 0}]
 
 
-def test_a_position_that_the_file_does_not_have_is_refused_and_nothing_is_cut(tmp_path):
-    (tmp_path / METRICS).write_text('{"update": 0}\n{"update": 1}\n')
-    with pytest.raises(BadInput, match="has 28 bytes, and had 40 at the checkpoint: restore it, or begin a new run"):
-        Metrics(tmp_path, {METRICS: 40, TIMINGS: 0})
-    with pytest.raises(BadInput, match="has no line that ends at byte 15"):
-        Metrics(tmp_path, {METRICS: 15, TIMINGS: 0})
-    with pytest.raises(BadInput, match=r"timings.jsonl has 0 bytes, and had 5"):
-        Metrics(tmp_path, {METRICS: 14, TIMINGS: 5})
-    assert len(list(read_metrics(tmp_path / METRICS))) == 2
+def test_what_can_not_go_on_be_read_or_be_written_is_refused_and_nothing_is_cut(tmp_path, monkeypatch):
+    path = tmp_path / METRICS
+    path.write_text('{"update": 0}\n{"update": 1}\n{"upd')
+    for position, words in (
+        ({METRICS: 40, TIMINGS: 0}, "has 33 bytes, and had 40 at the checkpoint: restore it, or begin a new run"),
+        ({METRICS: 15, TIMINGS: 0}, "has no line that ends at byte 15"),
+        ({METRICS: 14, TIMINGS: 5}, r"timings.jsonl has 0 bytes, and had 5"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            Metrics(tmp_path, position)
     with pytest.raises(BadInput, match=r"can't be written \(No such file or directory\): choose another folder"):
         Metrics(tmp_path / "nowhere")
-
-
-def test_reading_leaves_out_a_torn_line_and_names_a_bad_one(tmp_path):
-    path = tmp_path / METRICS
-    path.write_text('{"update": 0}\n{"upd')
-    assert list(read_metrics(path)) == [{"update": 0}]
+    assert list(read_metrics(path)) == [{"update": 0}, {"update": 1}]  # without the torn line
     path.write_text('{"update": 0}\nhello\n')
-    with pytest.raises(BadInput, match=r"metrics.jsonl:2 is not a JSON object: remove the line"):
-        list(read_metrics(path))
-    with pytest.raises(BadInput, match="can't be read"):
-        list(read_metrics(tmp_path / "nowhere"))
-
-
-def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    for bad, words in ((path, "metrics.jsonl:2 is not a JSON object: remove"), (tmp_path / "no", "can't be read")):
+        with pytest.raises(BadInput, match=words):
+            list(read_metrics(bad))
     with Metrics(tmp_path) as metrics, Path("/dev/full").open("wb", buffering=0) as full:
         monkeypatch.setitem(metrics._files, METRICS, full)
         with pytest.raises(BadInput, match=r"/dev/full could not be written \(No space left on device\)"):

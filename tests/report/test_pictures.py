@@ -17,30 +17,14 @@ def write_run(folder: Path, updates: int, *, ratio_bins: int = 6, stages: bool =
     rng = np.random.default_rng(0)
     with Metrics(folder) as metrics:
         for update in range(1, updates + 1):
-            rate = update / updates
-            ratio, advantage = np.zeros(32, int), np.zeros(33, int)
+            rate, ratio, advantage = update / updates, np.zeros(32, int), np.zeros(33, int)
             ratio[16 - ratio_bins // 2 : 16 + ratio_bins // 2] = rng.integers(1, 99, ratio_bins)
             advantage[10:25] = rng.integers(0, 99, 15)
-            line = {
-                "phase": "train",
-                "update": update,
-                "live_tokens": 0 if update == 3 else 100,
-                "success": rate,
-                "outcome": rate / 2,
-                "second_check": rate / 3,
-                "entropy": 1 - rate,
-                "kl": rate,
-                "kl_old": 1e-13,
-                "clip_low_fraction": 0.1 * rate,
-                "clip_high_fraction": 0.0,
-                "turns": 3 + rate,
-                "tool_errors": 1 - rate,
-                "chosen_per_trajectory": 40.0 * rate,
-                "live_tokens_by_turn": [60, 30, 10, 0, 0, 0, 0, 0],
-                "tools": {"calculator": rate, "search": 1 - rate},
-                RATIO: ratio,
-                ADVANTAGE: advantage,
-            }
+            line = {"phase": "train", "update": update, RATIO: ratio, ADVANTAGE: advantage, "kl_old": 1e-13}
+            line |= dict.fromkeys(("success", "outcome", "second_check", "kl", "clip_low_fraction"), rate)
+            line |= dict.fromkeys(("entropy", "tool_errors", "clip_high_fraction"), 1 - rate)
+            line |= {"turns": 3 + rate, "chosen_per_trajectory": 40.0 * rate, "live_tokens": 100 * (update != 3)}
+            line |= {"live_tokens_by_turn": [60, 30, 10, 0], "tools": {"calculator": rate, "search": 1 - rate}}
             spent = {"rollout_seconds": 1.0, "rewards_seconds": 0.5, "inference_seconds": 0.25, "train_seconds": 0.75}
             timed = {"seconds": 3.0 if update > 1 else 30.0, "tokens_per_second": 1000.0 * rate}
             metrics.write(line, timed | (spent if stages else {}))
@@ -53,19 +37,17 @@ def write_run(folder: Path, updates: int, *, ratio_bins: int = 6, stages: bool =
 
 @pytest.mark.slow
 def test_everything_is_drawn_and_again_to_the_same_bytes(tmp_path):
-    write_run(tmp_path, 50)
+    write_run(tmp_path, 20)
     written, left_out = draw_all(tmp_path, formats=("png", "svg"))
-    assert left_out == {}
-    assert [path.name for path in written] == [f"{name}.{kind}" for name in PICTURES for kind in ("png", "svg")]
-    again, _ = draw_all(tmp_path, tmp_path / "again", formats=("svg", "png"))
+    assert (len(written), left_out) == (2 * len(PICTURES), {})
     drawn = {path.name: path.read_bytes() for path in written}
-    assert {path.name: path.read_bytes() for path in again} == drawn
+    for path in draw_all(tmp_path, tmp_path / "again", formats=("svg",))[0]:
+        assert path.read_bytes() == drawn[path.name]
     assert b"update" in drawn["policy.svg"]  # letters stay letters
     assert b"<dc:date>" not in drawn["policy.svg"]
     assert all(drawn[f"{name}.png"].startswith(b"\x89PNG") for name in PICTURES)
 
 
-@pytest.mark.slow
 def test_what_a_run_has_no_figures_for_is_left_out_with_the_reason(tmp_path):
     write_run(tmp_path, 6, ratio_bins=2, stages=False)
     written, left_out = draw_all(tmp_path)
@@ -96,16 +78,8 @@ def test_turns_have_their_share_of_what_was_learned_from():
 
 
 def test_rewards_run_beside_inference_and_count_for_what_they_take_longer():
-    line = {
-        "rollout_seconds": 2.0,
-        "rewards_seconds": 1.5,
-        "inference_seconds": 1.0,
-        "train_seconds": 3.0,
-        "seconds": 7.0,
-    }
+    line = {"rollout_seconds": 2.0, "rewards_seconds": 1.5, "inference_seconds": 1.0, "train_seconds": 3.0}
+    line["seconds"] = 7.0
     parts = _parts(line)
     assert (parts["rewards"], parts["rest"], sum(parts.values())) == (0.5, 0.5, 7.0)
-    spans = _spans(line)
-    assert spans["rewards"] == (2.0, 1.5)
-    assert spans["inference"] == (2.0, 1.0)
-    assert spans["train"] == (3.5, 3.0)
+    assert _spans(line).items() >= {"rewards": (2.0, 1.5), "inference": (2.0, 1.0), "train": (3.5, 3.0)}.items()

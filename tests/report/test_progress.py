@@ -4,14 +4,8 @@ import io
 
 from flowgrpo.report.progress import Progress, clock_time, counted, shown
 
-FIGURES = {
-    "success": 0.541,
-    "turns": 3.17,
-    "tool_errors": 0.083,
-    "kl": 0.01234,
-    "entropy": 1.308,
-    "tokens_per_second": 3380.4,
-}
+FIGURES = {"success": 0.541, "turns": 3.17, "tool_errors": 0.083, "kl": 0.01234, "entropy": 1.308}
+FIGURES["tokens_per_second"] = 3380.4
 
 
 class Terminal(io.StringIO):
@@ -25,12 +19,8 @@ def test_plain_lines_where_there_is_no_terminal():
     progress.show("train", 12, FIGURES)
     progress.say("saved")
     progress.end()
-    assert out.getvalue() == (
-        "train  12/150  success 0.54  turns 3.2  tool errors 0.08  KL 0.0123  entropy 1.31  3,380 tok/s\nsaved\n"
-    )
-
-
-def test_what_is_not_there_or_no_number_is_not_shown():
+    line = "train  12/150  success 0.54  turns 3.2  tool errors 0.08  KL 0.0123  entropy 1.31  3,380 tok/s"
+    assert out.getvalue() == f"{line}\nsaved\n"
     assert shown({"success": None, "turns": float("nan"), "kl": 0.0, "other": 3}) == ["KL 0.0000"]
 
 
@@ -41,9 +31,8 @@ def test_a_terminal_line_is_rewritten_cut_to_its_width_and_a_new_phase_begins_an
     for phase, update in (("train", 1), ("train", 2), ("validation", 2)):
         progress.show(phase, update, FIGURES)
     progress.say("done")
-    assert out.getvalue() == (
-        "\r\x1b[2Ktrain 1/5  success \r\x1b[2Ktrain 2/5  success \n\r\x1b[2Kvalidation 2/5  suc\ndone\n"
-    )
+    clear, first, last = "\r\x1b[2K", "train 1/5  success ", "validation 2/5  suc"
+    assert out.getvalue() == f"{clear}{first}{clear}train 2/5  success \n{clear}{last}\ndone\n"
 
 
 def test_the_time_left_is_that_of_the_updates_seen_here():
@@ -61,20 +50,15 @@ def test_times_are_read_as_on_a_clock():
     assert [clock_time(s) for s in (0, 59.6, 83, 3599, 7384)] == ["0:00", "1:00", "1:23", "59:59", "2:03:04"]
 
 
-def test_cases_are_counted_from_none_to_all():
+def test_cases_are_counted_from_none_to_all_and_what_they_print_has_lines_of_its_own():
     out = io.StringIO()
     assert list(counted("decode", [3, 5], stream=out)) == [3, 5]
     lines = out.getvalue().splitlines()
     assert [line.partition("  ")[0] for line in lines] == ["decode 0/2", "decode 1/2", "decode 2/2"]
     assert ["left" in line for line in lines] == [False, True, True]
-
-
-def test_what_a_case_prints_has_lines_of_its_own_on_a_terminal():
     out = Terminal()
     for case in counted("decode", [3, 5], stream=out):
         print(f"found {case}", file=out)
     lines = out.getvalue().split("\n")
     assert lines[0].endswith("decode 0/2")
-    assert lines[1] == "found 3"
-    assert lines[3] == "found 5"
-    assert out.getvalue().endswith("\n")
+    assert (lines[1], lines[3], lines[-1]) == ("found 3", "found 5", "")
