@@ -16,12 +16,7 @@ def test_the_mean_of_the_middle_half():
     assert iqm(np.array([0.0, 1.0, 2.0, 9.0])) == 1.5
     assert iqm(np.array([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 100.0]])) == pytest.approx((2 + 3 + 4 + 5) / 4)
     assert iqm(np.array([1.0, 2.0, 6.0])) == 3.0  # of three, none can be left out
-
-
-@given(SCORES)
-def test_it_lies_between_the_quartiles_and_is_the_mean_of_equal_runs(scores):
-    assert scores.min() - 1e-9 <= iqm(scores) <= scores.max() + 1e-9
-    assert iqm(np.full(scores.shape, 0.25)) == 0.25
+    assert iqm(np.full((7, 3), 0.25)) == 0.25
 
 
 @given(SCORES, st.integers(0, 9))
@@ -44,18 +39,14 @@ def test_an_interval_is_the_same_again_and_shrinks_with_more_runs():
 
 def test_an_interval_holds_what_is_true_about_as_often_as_it_says():
     draw = np.random.default_rng(1)
-    held = [
-        low <= 0.5 <= high
-        for low, high in (interval(iqm, draw.normal(0.5, 0.1, 16), resamples=400) for _ in range(200))
-    ]
-    assert 0.86 <= np.mean(held) <= 0.99
+    bounds = [interval(iqm, draw.normal(0.5, 0.1, 16), resamples=200) for _ in range(100)]
+    assert 0.86 <= np.mean([low <= 0.5 <= high for low, high in bounds]) <= 0.99
 
 
 def test_runs_are_drawn_within_their_environment():
     apart = np.stack([np.zeros(6), np.ones(6)], axis=1)  # no draw can mix the two
     assert interval(iqm, apart) == (0.5, 0.5)
-    low, high = interval(probability_of_improvement, apart, apart)
-    assert low == high == 0.5
+    assert interval(probability_of_improvement, apart, apart) == (0.5, 0.5)
 
 
 @pytest.mark.parametrize(
