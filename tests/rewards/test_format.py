@@ -15,10 +15,6 @@ def score(reward, output):
     return reward.score(TASK, output)
 
 
-def test_the_declared_form_is_paid():
-    assert score(TAGS, "<think>a</think>\n<answer>5</answer>") == (1.0, "", {"think": 1.0, "answer": 1.0})
-
-
 BROKEN = {
     "": "think: <think> is missing",
     "<think>a</think>": "answer: <answer> is missing",
@@ -33,19 +29,24 @@ BROKEN = {
 }
 
 
-def test_any_other_form_is_not_paid_and_says_why():
-    for output, reason in BROKEN.items():
-        assert score(TAGS, output)[:2] == (0.0, reason)
+def test_the_declared_form_is_paid_and_any_other_says_why_it_is_not():
+    assert score(TAGS, "<think>a</think>\n<answer>5</answer>") == (1.0, "", {"think": 1.0, "answer": 1.0})
+    assert {output: score(TAGS, output)[:2] for output in BROKEN} == {
+        output: (0.0, BROKEN[output]) for output in BROKEN
+    }
     assert score(TAGS, "<think>a</think>").parts == {"think": 1.0, "answer": 0.0}
 
 
 def test_headings_and_literal_text():
     reward = check_format(heading("Plan"), heading("Answer"), literal("####"))
-    assert score(reward, "## Plan\nwalk\n**Answer:**\n#### 5").value == 1
-    assert score(reward, "Plan\nAnswer\n#### 5").value == 1
-    assert score(reward, "My Plan\nAnswer\n#### 5").reason == "Plan: missing"
-    assert score(reward, "Plan\nPlan\nAnswer\n#### 5").reason == "Plan: more than once"
-    assert score(reward, "Plan\nAnswer\n#### 5 ####").value == 0
+    for output, value, reason in (
+        ("## Plan\nwalk\n**Answer:**\n#### 5", 1.0, ""),
+        ("Plan\nAnswer\n#### 5", 1.0, ""),
+        ("My Plan\nAnswer\n#### 5", 0.0, "Plan: missing"),
+        ("Plan\nPlan\nAnswer\n#### 5", 0.0, "Plan: more than once"),
+        ("Plan\nAnswer\n#### 5 ####", 0.0, "####: more than once"),
+    ):
+        assert score(reward, output)[:2] == (value, reason)
 
 
 def test_what_can_not_be_a_format_is_said():
@@ -56,12 +57,6 @@ def test_what_can_not_be_a_format_is_said():
         check_format(tag("a"), tag("a"))
     with pytest.raises(BadInput, match="JSON knows"):
         check_json({"a": set})
-
-
-def test_json_of_the_schema_is_paid():
-    for output in (GOOD, f"```json\n{GOOD}\n```", GOOD.replace("0.5", "null"), GOOD.replace("0.5", "1")):
-        assert score(JSON, output).value == 1
-    assert score(check_json({"a": int}, extra=True), '{"a": 1, "b": 2}').value == 1
 
 
 BAD_JSON = {
@@ -81,9 +76,12 @@ BAD_JSON = {
 }
 
 
-def test_any_other_json_is_not_paid_and_says_why():
+def test_json_of_the_schema_is_paid_and_any_other_says_why_it_is_not():
+    for output in (GOOD, f"```json\n{GOOD}\n```", GOOD.replace("0.5", "null"), GOOD.replace("0.5", "1")):
+        assert score(JSON, output).value == 1
     for output, reason in BAD_JSON.items():
         scored = score(JSON, output)
         assert scored.value == 0
         assert reason in scored.reason
+    assert score(check_json({"a": int}, extra=True), '{"a": 1, "b": 2}').value == 1
     assert score(check_json({"a": int}), '{"a": true}').value == 0

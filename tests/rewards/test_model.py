@@ -18,10 +18,10 @@ def lengths(lists):
     return np.array([len(one) for one in lists], np.float32)
 
 
-def scored_ids(answer, style="qwen2.5", **settings):
+def scored_ids(answer, style="qwen2.5"):
     """The ids that a reward model is given."""
     seen = []
-    model_reward(judge_text(style), lambda lists: seen.extend(lists) or lengths(lists), **settings).score(TASK, answer)
+    model_reward(judge_text(style), lambda lists: seen.extend(lists) or lengths(lists)).score(TASK, answer)
     return seen[0]
 
 
@@ -36,30 +36,25 @@ def test_the_conversation_is_the_templates_own_and_control_tokens_in_an_answer_s
         assert [i for i in scored_ids(attack, style) if i in control] == [i for i in expected if i in control]
 
 
-@pytest.mark.parametrize("asked", [TASK.query, "a <TOOL>?"])
-def test_a_control_token_in_a_spelling_that_the_tokenizer_normalises_stays_text(asked):
+def test_a_control_token_in_a_spelling_that_the_tokenizer_normalises_stays_text():
     text, seen = sly_text(), []
     (tool,) = text.encode("<TOOL>")
-    reward = model_reward(text, lambda lists: seen.extend(lists) or lengths(lists))
-    assert reward.score(Task("t3", asked, (), "k12"), "4 <TOOL>").value is not None
     assert tool in text.tokenizer.get_added_vocab().values()
+    reward = model_reward(text, lambda lists: seen.extend(lists) or lengths(lists))
+    assert reward.score(Task("t3", "a <TOOL>?", (), "k12"), "4 <TOOL>").value is not None
     assert tool not in seen[0]
     assert "4 <tool>" in text.decode(seen[0])
 
 
-def test_the_value_is_the_score_and_a_batch_is_its_members():
-    reward = model_reward(TEXT, lengths)
-    answers = ["4", "four", "it is 4"]
-    together = reward.many([TASK] * 3, answers)
-    assert together == [reward.score(TASK, answer) for answer in answers]
-    assert [one.value for one in together] == [len(scored_ids(answer)) for answer in answers]
-
-
-def test_negative_scores_are_values_and_what_is_no_number_or_fails_is_invalid():
+def test_the_value_is_the_score_a_batch_is_its_members_and_what_is_no_number_or_fails_is_invalid():
     def fail(_):
         raise MemoryError("no room")
 
-    assert model_reward(TEXT, lambda lists: -lengths(lists)).score(TASK, "4").value < 0
+    reward = model_reward(TEXT, lambda lists: -lengths(lists))
+    answers = ["4", "four", "it is 4"]
+    together = reward.many([TASK] * 3, answers)
+    assert together == [reward.score(TASK, answer) for answer in answers]
+    assert [one.value for one in together] == [-len(scored_ids(answer)) for answer in answers]
     for bad in (np.nan, np.inf):
         assert model_reward(TEXT, lambda lists, bad=bad: np.full(len(lists), bad)).score(TASK, "4").value is None
     assert model_reward(TEXT, fail).score(TASK, "4") == (None, "the reward model failed: no room", {})

@@ -24,15 +24,9 @@ def test_a_sum_carries_every_component():
     assert reward.score(TASK, "<answer>6</answer>").value == pytest.approx(0.1)
 
 
-def test_F5_an_invalid_component_makes_the_sum_invalid_and_never_zero():
+def test_F5_an_invalid_component_makes_the_sum_invalid_and_never_zero_unless_it_is_optional():
     reward = combine({"a": (fixed(1.0), 1.0), "b": (fixed(None, "judge lost"), 0.1)})
-    scored = reward.score(TASK, "5")
-    assert scored.value is None
-    assert scored.reason == "b: judge lost"
-    assert scored.parts == {"a": 1.0}
-
-
-def test_an_optional_component_that_is_invalid_adds_nothing():
+    assert reward.score(TASK, "5") == Scored(None, "b: judge lost", {"a": 1.0})
     reward = combine({"a": (fixed(1.0), 2.0), "b": (fixed(None, "judge lost"), 5.0)}, optional=["b"])
     assert reward.score(TASK, "5") == Scored(2.0, "b: judge lost", {"a": 1.0})
 
@@ -44,37 +38,27 @@ def test_components_that_judge_many_at_once_still_do():
         calls.append(len(tasks))
         return [Scored(float(len(output))) for output in outputs]
 
-    batched = Reward(lambda task, output: score_many([task], [output])[0], score_many)
+    batched = Reward(fixed(None).score, score_many)
     reward = second_check(with_length(combine({"a": (batched, 1.0)}), free=100, most=200), fixed(0.0))
     assert [scored.value for scored in reward.many([TASK] * 3, ["a", "bb", "ccc"])] == [1.0, 2.0, 3.0]
     assert calls == [3]
 
 
-def test_length_falls_evenly_between_free_and_most():
+def test_length_falls_evenly_between_free_and_most_and_is_a_part_beside_the_unshaped_reward():
     reward = length(free=10, most=20)
     assert [reward.score(TASK, "x" * size).value for size in (0, 10, 15, 20, 1000)] == [0.0, 0.0, -0.5, -1.0, -1.0]
     assert length(free=1, most=2, measure=lambda text: len(text.split())).score(TASK, "two words").value == -1
-
-
-def test_length_is_a_part_of_its_own_beside_the_unshaped_reward():
-    reward = with_length(fixed(1.0, "", exact=1.0), free=10, most=20, weight=0.5)
-    scored = reward.score(TASK, "x" * 15)
+    scored = with_length(fixed(1.0, "", exact=1.0), free=10, most=20, weight=0.5).score(TASK, "x" * 15)
     assert scored.value == pytest.approx(0.75)
     assert scored.parts == {"unshaped": 1.0, "unshaped/exact": 1.0, "length": -0.5, "length/size": 15.0}
     assert with_length(fixed(None), free=1, most=2).score(TASK, "xxx").value is None
 
 
 def test_R3_a_second_check_shows_a_gap_where_the_reward_is_hacked_and_never_pays():
-    lenient = Reward(lambda _, output: Scored(float("5" in output), "", {"contains": 1.0}))
-    reward = second_check(lenient, answer())
-    hacked = reward.score(TASK, "1 2 3 4 5 6 7 8 9")
-    assert (hacked.value, hacked.parts) == (1.0, {"contains": 1.0, CHECK: 0.0})
-    honest = reward.score(TASK, "5")
-    assert (honest.value, honest.parts[CHECK]) == (1.0, 1.0)
-
-
-def test_a_second_check_that_is_invalid_leaves_no_part():
-    assert second_check(fixed(1.0), fixed(None, "lost")).score(TASK, "5") == Scored(1.0)
+    reward = second_check(Reward(lambda _, output: Scored(float("5" in output), "", {"contains": 1.0})), answer())
+    assert reward.score(TASK, "1 2 3 4 5 6 7 8 9") == Scored(1.0, "", {"contains": 1.0, CHECK: 0.0})
+    assert reward.score(TASK, "5") == Scored(1.0, "", {"contains": 1.0, CHECK: 1.0})
+    assert second_check(fixed(1.0), fixed(None, "lost")).score(TASK, "5") == Scored(1.0)  # invalid: no part
     assert second_check(fixed(None, "lost"), fixed(1.0)).score(TASK, "5") == Scored(None, "lost", {CHECK: 1.0})
 
 

@@ -52,9 +52,7 @@ def test_R2_a_hanging_check_is_killed_and_scored_as_a_failure(sandbox):
     assert mathematics(sandbox.call, seconds=60.0).score(task("x^2"), "x \\cdot x").value == 1
 
 
-@pytest.mark.parametrize(
-    "error", [TimeoutError("late"), CallFailed("MemoryError", ""), CallFailed("RecursionError", "")]
-)
+@pytest.mark.parametrize("error", [TimeoutError("late"), CallFailed("MemoryError", "")])
 def test_what_an_answer_causes_is_a_failure_of_the_policy_and_what_gold_causes_is_invalid(error):
     scored = mathematics(Scripted(compare=error)).score(task("x^2"), "x^3")
     assert scored.value == 0
@@ -64,20 +62,16 @@ def test_what_an_answer_causes_is_a_failure_of_the_policy_and_what_gold_causes_i
     scored = reward.score(task("x^2"), "x^3")
     assert scored.value is None
     assert "'t1'" in scored.reason
-    if isinstance(error, TimeoutError):  # it is read again
-        call.said[f"{CHILD}:readable"] = True
-        assert reward.score(task("x^2"), "x^3").value == 0
+    call.said[f"{CHILD}:readable"] = True
+    assert reward.score(task("x^2"), "x^3").value == 0  # it is read again
 
 
-def test_gold_that_is_no_formula_is_invalid():
+def test_F5_gold_that_is_no_formula_and_what_the_sandbox_causes_are_invalid():
     assert mathematics(Scripted(readable=False)).score(task("x^2"), "x^3").value is None
-
-
-@pytest.mark.parametrize("where", ["readable", "compare"])
-def test_F5_what_the_sandbox_causes_is_invalid(where):
-    scored = mathematics(Scripted(**{where: SandboxFailure("lost")})).score(task("x^2"), "x^3")
-    assert scored.value is None
-    assert "lost" in scored.reason
+    for where in ("readable", "compare"):
+        scored = mathematics(Scripted(**{where: SandboxFailure("lost")})).score(task("x^2"), "x^3")
+        assert scored.value is None
+        assert "lost" in scored.reason
 
 
 def test_gold_is_read_once():
