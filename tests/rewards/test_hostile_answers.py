@@ -16,7 +16,7 @@ from flowgrpo.rewards.vision import box_f1, box_iou, count, point_in_box
 from flowgrpo.sandbox import Sandbox
 from flowgrpo.types import Task
 
-DEADLINE = 10.0  # processor seconds, where 0.1 are ample: what grows with the square of 10 MB takes hours
+DEADLINE = 10.0  # processor seconds, where 0.1 are ample: what grows with the square of 2 MB takes an hour
 GOLDS = ["42", "3/4", "B", "5 km", "July 4, 1776", "1, 2, 3", "(1, 2)", "yes", "photosynthesis", "$12.50", "3:4", "50%"]
 GOLDS += ["x^2 + 1", "3:30 pm", "20 °C", "\\frac{\\sqrt{3}}{2}", "\\{1, 2\\}"]
 QUERY = "What percent of km, in order? A) respiration B) photosynthesis"
@@ -32,32 +32,29 @@ MATCHERS = [answer(), school(), mathematics(different)]
 REWARDS = [*MATCHERS, check_format(tag("answer"), heading("Plan")), check_json({"a": int}), drawing_reward()]
 REWARDS += [box_iou(), box_f1(), point_in_box(), count()]
 
+LONG = 2_000_000
 MANY = {  # pieces that are repeated so often
-    10_000_000: ["a", "9", "\n"],
-    1_400_000: ["7 or 8\n", "\\boxed{", "[1,2,3,4]"],
-    600_000: ["rect 0 0 64 64 red\n"],
-    10_000: ["\\frac{", "(", "no", "\ud800\udfff", "\x00", bytes(range(256)).decode("latin-1")],
-    2001: [" \n\t", "1,", "1/", "1 ", "$", "`", "\\", "\ufdfa", "B or C or ", "1 h 1 min ", "'\"", "ABCDEFGHIJ "],
-    301: ["answer is ", "answer: ", "one hundred and ", "</answer>", "A B C D E F G H I J "],
+    LONG: ["a", "9", "\n"],
+    LONG // 9: ["7 or 8\n", "\\boxed{", "[1,2,3,4]", "rect 0 0 64 64 red\n"],
+    10_000: ["\\frac{", "(", "\ud800\udfff", "\x00", bytes(range(256)).decode("latin-1")],
+    2001: [" \n\t", "1,", "1/", "$", "`", "\ufdfa", "B or C or ", "1 h 1 min ", "ABCDEFGHIJ "],
+    301: ["answer is ", "one hundred and ", "</answer>", "A B C D E F G H I J "],
 }
 HOSTILE = {f"{piece[:20]!r} {times:,} times": piece * times for times, pieces in MANY.items() for piece in pieces}
 HOSTILE |= {
     "nothing": "",
-    "10 MB of spaces": "(" + " " * 10_000_000 + "1",
-    "10 MB of a number": "circle " + "9" * 10_000_000,
-    "10 MB without an end": "<answer>" + "x" * 10_000_000,
+    "spaces": "(" + " " * LONG + "1",
+    "a number": "circle " + "9" * LONG,
+    "no end": "<answer>" + "x" * LONG,
     "brackets": "(" * 10_000 + "1" + ")" * 10_000,
-    "braces": "{" * 10_000 + "}" * 10_000,
     "wrappers": "\\text{" * 10_000 + "42" + "}" * 10_000,
     "boxes": "\\boxed{" * 10_000 + "41" + "}" * 10_000,
     "lists": "[" * 900 + "1, 3" + "]" * 900,
-    "tower": "10^10^10",
     "braced tower": "\\boxed{10^{10^{10}}}",
     "power": "9**9999999999",
     "exponent": "1e" + "9" * 300,
     "factorials": "9" + "!" * 300,
     "no numbers": "[1e9999, nan, inf, 2]",
-    "signs": "-" * 2000 + "5",
     "stars": "*" * 1999 + "41",
     "not": "not " * 500 + "B",
     "bait": "a" * 1000 + "!" + "aA" * 400,

@@ -19,15 +19,13 @@ from flowgrpo.types import BadInput, Task
 REWARD = school()
 
 
-def task(gold, query="", **metadata):
-    return Task("t", query, (gold,), "school", metadata)
+def task(query="", **metadata):
+    return Task("t", query, ("A",), "school", metadata)
 
 
-def value(gold, output, query="", **metadata):
-    return REWARD.score(task(gold, query, **metadata), output).value
+def value(gold, output, **metadata):
+    return REWARD.score(Task("t", "", (gold,), "school", metadata), output).value
 
-
-# Choices ----------------------------------------------------------------------------------------------
 
 LETTER = "{}|({})|{})|{}.|[{}]|**{}**|option {}|Option ({})|The answer is {}.|Answer: {}|\\boxed{{{}}}|It's {}."
 LETTER += "|<answer>{}</answer>|The correct option is ({}).|$\\text{{({})}}$"
@@ -43,22 +41,21 @@ def test_a_letter_is_itself_in_every_spelling_and_neither_another_nor_one_of_two
     assert value(gold, two.format(gold, other)) == value(other, two.format(gold, other)) == 0
 
 
-def test_options_are_read_from_metadata_or_the_question():
-    assert options_of(task("A", options=["x", "y"])) == {"A": "x", "B": "y"}
-    assert options_of(task("A", choices={"a)": "x"})) == {"A": "x"}
+def test_options_are_read_from_metadata_or_the_question_and_stand_for_their_letters():
     query = "What? (A) the core (B) the mantle\n(C) water"
-    assert options_of(task("A", query)) == {"A": "the core", "B": "the mantle", "C": "water"}
-    assert options_of(task("A", "A. Smith wrote it.")) == {}
+    assert options_of(task(query)) == {"A": "the core", "B": "the mantle", "C": "water"}
+    assert options_of(task(options=["x", "y"])) == {"A": "x", "B": "y"}
+    assert options_of(task(choices={"a)": "x"})) == {"A": "x"}
+    assert options_of(task("A. Smith wrote it.")) == {}
     with pytest.raises(BadInput, match="options must be"):
-        options_of(task("A", options=5))
-
-
-def test_the_text_of_an_option_stands_for_its_letter():
-    texts = ["respiration", "photosynthesis"]
-    for gold, output in (("B", "Photosynthesis."), ("photosynthesis", "B")):
-        assert value(gold, output, options=texts) == 1
-    for output in ("B. respiration", "respiration"):
-        assert value("B", output, options=texts) == 0
+        options_of(task(options=5))
+    for gold, output, right in (
+        ("B", "Photosynthesis.", 1),
+        ("photosynthesis", "B", 1),
+        ("B", "B. respiration", 0),
+        ("B", "respiration", 0),
+    ):
+        assert value(gold, output, options=["respiration", "photosynthesis"]) == right
 
 
 def test_letters_are_told_from_articles_and_pronouns():
@@ -67,10 +64,7 @@ def test_letters_are_told_from_articles_and_pronouns():
     assert {text: named_letters(text) for text in said} == said
     assert labelled("b. photosynthesis") == ("B", "photosynthesis")
     assert labelled("bring it") == ("", "bring it")
-    assert choice(task("42"), "42", "B") is None
-
-
-# Quantities -------------------------------------------------------------------------------------------
+    assert choice(task(), "42", "B") is None
 
 
 def test_every_spelling_of_a_unit_is_of_its_dimension():
@@ -95,19 +89,16 @@ def test_a_quantity_is_itself_in_every_spelling_and_no_other(number, unit):
 
 @given(st.integers(1, 99999))
 def test_units_convert_exactly(number):
-    assert value(f"{number} m", f"{number / 1000:.5f} km") == 1
-    assert value(f"{number} g", f"{number * 1000} mg") == 1
-    assert value(f"{number} cm^2", f"{number * 100} mm²") == 1
-    assert value(f"{number} min", f"{number // 60} h {number % 60} min") == 1
-    assert value(f"{number} m", f"{number} km") == 0
-
-
-def test_a_quantity_that_is_none():
+    for given_unit, said, right in (
+        ("m", f"{number / 1000:.5f} km", 1),
+        ("g", f"{number * 1000} mg", 1),
+        ("cm^2", f"{number * 100} mm²", 1),
+        ("min", f"{number // 60} h {number % 60} min", 1),
+        ("m", f"{number} km", 0),
+    ):
+        assert value(f"{number} {given_unit}", said) == right
     for text in ("", "km", "5 km 3", "not 5 apples", "5 km or 6 km", "5 very many big green apples", "5 1"):
         assert read_quantity(text) is None, text
-
-
-# Dates and times --------------------------------------------------------------------------------------
 
 
 @given(st.dates(min_value=date(1000, 1, 1)))
@@ -130,9 +121,6 @@ def test_dates_and_times_are_read_or_are_none():
     assert {text: read_time(text) for text in times} == times
 
 
-# Lists, truth, ratios ---------------------------------------------------------------------------------
-
-
 @given(st.lists(st.integers(-50, 50), min_size=2, max_size=6), st.randoms())
 def test_a_list_is_itself_in_every_spelling_and_order_counts_where_asked(numbers, random):
     shuffled = random.sample(numbers, len(numbers))
@@ -144,16 +132,12 @@ def test_a_list_is_itself_in_every_spelling_and_order_counts_where_asked(numbers
     assert value(gold, ", ".join(map(str, [numbers[0] + 1, *numbers[1:]]))) == 0
 
 
-def test_long_lists_are_compared_word_by_word():
-    gold = ", ".join(map(str, range(100)))
-    assert value(gold, ", ".join(map(str, reversed(range(100))))) == 1
-    assert value(gold, ", ".join(map(str, range(1, 101)))) == 0
-
-
-def test_lists_split_at_the_top_level():
+def test_lists_split_at_the_top_level_and_long_ones_are_compared_word_by_word():
     parts = {"(1, 2), (3, 4)": ("", ["(1, 2)", "(3, 4)"]), "{a, b}": ("{}", ["a", "b"]), "3 < 5": ("<", ["3", "5"])}
     parts |= {"1,234 and 5": ("", ["1,234", "5"]), "alone": ("", ["alone"])}
     assert {text: split_list(text) for text in parts} == parts
+    up, down, other = (", ".join(map(str, numbers)) for numbers in (range(100), range(99, -1, -1), range(1, 101)))
+    assert (value(up, down), value(up, other)) == (1, 0)
 
 
 def test_yes_no_and_ratios_are_read_or_are_none():
