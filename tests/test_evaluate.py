@@ -106,16 +106,6 @@ def test_F5_what_has_no_valid_outcome_is_left_out_and_counted():
     assert list(found.figures()) == names.split()
 
 
-@given(PAIRS)
-def test_order_of_tasks_and_samples_does_not_matter(pair):
-    correct_gn, valid_gn = pair
-    if not valid_gn.any():
-        return
-    one = evaluate(correct_gn, valid_gn=valid_gn, ks=(1, 2)).figures()
-    other = evaluate(correct_gn[::-1, ::-1], valid_gn=valid_gn[::-1, ::-1], ks=(1, 2)).figures()
-    assert one == pytest.approx(other)
-
-
 def test_only_what_is_given_is_counted():
     figures = evaluate(np.ones((2, 1), bool)).figures()
     assert list(figures) == ["success", "success_low", "success_high", "tasks", "samples", "invalid", "pass@1"]

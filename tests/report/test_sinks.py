@@ -169,16 +169,3 @@ def test_wandb_takes_all_of_it_offline(tmp_path, monkeypatch):
     data = b"".join(path.read_bytes() for path in files)
     assert data.count(b"train/tools/search") >= 6
     assert len(list(read_metrics(tmp_path / "metrics.jsonl"))) == 7
-
-
-@pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
-def test_trackio_takes_all_of_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "there"))
-    pytest.importorskip("trackio")
-    from trackio.sqlite_storage import SQLiteStorage
-
-    assert write_twice(tmp_path, "trackio") == []
-    (name,) = SQLiteStorage.get_runs("flowgrpo")
-    logs = SQLiteStorage.get_logs("flowgrpo", name)
-    assert sorted(line["step"] for line in logs if "train/success" in line) == [1, 2, 3, 4, 5, 6]

@@ -11,7 +11,7 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 NEEDED = "needs a browser: apt-get install chromium chromium-driver, and '.[test]'"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=NEEDED)]
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,800")
-RIGHT, ESCAPE, BACKSPACE = "\ue014", "\ue00c", "\ue003"
+ESCAPE, BACKSPACE = "\ue00c", "\ue003"
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,6 @@ FILTERS = [
     ("domain", "code", "8 of 20, 6 solved (100 %)"),
     ("phase", "test before", "6 of 20, 0 solved (0 %)"),
     ("outcome", "invalid", "2 of 20"),
-    ("status", "VERIFIER_FAILURE", "2 of 20"),
     ("tool", "calculator", "12 of 20, 3 solved (25 %)"),
     ("changed", "failed → solved", "6 of 20, 3 solved (50 %)"),
     ("turns-low", "3", "6 of 20, 6 solved (100 %)"),
@@ -137,20 +136,6 @@ def test_every_colouring_has_its_colours_and_its_legend(page):
     assert advantages[0] != advantages[1] == advantages[3] == advantages[4] != clear
     assert ratios[0] != ratios[1]
     assert len(set(seen["weight version"])) == 2
-
-
-def test_a_token_tells_its_figures_and_contexts_fold(page):
-    opens = "return [...document.querySelectorAll('details.context')].map(each => each.open)"
-    for keys, states in (("", [True, True]), ("f", [False, False]), ("jf", [True, True])):
-        press(page, keys)
-        assert page.execute_script(opens) == states
-    choose(page, "domain", "code")
-    press(page, RIGHT)
-    tip = page.find_element("id", "tip").text.split("\n")
-    assert tip[tip.index("token id") + 1].isdigit()
-    press(page, "n" + RIGHT)
-    words = page.find_element("id", "tip").text
-    assert all(part in words for part in ("chosen", "+0.5000", "1.2500"))
 
 
 def test_the_same_task_before_and_after_stands_side_by_side_and_an_address_opens_the_same_again(page, path):

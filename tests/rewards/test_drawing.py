@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flowgrpo.rewards.canvas import COLORS, MOST_LINES, SIZE, as_image, render, save_png
-from flowgrpo.rewards.drawing import SPLITS, color_overlap, drawing_reward, make_drawings, oracle, picture_of, things
+from flowgrpo.rewards.drawing import SPLITS, drawing_reward, make_drawings, oracle, picture_of, things
 from flowgrpo.types import BadInput, Task
 
 REWARD = drawing_reward()
@@ -77,14 +77,6 @@ def test_values_by_hand_parts_and_gold_that_cant_be_drawn():
     for bad in ({}, {"commands": 7}, {"commands": ""}, {"commands": "rect 0 0 red"}):
         assert score("rect 0 0 10 10 red", bad).value is None
         assert "d9" in score("rect 0 0 10 10 red", bad).reason
-
-
-def test_overlap_equals_a_loop_over_pixels():
-    found, gold = np.random.default_rng(0).integers(0, len(COLORS), (2, SIZE, SIZE)).astype(np.uint8)
-    pairs = list(zip(found.ravel().tolist(), gold.ravel().tolist(), strict=True))
-    for i, color in enumerate(COLORS[1:], 1):
-        both = sum(a == i and b == i for a, b in pairs)
-        assert color_overlap(found, gold)[color] == pytest.approx(both / sum(i in pair for pair in pairs))
 
 
 @pytest.mark.parametrize("split", SPLITS)

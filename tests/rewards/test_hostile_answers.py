@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.pairs import read_pairs
@@ -11,9 +11,8 @@ from flowgrpo.rewards.answer import answer
 from flowgrpo.rewards.drawing import drawing_reward
 from flowgrpo.rewards.format import check_format, check_json, heading, tag
 from flowgrpo.rewards.school import school
-from flowgrpo.rewards.symbolic import PRELOAD, mathematics
+from flowgrpo.rewards.symbolic import mathematics
 from flowgrpo.rewards.vision import box_f1, box_iou, count, point_in_box
-from flowgrpo.sandbox import Sandbox
 from flowgrpo.types import Task
 
 DEADLINE = 10.0  # processor seconds, where 0.1 are ample: what grows with the square of 2 MB takes an hour
@@ -106,27 +105,9 @@ OUTPUTS = st.text() | st.text("0123456789.,/^%$\\{}()[]-+ eE", max_size=60) | mu
 OUTPUTS |= st.text("rectcirlne 0123456789-\nredblu", max_size=200)
 
 
-@pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.slow)])
-def test_R2_random_and_mutated_outputs_and_golds_raise_nothing_and_end_in_time(examples):
-    @settings(max_examples=examples)
-    @given(OUTPUTS, st.sampled_from(GOLDS), OUTPUTS)
-    def check(output, gold, other):
-        assert all(0 <= value <= 1 for value in values(output, gold))
-        if other.strip():
-            list(values(output, other))
-            assert list(values(other, other))[: len(MATCHERS)] == [1.0] * len(MATCHERS)
-
-    check()
-
-
-@pytest.mark.slow
-def test_R2_mutated_formulas_through_the_sandbox_raise_nothing():
-    with Sandbox(preload=PRELOAD) as sandbox:
-        reward = mathematics(sandbox.call, seconds=1.0)
-
-        @settings(max_examples=200)
-        @given(mutated(), st.sampled_from(["x^2 + 1", "\\frac{\\sqrt{3}}{2}", "\\{1, 2\\}", "36\\pi"]))
-        def check(output, gold):
-            assert reward.score(Task("t", "", (gold,), "d"), output).value in (0.0, 1.0)
-
-        check()
+@given(OUTPUTS, st.sampled_from(GOLDS), OUTPUTS)
+def test_R2_random_and_mutated_outputs_and_golds_raise_nothing_and_end_in_time(output, gold, other):
+    assert all(0 <= value <= 1 for value in values(output, gold))
+    if other.strip():
+        list(values(output, other))
+        assert list(values(other, other))[: len(MATCHERS)] == [1.0] * len(MATCHERS)

@@ -84,16 +84,13 @@ if __name__ == "__main__":
 def test_the_standard_library_works_inside_and_random_numbers_differ_between_runs(sandbox):
     program = """
 import asyncio, multiprocessing, os, random, subprocess, sys, tempfile
-def double(x): return 2 * x
-async def wait(): await asyncio.sleep(0); return "waited"
-print(asyncio.run(wait()))
-with multiprocessing.Pool(2) as pool: print(pool.map(double, [1, 2]))
+with multiprocessing.Pool(2) as pool: print(pool.map(abs, [1, -2]), asyncio.run(asyncio.sleep(0)))
 print(subprocess.run([sys.executable, "-c", "print('child')"], capture_output=True, text=True).stdout)
 print(random.random(), os.urandom(4).hex(), tempfile.mktemp())
 """
     ran, again = (sandbox.run(program) for _ in range(2))
     *words, one, two, three = ran.stdout.split()
-    assert words == ["waited", "[2,", "4]", "child"], ran
+    assert words == ["[1,", "2]", "None", "child"], ran
     assert not {one, two, three} & set(again.stdout.split())
 
 
@@ -269,8 +266,6 @@ def test_without_isolation_programs_are_refused_and_calls_still_work():
         with pytest.raises(BadInput, match=r"no isolation: unshare: Operation not permitted.*unsafe=True"):
             sandbox.run("print(1)")
         assert call(sandbox, "value = sum(arguments)", 1, 2) == 3
-        with pytest.raises(TimeoutError):
-            call(sandbox, "while True: pass", seconds=0.1)
         assert not sandbox.isolation.active
 
 
