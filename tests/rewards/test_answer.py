@@ -164,20 +164,20 @@ def test_the_rule_that_decided_is_named_and_a_long_answer_is_shown_in_short():
         assert f": {shown!r} (" in answer().score(task("a"), "b" * size).reason
 
 
-def test_an_output_that_is_a_gold_answer_needs_no_search_unless_it_is_much_longer():
-    gold = "Answer: 5 or\nAnswer: 6"
-    assert answer().score(task(gold), gold + " " * LOOK).value == 1
-    assert answer().score(task(gold), gold + " " * (LOOK + 1)).value == 0
-
-
 def test_one_of_several_gold_answers_is_enough_and_a_task_without_one_is_invalid():
-    reward = answer()
-    for output, value in (("the united states", 1), ("Canada", 0)):
-        assert reward.score(task("USA", "United States"), output).value == value
-    assert reward.score(task(), "5").value is reward.score(task(" "), "5").value is None
+    reward, long = answer(), "Answer: 5 or\nAnswer: 6"  # which needs no search, unless an output is much longer
+    for golds, output, value in (
+        (("USA", "United States"), "the united states", 1),
+        (("USA", "United States"), "Canada", 0),
+        ((long,), long + " " * LOOK, 1),
+        ((long,), long + " " * (LOOK + 1), 0),
+        ((), "5", None),
+        ((" ",), "5", None),
+        (("5",), "<think>5", 0),
+    ):
+        assert reward.score(task(*golds), output).value == value
     assert reward.score(task("5"), " \n ") == Scored(0.0, "no answer: the output is empty")
     assert reward.score(task("5"), "<think>4</think>") == Scored(0.0, "no answer was found")
-    assert reward.score(task("5"), "<think>5").value == 0
 
 
 def test_a_rule_of_ones_own_is_a_function_and_the_first_that_speaks_decides():
@@ -222,13 +222,14 @@ def test_percent_may_be_missing_or_too_much_where_the_question_asks_for_it():
 
 
 def test_typography_is_taken_off():
-    assert plain("$\\text{Cafés}$") == "Cafés"
-    assert plain("**5\u00a0km**.") == "5 km"
-    assert plain(r"\left( 1,\! 2 \right)") == "( 1, 2 )"
-    assert plain("10⁻⁵") == "10^-5"
-    assert bare(plain("The Cafés!")) == bare("cafe")
-    assert bare("glass") == "glass"
-    assert bare("The") == "the"
+    texts = {
+        "$\\text{Cafés}$": "Cafés",
+        "**5\u00a0km**.": "5 km",
+        r"\left( 1,\! 2 \right)": "( 1, 2 )",
+        "10⁻⁵": "10^-5",
+    }
+    assert {text: plain(text) for text in texts} == texts
+    assert [bare(plain("The Cafés!")), bare("glass"), bare("The")] == [bare("cafe"), "glass", "the"]
 
 
 @given(st.text())

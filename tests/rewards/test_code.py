@@ -51,7 +51,7 @@ HONEST = {
                {"call": "print(f(1, 1))", "equals": None}], ADD),
     "a tuple where JSON has a list": ({"call": "f(2)", "equals": [2, [3, None]]}, "def f(x): return x, (3, None)"),
     "asserts": ("from solution import f\nassert f(2, 3) == 5\nassert f([1], []) == [1], 'words'\nassert not f(0, 0)\n"
-                "assert f(1, 1) is not None\ngot = f(1, 2) * 10\nassert got == 30", ADD),
+                "assert f(1, 1) is not None\ngot = f(1, 2) * 10\nassert got == 30", ADD + "\nprint('x' * 100_000)"),
     "imports": ("import math\nfrom collections import Counter\nassert math.isclose(f(.1, .2), .3)\n"
                 "assert Counter(f('ab', 'a')) == {'a': 2, 'b': 1}", ADD),
     "names": ("x = [1, 2]\ny, want = x + [3], [1, 2, 3, 4]\nassert f(y, [4]) == want\nassert f(x, x) == x * 2", ADD),
@@ -78,7 +78,6 @@ HONEST = {
                      "def f(x):\n    if x < 0:\n        raise ValueError\n    return x"),
     "a dataclass of its own": ("assert total([1, 2]) == 3", "from dataclasses import dataclass\n@dataclass\nclass P:\n"
                                "    x: 'int'\ndef total(xs): return sum(P(x).x for x in xs)"),
-    "printing much": ("assert f(1, 2) == 3", ADD + "\nprint('x' * 100_000)"),
     "exact types": ("assert f(0) == {1: (2, b'3', {4}), 'n': None}\nassert f(0)[1][2] == {4}\n"
                     "assert type(f(0)) == dict",
                     "def f(x): return {1: (2, b'3', {4}), 'n': None}"),
