@@ -1,5 +1,6 @@
 """TensorBoard's event files, read by hand: bytes flow in, records and their fields flow out."""
 
+import io
 import struct
 
 from flowgrpo.report.events import masked_crc
@@ -17,26 +18,21 @@ def records(data: bytes) -> list[bytes]:
     return found
 
 
+def varint(file: io.BytesIO) -> int:
+    value = shift = 0
+    while (byte := file.read(1)[0]) >= 0x80:
+        value, shift = value | (byte & 0x7F) << shift, shift + 7
+    return value | byte << shift
+
+
 def fields(data: bytes) -> list[tuple[int, object]]:
     """The fields of a message and their values, nested ones as bytes."""
-    found, at = [], 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte, at = data[at], at + 1
-            value, shift = value | (byte & 0x7F) << shift, shift + 7
-            if byte < 0x80:
-                return value
-
-    while at < len(data):
-        key = varint()
-        size = {0: 0, 1: 8, 5: 4}.get(key & 7)
-        value: object = varint() if key & 7 in (0, 2) else None
-        if key & 7 == 2:
-            value, at = data[at : at + value], at + value
-        elif size:
-            value, at = struct.unpack("<d" if size == 8 else "<f", data[at : at + size])[0], at + size
-        found.append((key >> 3, value))
+    found, file = [], io.BytesIO(data)
+    while file.tell() < len(data):
+        number, kind = divmod(varint(file), 8)
+        if kind in (1, 5):
+            (value,) = struct.unpack("<d" if kind == 1 else "<f", file.read(8 if kind == 1 else 4))
+            found.append((number, value))
+        else:
+            found.append((number, varint(file) if kind == 0 else file.read(varint(file))))
     return found

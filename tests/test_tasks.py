@@ -33,9 +33,6 @@ def write(tmp_path):
     return put
 
 
-# Order and splits -------------------------------------------------------------------------------------
-
-
 @given(st.integers(1, 60), st.integers(0, 2**64), st.lists(st.integers(1, 30), min_size=1, max_size=5))
 def test_every_epoch_is_a_permutation_and_resuming_from_any_cursor_equals_going_on(count, seed, sizes):
     tasks, cursor, parts = some(count), 0, []
@@ -95,9 +92,6 @@ def test_splits_have_about_their_shares():
 def test_what_means_nothing_is_refused(make, words):
     with pytest.raises(BadInput, match=words):
         make()
-
-
-# Files ------------------------------------------------------------------------------------------------
 
 
 def test_a_jsonl_file_gives_its_tasks(write):

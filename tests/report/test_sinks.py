@@ -12,16 +12,8 @@ from flowgrpo.report.metrics import Metrics, read_metrics
 from flowgrpo.report.sinks import check_sinks, histograms, open_sinks, scalars
 from flowgrpo.types import BadInput
 
-LINE = {
-    "phase": "train",
-    "update": 1,
-    "success": 0.5,
-    "kl": None,
-    "tools": {"add": 0.25, "search": 0.75},
-    "kl_by_turn": [0.0, 0.125],
-    "by": "words",
-    ADVANTAGE: [0] * 15 + [3, 0, 5] + [0] * 15,
-}
+LINE = {"phase": "train", "update": 1, "success": 0.5, "kl": None, "tools": {"add": 0.25, "search": 0.75}}
+LINE |= {"kl_by_turn": [0.0, 0.125], "by": "words", ADVANTAGE: [0] * 15 + [3, 0, 5] + [0] * 15}
 
 
 def write(folder, updates, position=None, sinks=("tensorboard",), say=print):

@@ -7,7 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowgrpo.contracts import Scored
-from flowgrpo.rewards.answer import EXACT, NUMERIC, RIGHT, TEXT, WRONG, Rule, answer, match_answers, named, numeric
+from flowgrpo.rewards.answer import (
+    EXACT,
+    NUMERIC,
+    RIGHT,
+    TEXT,
+    WRONG,
+    Rule,
+    answer,
+    judge,
+    match_answers,
+    named,
+    numeric,
+)
 from flowgrpo.rewards.final import LOOK, SHORT, Found, denies, find_answer, hedges, readings
 from flowgrpo.rewards.numbers import Number, exactly, read_number, rounded, within
 from flowgrpo.rewards.spelling import bare, plain
@@ -186,9 +198,9 @@ def test_a_rule_of_ones_own_is_a_function_and_the_first_that_speaks_decides():
     assert reward.score(task("abc"), "cba").parts == {"backwards": 1.0}
     assert reward.score(task("abc"), "abc.").parts == {"exact": 1.0}
     assert reward.score(task("abc"), "ABC").reason.endswith("(backwards: read back)")
-    assert match_answers([EXACT]).score(task("abc"), "abd") == Scored(
-        0.0, "not the gold answer, in the last line: 'abd' (no rule)"
-    )
+    assert judge([TEXT], task(), "it is 7", ("it is 7", "7")) == ("text", RIGHT)  # the best over all readings
+    wrong = match_answers([EXACT]).score(task("abc"), "abd")
+    assert wrong == Scored(0.0, "not the gold answer, in the last line: 'abd' (no rule)")
 
 
 def test_a_gold_that_a_rule_can_not_read_is_invalid_unless_another_matches():

@@ -211,6 +211,7 @@ BAD_TESTS = {
     "assert math.isclose(f(1), 1)": "uses math without importing it",
     "assert same(f(1), 1)": "has the candidate judge its own value",
     "assert f(1).equals(3)": "has the candidate judge its own value",
+    "r = f(1)\nassert r.equals(3)": "has the candidate judge its own value",
     "import pytest\nwith pytest.raises(ValueError, match='x'):\n    f(1)": "is a `with` other than",
     "@parametrize('x', [1])\ndef test_f(x):\n    assert f(x)": "decorates test_f",
     "def test_f(tmp):\n    assert f(tmp)": "defines test_f, which nothing calls",

@@ -44,8 +44,6 @@ def call(sandbox, program, *arguments, seconds=60.0):
     return sandbox.call("called:run", program, *arguments, seconds=seconds)
 
 
-# Programs ---------------------------------------------------------------------------------------------
-
 CODES = {
     "": 0,
     "import sys; sys.exit(-1)": 255,
@@ -115,9 +113,6 @@ def test_what_can_not_be_run_is_refused(sandbox):
             Limits(**settings)
 
 
-# Calls ------------------------------------------------------------------------------------------------
-
-
 def test_a_call_returns_what_the_function_returns_and_nothing_of_what_it_prints(sandbox):
     for given in ("é", [None, {"a": 1.5}], "\ud800"):
         assert call(sandbox, "value, = arguments\nprint(value is None)\nimport os; os.write(1, b'{}')", given) == given
@@ -164,9 +159,6 @@ def test_only_preloaded_functions_can_be_called(sandbox):
         other.call("no_such_module:f")
     with pytest.raises(BadInput, match="sequence"):
         Sandbox(preload="called")
-
-
-# When things go wrong -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [(), ("called",)], ids=["run", "call"])
@@ -255,9 +247,6 @@ def test_R2_a_zygote_that_is_stuck_is_ended_and_the_run_counts_as_late(sandbox, 
     assert sandbox.run("print(1)", limits=Limits(seconds=0.1)).ended == "timeout"
     wait_until(lambda: ended(serving))
     assert sandbox.run("print(1)").stdout == "1\n"
-
-
-# Without isolation --------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("no_namespaces")
