@@ -140,8 +140,8 @@ def test_R2_a_value_that_makes_the_check_hang_or_die_fails_it_and_is_never_inval
 def test_patience_bounds_what_a_hanging_program_costs(sandbox, test, monkeypatch):
     ran, run = [], sandbox.run
     monkeypatch.setattr(sandbox, "run", lambda *given, **more: ran.append(run(*given, **more)) or ran[-1])
-    reward = code(sandbox, patience=2, limits=Limits(seconds=0.1))
-    scored = reward.score(task([test] * 50), "def f(x):\n    while True: pass\nif __name__ == '__main__': f(1)")
+    reward = code(sandbox, patience=2, limits=Limits(seconds=1.0))
+    scored = reward.score(task([test] * 50), "import time\ndef f(x): time.sleep(600)\nif __name__ == '__main__': f(1)")
     assert scored.value == 0.0
     assert scored.parts["tests"] == 50.0
     assert [one.ended for one in ran].count("timeout") == 2
