@@ -221,7 +221,6 @@ def test_closing_or_forgetting_a_sandbox_ends_every_process_and_a_closed_one_say
         Sandbox(workers=0)
 
 
-@pytest.mark.slow
 def test_when_the_host_process_is_killed_nothing_goes_on():
     program = """
 from flowgrpo.sandbox import Limits, Sandbox
