@@ -177,19 +177,15 @@ def test_the_rule_that_decided_is_named_and_a_long_answer_is_shown_in_short():
 
 
 def test_one_of_several_gold_answers_is_enough_and_a_task_without_one_is_invalid():
-    reward, long = answer(), "Answer: 5 or\nAnswer: 6"  # which needs no search, unless an output is much longer
-    for golds, output, value in (
-        (("USA", "United States"), "the united states", 1),
-        (("USA", "United States"), "Canada", 0),
-        ((long,), long + " " * LOOK, 1),
-        ((long,), long + " " * (LOOK + 1), 0),
-        ((), "5", None),
-        ((" ",), "5", None),
-        (("5",), "<think>5", 0),
-    ):
-        assert reward.score(task(*golds), output).value == value
+    reward, long = answer(), "Answer: 5 or\nAnswer: 6"
+    assert reward.score(task("USA", "United States"), "the united states").value == 1
+    assert reward.score(task("USA", "United States"), "Canada").value == 0
+    assert reward.score(task(), "5").value is reward.score(task(" "), "5").value is None
     assert reward.score(task("5"), " \n ") == Scored(0.0, "no answer: the output is empty")
     assert reward.score(task("5"), "<think>4</think>") == Scored(0.0, "no answer was found")
+    assert reward.score(task("5"), "<think>5").value == 0
+    spaced = [long + " " * LOOK, long + " " * (LOOK + 1)]  # the whole output, unless it is much longer
+    assert [reward.score(task(long), output).value for output in spaced] == [1, 0]
 
 
 def test_a_rule_of_ones_own_is_a_function_and_the_first_that_speaks_decides():

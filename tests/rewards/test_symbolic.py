@@ -55,26 +55,25 @@ def test_R2_a_hanging_check_is_killed_and_scored_as_a_failure(sandbox):
     assert mathematics(sandbox.call, seconds=60.0).score(task("x^2"), "x \\cdot x").value == 1
 
 
-@pytest.mark.parametrize("error", [TimeoutError("late"), CallFailed("MemoryError", "")])
-def test_what_an_answer_causes_is_a_failure_of_the_policy_and_what_gold_causes_is_invalid(error):
-    scored = mathematics(Scripted(compare=error)).score(task("x^2"), "x^3")
-    assert scored.value == 0
-    assert scored.reason
-    call = Scripted(readable=error)
+@pytest.mark.parametrize(
+    ("where", "said", "value", "words"),
+    [
+        ("compare", TimeoutError("late"), 0.0, "took too long"),
+        ("compare", CallFailed("MemoryError", ""), 0.0, "failed (MemoryError"),
+        ("compare", SandboxFailure("lost"), None, "lost"),
+        ("readable", TimeoutError("late"), None, "'t1'"),
+        ("readable", SandboxFailure("lost"), None, "lost"),
+        ("readable", False, None, "'t1'"),
+    ],
+)
+def test_F5_what_an_answer_causes_is_its_failure_and_all_else_is_invalid(where, said, value, words):
+    call = Scripted(**{where: said})
     reward = mathematics(call)
     scored = reward.score(task("x^2"), "x^3")
-    assert scored.value is None
-    assert "'t1'" in scored.reason
-    call.said[f"{CHILD}:readable"] = True
-    assert reward.score(task("x^2"), "x^3").value == 0  # it is read again
-
-
-def test_F5_gold_that_is_no_formula_and_what_the_sandbox_causes_are_invalid():
-    assert mathematics(Scripted(readable=False)).score(task("x^2"), "x^3").value is None
-    for where in ("readable", "compare"):
-        scored = mathematics(Scripted(**{where: SandboxFailure("lost")})).score(task("x^2"), "x^3")
-        assert scored.value is None
-        assert "lost" in scored.reason
+    assert scored.value == value
+    assert words in scored.reason
+    call.said |= Scripted().said
+    assert reward.score(task("x^2"), "x^3").value == (None if said is False else 0)  # what failed is tried again
 
 
 def test_gold_is_read_once():
