@@ -1,5 +1,6 @@
 """Batches for the tests: random ragged records, and the arrays that a learner would add to them."""
 
+from dataclasses import fields
 from functools import cache
 from typing import NamedTuple
 
@@ -13,39 +14,31 @@ INVALID = (fg.Status.TOOL_FAILURE, fg.Status.VERIFIER_FAILURE, fg.Status.ABORTED
 COUNTING = tuple(status for status in fg.Status if status not in INVALID)
 
 
-def make_turn(rng, context: int, action: int, **fields) -> fg.Turn:
+def make_turn(rng, context: int, action: int, **more) -> fg.Turn:
     """A turn of `context` given tokens and `action` chosen ones, with a given token among the latter."""
     size = context + action
     chosen = np.arange(size) >= context
     if action > 2:
         chosen[context + 1] = False  # the environment may write into the middle of an action
     logp = np.where(chosen, -rng.uniform(0.1, 2.0, size), 0.0).astype(np.float32)
-    return fg.Turn(rng.integers(1, 50, size).astype(np.int32), chosen, logp, **fields)
+    return fg.Turn(rng.integers(1, 50, size).astype(np.int32), chosen, logp, **more)
 
 
 def random_records(
     seed: int, *, groups=3, size=4, turns=4, length=6, invalid=0.15, by_turn=False
 ) -> list[fg.Trajectory]:
     """Ragged records with unequal turns and lengths, some of them invalid, with groups in mixed order."""
-    rng = np.random.default_rng(seed)
-    records = []
+    rng, records = np.random.default_rng(seed), []
     for group in np.repeat(rng.choice(1000, groups, replace=False) - 500, size):
-        lost = rng.random() < invalid
+        lost, steps = rng.random() < invalid, []
         outcome = None if lost else float(rng.choice([0.0, 1.0, 1.0, 0.25]))
-        steps = [
-            make_turn(
-                rng,
-                int(rng.integers(1, length)),
-                int(rng.integers(1, length)),
-                version=int(rng.integers(3)),
-                anchor=int(rng.integers(2)),
-                reward=float(rng.normal()) if by_turn else None,
-            )
-            for _ in range(rng.integers(1, turns + 1))
-        ]
-        status = rng.choice(INVALID if lost else COUNTING)
+        for _ in range(rng.integers(1, turns + 1)):
+            sizes = rng.integers(1, length), rng.integers(1, length)
+            said = {"version": int(rng.integers(3)), "anchor": int(rng.integers(2))}
+            steps.append(make_turn(rng, *map(int, sizes), **said, reward=float(rng.normal()) if by_turn else None))
+        status = fg.Status(rng.choice(INVALID if lost else COUNTING))
         correct = outcome is not None and outcome >= 0.5
-        records.append(fg.Trajectory(steps, outcome, int(group), correct, fg.Status(status), bool(rng.random() < 0.5)))
+        records.append(fg.Trajectory(steps, outcome, int(group), correct, status, bool(rng.random() < 0.5)))
     return [records[i] for i in rng.permutation(len(records))]
 
 
@@ -54,12 +47,9 @@ def score(trajectories: fg.Trajectories, seed: int = 0, drift: float = 0.3) -> f
     rng = np.random.default_rng(seed)
     shape = trajectories.tokens.shape
     near = [trajectories.logp_sampled + drift * rng.normal(size=shape).astype(np.float32) for _ in range(2)]
-    return trajectories.replace(
-        logp_old=near[0],
-        logp_ref=near[1],
-        value=rng.normal(size=shape).astype(np.float32),
-        last_value=rng.normal(size=shape[0]).astype(np.float32),
-    )
+    values = {"value": rng.normal(size=shape), "last_value": rng.normal(size=shape[0])}
+    values = {name: x.astype(np.float32) for name, x in values.items()}
+    return trajectories.replace(logp_old=near[0], logp_ref=near[1], **values)
 
 
 class Case(NamedTuple):
@@ -77,10 +67,9 @@ def make_case(seed: int = 0, drift: float = 0.3, *, turns=4, length=6, **setting
     trajectories = score(fg.collate(records, turns=turns, length=2 * length), seed, drift)
     rng = np.random.default_rng(seed + 1)
     shape = trajectories.tokens.shape
-    moved = (trajectories.logp_old + drift * rng.normal(size=shape)).astype(np.float32)
-    return Case(
-        trajectories, moved, rng.uniform(0, 2, shape).astype(np.float32), rng.normal(size=shape).astype(np.float32)
-    )
+    moved = trajectories.logp_old + drift * rng.normal(size=shape)
+    said = moved, rng.uniform(0, 2, shape), rng.normal(size=shape)
+    return Case(trajectories, *(x_ntl.astype(np.float32) for x_ntl in said))
 
 
 @cache
@@ -108,25 +97,18 @@ def members() -> dict[str, fg.Algorithm]:
 @cache
 def everything_on(name: str) -> fg.Algorithm:
     """The member with every option that it honours."""
-    build = {"reinforce_pp_baseline": "reinforce_pp", "ppo_turns": "ppo"}.get(name, name)
+    with_kl = {"beta": 0.05, "kl_in": "loss", "kl_weighted": True}
     settings = {
-        "beta": 0.05,
-        "kl_in": "loss",
-        "kl_weighted": True,
-        "entropy_bonus": 0.02,
         "dual_clip": 3.0,
         "correction": fg.Correction(1.5, "sequence"),
+        "entropy_bonus": 0.02,
         "dynamic_sampling": True,
         "overlong": fg.Overlong(20, 10),
         "reference_every": 10,
     }
-    refused = {
-        "kimi": ("beta", "kl_in", "kl_weighted", "dual_clip"),
-        "cispo": ("dual_clip",),
-        "dpo": ("beta", "kl_in", "kl_weighted", "dual_clip", "correction"),
-    }.get(name, ())
-    extra = {"dr_grpo": {"max_tokens": 20}}.get(name, {})
-    return getattr(fg, build)(**extra, **{key: value for key, value in settings.items() if key not in refused})
+    refused = {"kimi": {*with_kl, "dual_clip"}, "cispo": {"dual_clip"}, "dpo": {*with_kl, "dual_clip", "correction"}}
+    honoured = {key: x for key, x in (with_kl | settings).items() if key not in refused.get(name, ())}
+    return getattr(fg, name)(**honoured, **({"max_tokens": 20} if name == "dr_grpo" else {}))
 
 
 PLAIN = {"by_trajectory": jax.jit(fg.rows_by_trajectory), "by_turn": jax.jit(fg.rows_by_turn)}
@@ -148,6 +130,15 @@ def batch_of(algorithm: fg.Algorithm, trajectories: fg.Trajectories, layout="pac
     else:
         batch = PLAIN[layout](trajectories, adv, weights)
     return batch if target is None else batch.replace(target=fg.place(target, batch))
+
+
+def assert_same_batch(found: fg.Batch, expected: fg.Batch):
+    for item in fields(fg.Batch):
+        left, right = getattr(found, item.name), getattr(expected, item.name)
+        assert (left is None) == (right is None), item.name
+        if left is not None:
+            assert left.dtype == right.dtype, item.name
+            np.testing.assert_array_equal(left, right, err_msg=item.name)
 
 
 def scores_of(case: Case, batch: fg.Batch, logp_ntl=None) -> fg.Scores:

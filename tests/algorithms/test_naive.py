@@ -23,17 +23,14 @@ def test_F5_the_loss_equals_naive_loops_that_drop_what_is_invalid_first(name):
 def test_the_gradient_equals_finite_differences_of_naive_loops(name):
     algorithm, case = MEMBERS[name], make_case(7)
     _, gradient_ntl = loss_and_slopes(algorithm, case, batch_of(algorithm, case.trajectories))
-    trajectories, naive_loss = naive.ragged(case), getattr(naive, name)
-    expected_ntl = np.zeros(case.logp.shape)
+    trajectories, expected_ntl = naive.ragged(case), np.zeros(case.logp.shape)
     for i, member in enumerate(trajectories):
-        for t, turn in enumerate(member["turns"]):
-            for j, slot in enumerate(turn["slots"]):
-                at, values = turn["logp"][j], []
-                for shift in (STEP, -STEP):
-                    turn["logp"][j] = at + shift
-                    values.append(naive_loss(trajectories))
-                turn["logp"][j] = at
-                expected_ntl[i, t, slot] = (values[0] - values[1]) / (2 * STEP)
+        for _, turn, t, j in naive.tokens([member]):
+            at, values = turn["logp"][j], []
+            for turn["logp"][j] in (at + STEP, at - STEP):
+                values.append(getattr(naive, name)(trajectories))
+            turn["logp"][j] = at
+            expected_ntl[i, t, turn["slots"][j]] = (values[0] - values[1]) / (2 * STEP)
     scale = np.abs(expected_ntl).max()
     assert scale > 0
     np.testing.assert_allclose(gradient_ntl, expected_ntl, atol=1e-4 * scale, rtol=1e-3)
