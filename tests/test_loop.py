@@ -113,12 +113,11 @@ def test_seeds_that_are_vmapped_learn_what_they_learn_alone(by_one):
     assert figures["success"].shape == (2, 3)
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_runs_that_are_dealt_over_devices_learn_what_they_learn_alone(by_one, lanes):
-    """Five runs on two devices: one place is left over."""
+def test_runs_that_are_dealt_over_devices_learn_what_they_learn_alone(by_one):
+    """Five runs on two devices, two at a time: one place is left over."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     runs = [start(seed) for seed in (1, 2, 3, 0, 4)]
-    after, figures = loop.train_many(loop.one_program(iteration(), ENV, SIZES), runs, 3, lanes=lanes, mesh=mesh)
+    after, figures = loop.train_many(loop.one_program(iteration(), ENV, SIZES), runs, 3, lanes=2, mesh=mesh)
     assert_close(jax.tree.map(lambda x: x[3], after.learner.params), by_one[2][0].learner.params, atol=1e-4)
     assert figures["success"].shape == (5, 3)
 
@@ -213,13 +212,6 @@ def test_ppo_is_the_same_in_three_programs_and_in_one(ppo_by_one):
         assert figures["success"] == others["success"]
         for name in ("loss", "value_loss", "explained_variance", "target"):
             assert figures[name] == pytest.approx(others[name], abs=1e-4), name
-
-
-def test_ppo_of_several_seeds_at_once_is_what_each_is_alone(ppo_by_one):
-    runs = [start_both("own", 0), start_both("own", 1)]
-    after, figures = loop.train_many(loop.one_program(with_values("own"), ENV, SIZES), runs, 3)
-    assert_close(jax.tree.map(lambda x: x[0], after.learner.params), ppo_by_one[2][0].learner.params, atol=1e-4)
-    assert figures["explained_variance"].shape == (2, 3)
 
 
 def test_ppo_moves_actor_and_critic_and_keeps_a_reference_without_values(ppo_by_one):

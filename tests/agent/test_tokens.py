@@ -81,15 +81,8 @@ def _memory_in(text, tokens) -> str:
 
 @pytest.mark.parametrize("style", TEMPLATES)
 def test_A5_what_was_sampled_stands_and_prefixes_are_exact(style):
-    odd = sum(converse(agent_text(style), style, seed) for seed in range(12))
-    assert odd > 12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("style", TEMPLATES)
-def test_A5_a_thousand_conversations_of_each_style(style):
-    odd = sum(converse(agent_text(style), style, seed) for seed in range(1000))
-    assert odd > 1000
+    odd = sum(converse(agent_text(style), style, seed) for seed in range(25))
+    assert odd > 25
 
 
 @pytest.mark.parametrize("style", TEMPLATES)

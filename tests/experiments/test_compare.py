@@ -119,7 +119,7 @@ def test_some_arms_and_always_the_baseline():
         chosen_arms(study, ["gigpo"])
 
 
-SIZES = {"updates": 4, "warm_steps": 4, "d": 32, "layers": 1, "queries": 2, "samples": 4, "warm_rows": 8}
+SIZES = {"updates": 2, "warm_steps": 2, "d": 32, "layers": 1, "queries": 2, "samples": 4, "warm_rows": 8}
 SMALL = Study(
     "Does it run?",
     "broadcast",
@@ -136,24 +136,24 @@ SMALL = Study(
 @pytest.mark.slow
 def test_a_study_goes_on_where_it_was_stopped_and_takes_more_seeds(monkeypatch, tmp_path):
     monkeypatch.setattr(compare_runs, "data_mesh", lambda: None)  # eight devices would have eight seeds to learn from
-    one = compare(SMALL._replace(arms={"broadcast": Arm()}), tmp_path, seeds=range(2), every=2, tasks=16)
-    assert {key[0] for key in one} == {"broadcast"}
-    line = one["broadcast", "lookup", 1]
-    assert line["updates"] == [0, 2, 4]
-    assert len(line["success"]) == 3
-    assert len(line["train"]["success"]) == 4
+    only = SMALL._replace(arms={"broadcast": Arm()})
+    one = compare(only, tmp_path, seeds=[0], every=1, tasks=16)
+    assert list(one) == [("broadcast", "lookup", 0)]
+    (line,) = one.values()
+    assert line["updates"] == [0, 1, 2]
+    assert (len(line["success"]), len(line["train"]["success"])) == (3, 2)
     kept = (tmp_path / "runs.jsonl").read_text()
-    runs = compare(SMALL, tmp_path, seeds=range(3), every=2, tasks=16)
-    assert len(runs) == 9
+    assert len(compare(SMALL, tmp_path, seeds=[0], every=1, tasks=16)) == 3
+    runs = compare(only, tmp_path, seeds=range(2), every=1, tasks=16)
+    assert len(runs) == 4
     assert (tmp_path / "runs.jsonl").read_text().startswith(kept)
     monkeypatch.setattr(compare_runs, "data_mesh", lambda: pytest.fail("nothing is left to run"))
-    again = compare(SMALL, tmp_path, seeds=range(3), every=2, tasks=16)
-    assert again == runs == read_runs(tmp_path)
+    assert compare(only, tmp_path, seeds=range(2), every=1, tasks=16) == runs == read_runs(tmp_path)
 
 
 @pytest.mark.slow
 def test_the_command_makes_the_table_and_refuses_another_study(command, tmp_path):
-    flags = (f"--workdir={tmp_path}", "--num_seeds=2", "--updates=2", "--warm_steps=4", "--test_tasks=16")
+    flags = (f"--workdir={tmp_path}", "--num_seeds=1", "--updates=1", "--warm_steps=2", "--test_tasks=8")
     ran = command("compare", "--study=credit", "--arms=last turn only", *flags)
     assert [row["arm"] for row in last_line(ran)] == ["broadcast", "last turn only"]
     assert "| last turn only |" in ran.stdout

@@ -19,7 +19,7 @@ from flowgrpo.types import BadInput
 from tests.experiments.conftest import check_refused, last_line, metrics, result
 
 ENV = "tests.tiny_env:tiny_env"
-SMALL = (f"--env={ENV}", "--warm_steps=50", "--queries=4", "--samples=4", "--test_tasks=16", "--checkpoint_every=1")
+SMALL = (f"--env={ENV}", "--warm_steps=50", "--queries=4", "--samples=4", "--test_tasks=8", "--checkpoint_every=1")
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def whole(command, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_S1_a_run_in_two_parts_ends_as_one_in_a_piece_and_is_not_continued_once_it_has_ended(command, whole, tmp_path):
-    for updates in (1, 2, 2):
+def test_S1_a_run_in_two_parts_ends_as_one_in_a_piece(command, whole, tmp_path):
+    for updates in (1, 2):
         command("quickstart", f"--workdir={tmp_path}", f"--updates={updates}", *SMALL)
     assert any(line["grad_norm"] > 0 for line in metrics(whole, "train"))  # there was something to learn
     assert differences(whole, tmp_path) == {}
@@ -52,8 +52,8 @@ def test_a_run_writes_what_it_says(whole):
 
 @pytest.mark.slow
 def test_a_finished_run_is_shown_and_evaluated_and_its_environment_played(command, whole):
-    # 16 test tasks, before and after.
-    assert f"32 trajectories of {whole}" in command("view", f"--workdir={whole}", "--ratios=start").stdout
+    # 8 test tasks, before and after.
+    assert f"16 trajectories of {whole}" in command("view", f"--workdir={whole}", "--ratios=start").stdout
     assert (whole / "trajectories.html").exists()
     found = last_line(command("evaluate", f"--workdir={whole}", "--num_tasks=8", "--samples=2"))
     assert 0 <= found["success_before"] <= found["pass@2_before"] <= 1

@@ -29,7 +29,7 @@ from flowgrpo.text import load_text
 from flowgrpo.types import BadInput, Status, Task, Trajectory
 from tests.experiments.conftest import check_refused, last_line, metrics, result
 
-SETTINGS = OFFLINE | {"warm_tasks": 300, "warm_steps": 100, "warm_rows": 16}
+SETTINGS = OFFLINE | {"warm_tasks": 300, "warm_steps": 60, "warm_rows": 16}
 
 
 @pytest.fixture(scope="module")
@@ -283,14 +283,6 @@ def test_S1_a_run_in_two_parts_and_offloaded_ends_as_one_in_a_piece(command, beg
     assert differences(whole[0], tmp_path) == {}
 
 
-@pytest.mark.slow
-def test_a_mesh_changes_no_more_than_rounding(command, begin, whole, tmp_path):
-    command("self_verify", *begin, f"--workdir={tmp_path}", "--updates=2", "--mesh=fsdp=2", "--cpu_devices=2")
-    for one, two in zip(learned(whole[0]), learned(tmp_path), strict=True):
-        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-3)
-        assert one["live_tokens"] == two["live_tokens"]
-
-
 def learned(folder: Path) -> list[dict]:
     """The lines of two updates, the first of which moved what was trained."""
     one, two = metrics(folder, "train")
@@ -300,15 +292,13 @@ def learned(folder: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_an_adapter_learns_with_moments_of_eight_bits_and_leaves_as_an_adapter(command, begin, tmp_path):
-    flags = ("--updates=2", "--lora_rank=2", "--optimizer=adamw8bit", "--dtype=bfloat16", "--remat")
+def test_an_adapter_learns_on_two_devices_with_moments_of_eight_bits_and_leaves_as_an_adapter(command, begin, tmp_path):
+    flags = ("--updates=2", "--lora_rank=2", "--optimizer=adamw8bit", "--remat", "--mesh=fsdp=2", "--cpu_devices=2")
     command("self_verify", *begin, f"--workdir={tmp_path}", *flags)
     learned(tmp_path)
     out = tmp_path / "out"
-    assert (
-        last_line(command("export", f"--workdir={tmp_path}", f"--out={out}", "--adapter", "--which=last"))["update"]
-        == 2
-    )
+    exported = command("export", f"--workdir={tmp_path}", f"--out={out}", "--adapter", "--which=last")
+    assert last_line(exported)["update"] == 2
     assert (out / "adapter_model.safetensors").exists()
 
 
