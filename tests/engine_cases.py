@@ -9,9 +9,16 @@ from tiny_models import BANNED, CONFIG
 import flowgrpo as fg
 
 STOP = (7,)
-SETTINGS = {"slots": 8, "slot_length": 128, "chunk": 16, "steps": 8, "banned": BANNED}
 # Ids as bytes: halves of "é" and a third of "€" are among them, so that texts end in the middle of a character.
 BYTES = [(b"\xc3", b"\xa9", b"\xe2\x82", b"ab", b"c", b"", b"-" + bytes([65 + i % 26]))[i % 7] for i in range(CONFIG.v)]
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """As tokenizers of bytes do: what is no character reads as U+FFFD."""
+    return b"".join(BYTES[i] for i in ids).decode(errors="replace")
+
+
+SETTINGS = {"slots": 8, "slot_length": 128, "chunk": 16, "steps": 8, "banned": BANNED, "text_of": text_of}
 
 
 def make_requests(count: int, seed: int = 0, **fields) -> list[fg.Request]:
@@ -39,22 +46,39 @@ def next_turn(request: fg.Request, completion: fg.Completion, seed: int) -> fg.R
     )
 
 
-def text_of(ids: Sequence[int]) -> str:
-    """As tokenizers of bytes do: what is no character reads as U+FFFD."""
-    return b"".join(BYTES[i] for i in ids).decode(errors="replace")
+def fill(engine) -> None:
+    """Have every slot hold something else."""
+    engine.generate(make_requests(8, seed=70, max_tokens=1))
+
+
+def whole(completion: fg.Completion) -> tuple:
+    """All of a completion but where its cache was found."""
+    kept = None if completion.kept is None else np.asarray(completion.kept).tolist()
+    columns = [list(x) for x in (completion.tokens, completion.logp, completion.version, completion.margin)]
+    assert len({len(column) for column in columns}) == 1
+    return *columns, completion.finish_reason, kept
 
 
 def bits(completions) -> list:
-    return [(list(c.tokens), list(c.logp)) for c in completions]
+    return [whole(completion) for completion in completions]
 
 
-def count_live(engine, counts: list[int]) -> None:
-    """Note every token that the engine's program samples, whatever the engine makes of it."""
-    decode = engine.programs.decode
+def at_stretch(engine, action) -> None:
+    """Call `action(number of the stretch, what it sampled)` after each that samples, in the engine's own thread."""
+    decode, number = engine.programs.decode, [0]
 
-    def counting(*arguments, **settings):
-        rows, sampled = decode(*arguments, **settings)
-        counts.append(int(sampled.live.sum()))
+    def calling(*arguments):
+        rows, sampled = decode(*arguments)
+        if sampled.live.any():  # the one that warms up samples nothing
+            number[0] += 1
+            action(number[0], sampled)
         return rows, sampled
 
-    engine.programs = engine.programs._replace(decode=counting)
+    engine.programs = engine.programs._replace(decode=calling)
+
+
+def count_live(engine) -> list[int]:
+    """Of every later stretch, the tokens that the program samples, whatever the engine makes of them."""
+    counts: list[int] = []
+    at_stretch(engine, lambda _, sampled: counts.append(int(sampled.live.sum())))
+    return counts

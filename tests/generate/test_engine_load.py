@@ -1,12 +1,11 @@
-"""The engine under load and through swaps of weights: nothing is lost, nothing hangs, nothing old is used."""
+"""The engine through swaps of weights and releases of its caches: nothing is lost, nothing old is used."""
 
-import threading
 from functools import partial
 
 import jax
 import numpy as np
 import pytest
-from engine_cases import SETTINGS, bits, make_requests, next_turn
+from engine_cases import SETTINGS, at_stretch, bits, make_requests, next_turn, whole
 from tiny_models import BANNED, CONFIG, POLICY, tiny_params
 
 import flowgrpo as fg
@@ -15,39 +14,14 @@ from flowgrpo.generate.sampler import logprobs
 
 pytestmark = pytest.mark.slow
 
+PARAMS = [tiny_params(seed) for seed in range(3)]
+PROMPT = np.random.default_rng(2).integers(1, CONFIG.v, 40).tolist()
+
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(POLICY, tiny_params(), **SETTINGS) as engine:
+    with Engine(POLICY, PARAMS[0], **SETTINGS) as engine:
         yield engine
-
-
-@pytest.fixture
-def compiled():
-    """The seconds of every compilation from here on."""
-    seconds = []
-
-    def note(event: str, duration_secs: float, **_) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            seconds.append(duration_secs)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    yield seconds
-    jax.monitoring.unregister_event_duration_listener(note)
-
-
-def call_at(engine, number: int, action) -> None:
-    """Call `action` in the engine's own thread, after its stretch of that number."""
-    decode, calls = engine.programs.decode, []
-
-    def calling(*arguments):
-        result = decode(*arguments)
-        calls.append(None)
-        if len(calls) == number:
-            action()
-        return result
-
-    engine.programs = engine.programs._replace(decode=calling)
 
 
 # Weights ----------------------------------------------------------------------------------------------
@@ -55,104 +29,105 @@ def call_at(engine, number: int, action) -> None:
 
 @pytest.mark.parametrize("at_swap", ["recompute", "keep"])
 def test_weights_swap_in_flight(at_swap):
-    """Every token says which weights chose it, versions only grow, and no request is dropped."""
-    requests = [fg.Request([1, 2, i + 1], jax.random.key(i), 100) for i in range(8)]
-    with Engine(POLICY, tiny_params(), **{**SETTINGS, "steps": 2}, at_swap=at_swap) as engine:
-        engine.generate(make_requests(8, seed=15))
-        for version in range(1, 4):
-            call_at(engine, 10 * version, partial(engine.swap, tiny_params(version), version))
-        completions = engine.generate(requests)
-    assert all(list(c.version) == [0] * 20 + [1] * 20 + [2] * 20 + [3] * 40 for c in completions)
-
-
-def test_a_recomputed_cache_holds_nothing_of_the_old_weights():
-    """Four requests of one prompt in flight: after the swap each token is scored as the new weights score it."""
-    prompt = np.random.default_rng(2).integers(1, CONFIG.v, 40).tolist()
-    with Engine(POLICY, tiny_params(), **{**SETTINGS, "steps": 1}) as engine:
-        engine.generate(make_requests(8, seed=15))
-        call_at(engine, 30, partial(engine.swap, tiny_params(9), 1))
-        completions = engine.generate([fg.Request(prompt, jax.random.key(i), 80) for i in range(4)])
-    tokens = np.zeros((4, 120), np.int32)
-    for i, completion in enumerate(completions):
-        tokens[i] = [*prompt, *completion.tokens]
-    scores = logprobs(POLICY, tiny_params(9), tokens, banned=BANNED)
-    new = np.array([c.version for c in completions]) == 1
-    assert new.sum() == 4 * 50
-    np.testing.assert_allclose(
-        np.asarray(scores.logp)[:, 40:][new], np.array([c.logp for c in completions])[new], atol=1e-5
-    )
-
-
-def test_after_a_swap_nothing_old_is_used():
-    requests = make_requests(6, seed=11)
-    with Engine(POLICY, tiny_params(5), **SETTINGS) as fresh:
-        expected = bits(fresh.generate(requests))
-    with Engine(POLICY, tiny_params(0), **SETTINGS) as engine:
-        engine.generate(requests)
-        engine.swap(tiny_params(5), 1)
-        completions = engine.generate(requests)
-    assert bits(completions) == expected
-    assert {version for c in completions for version in c.version} == {1}
+    """Every token says which weights chose it, no request is dropped, and where the caches are computed again, what
+    comes is scored as the new weights score it."""
+    with Engine(POLICY, PARAMS[0], **SETTINGS, at_swap=at_swap) as engine:
+        actions = {3: partial(engine.swap, PARAMS[1], 1), 6: partial(engine.swap, PARAMS[2], 2)}
+        at_stretch(engine, lambda number, _: actions.get(number, str)())
+        completions = engine.generate([fg.Request(PROMPT, jax.random.key(i), 60) for i in range(4)])
+    assert [list(c.version) for c in completions] == [[0] * 24 + [1] * 24 + [2] * 12] * 4
+    tokens, logp = np.array([[*PROMPT, *c.tokens] for c in completions]), np.array([c.logp for c in completions])
+    for version, (begin, end) in enumerate([(0, 24), (24, 48), (48, 60)]):
+        scores = np.asarray(logprobs(POLICY, PARAMS[version], tokens, banned=BANNED).logp)[:, 40 + begin : 40 + end]
+        assert np.allclose(scores, logp[:, begin:end], atol=1e-5) == (at_swap == "recompute" or version == 0)
 
 
 def test_a_cache_that_was_kept_through_a_swap_is_not_found_again():
     """With `keep` a request goes on with what older weights left; nobody else, and no later turn, begins with it."""
-    prompt = np.random.default_rng(18).integers(1, CONFIG.v, 40).tolist()
-    request, other = (fg.Request(prompt, jax.random.key(i), 30) for i in range(2))
-    with Engine(POLICY, tiny_params(0), **{**SETTINGS, "steps": 1}, at_swap="keep") as engine:
-        in_flight = []
+    request, other = (fg.Request(PROMPT, jax.random.key(i), 30) for i in range(2))
+    in_flight = []
+    with Engine(POLICY, PARAMS[0], **SETTINGS, at_swap="keep") as engine:
 
-        def swap():
-            engine.swap(tiny_params(5), 1)
-            in_flight.append(engine.submit(other))
+        def swap(number, _):
+            if number == 2:
+                engine.swap(PARAMS[1], 1)
+                in_flight.append(engine.submit(other))
 
-        call_at(engine, 12, swap)
+        at_stretch(engine, swap)
         first = engine.generate([request])[0]
-        beside = in_flight[0].result(timeout=60)
-        after = engine.generate([next_turn(request, first, 1), other])
-        again = engine.generate([next_turn(request, first, 1)])
+        beside = in_flight[0].result(timeout=600)
+        turn = next_turn(request, first, 1)
+        after = engine.generate([turn, other])
+        again = engine.generate([turn])
+    with Engine(POLICY, PARAMS[1], **SETTINGS, version=1) as fresh:
+        expected = bits([*fresh.generate([turn]), *fresh.generate([other])])
     assert set(first.version) == {0, 1}
-    with Engine(POLICY, tiny_params(5), **{**SETTINGS, "steps": 1}) as fresh:
-        turn = fresh.generate([next_turn(request, first, 1)])
-        assert bits([*turn, *fresh.generate([other])]) == bits(after)
-    assert bits(turn) == bits(again)
-    assert bits(after[1:]) == bits([beside])
+    assert bits(after) == bits([*again, beside]) == expected
     # What the present weights alone computed is found: the prompt of the request that came with the swap, and the first
     # token that it fed; the turn, once it was computed.
     assert [c.reused for c in (beside, *after, *again)] == [0, 40, 39, 78]
 
 
-# Load -------------------------------------------------------------------------------------------------
+# Releases ---------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_compiled_after_the_first_request(compiled):
+def test_the_bytes_that_a_release_frees_are_shown_and_gone(engine):
+    shape = POLICY.make_cache(SETTINGS["slots"], SETTINGS["slot_length"]).keys.shape
+
+    def held() -> int:
+        return sum(x.nbytes for x in jax.live_arrays() if x.shape == shape)
+
+    engine.generate(make_requests(2))
+    before = held()
+    assert engine.release() >= before > 0 == held()
+    assert engine.release() == 0
+
+
+def test_what_decodes_during_releases_goes_on_to_the_same_bits(engine):
+    requests = [fg.Request([1, 2, 3], jax.random.key(i), 60) for i in range(10)]
+    expected = bits(engine.generate(requests))
+    futures, freed = [engine.submit(request) for request in requests], []
+    while len(freed) < 5 and not all(future.done() for future in futures):
+        freed.append(engine.release())
+    assert bits(future.result() for future in futures) == expected
+    assert any(freed)
+    assert engine.lost.generated == 0
+
+
+def test_new_weights_reach_a_released_engine(engine):
+    request = make_requests(1, seed=5)[0]
+    before = engine.generate([request])[0]
+    engine.release()
+    engine.swap(PARAMS[1], 7)
+    assert set(engine.generate([request])[0].version) == {7}
+    engine.swap(PARAMS[0], 0)
+    assert whole(engine.generate([request])[0]) == whole(before)
+
+
+# Compilation ------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_compiled_after_the_first_request():
     """At most twelve programs in all, small ones included, whatever lengths, turns and settings come."""
+    compiled = []
+
+    def note(event: str, _, **__) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
     sizes = {**SETTINGS, "slots": 5, "slot_length": 120}  # of no other test, so that nothing is compiled before
     first, requests = make_requests(1, seed=16)[0], make_requests(30, seed=12, temperature=0.3)
-    params = [tiny_params(seed) for seed in (0, 1)]
-    compiled.clear()
-    with Engine(POLICY, params[0], **sizes) as engine:
-        later = next_turn(first, engine.generate([first])[0], 99)
-        assert 6 <= len(compiled) <= 12
-        compiled.clear()
-        engine.generate(requests)
-        engine.swap(params[1], 1)
-        engine.generate([later, *requests, *requests])
-    with Engine(POLICY, params[0], **sizes) as engine:  # made again, as after each stage, it finds its programs
-        engine.generate(requests)
-    assert not compiled
-
-
-def test_many_threads_submit_at_once(engine):
-    requests, results = make_requests(48, seed=14), {}
-
-    def work(part):
-        for i in range(part, 48, 6):
-            results[i] = engine.submit(requests[i]).result(timeout=60)
-
-    threads = [threading.Thread(target=work, args=(part,)) for part in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert bits([results[i] for i in range(48)]) == bits(engine.generate(requests))
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        with Engine(POLICY, PARAMS[0], **sizes) as engine:
+            later = next_turn(first, engine.generate([first])[0], 99)
+            assert 6 <= len(compiled) <= 12
+            compiled.clear()
+            engine.generate(requests)
+            engine.swap(PARAMS[1], 1)
+            engine.generate([later, *requests])
+        with Engine(POLICY, PARAMS[0], **sizes) as engine:  # made again, as after each stage, it finds its programs
+            engine.generate(requests)
+        assert not compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)

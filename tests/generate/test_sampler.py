@@ -21,7 +21,7 @@ def hidden(params, tokens, _positions, segments, cache):
     def step(state_rd, now):
         token_r, real_r = now
         state_rd = jnp.where(real_r[:, None] > 0, 0.5 * state_rd + jnp.asarray(params["embed"])[token_r], state_rd)
-        return state_rd, state_rd
+        return state_rd, jnp.where(real_r[:, None] > 0, state_rd, 0.0)
 
     start_rd = jnp.zeros((len(tokens), D)) if cache is None else cache
     cache, states = jax.lax.scan(step, start_rd, (tokens.T, segments.T))
@@ -109,11 +109,11 @@ def test_kept_sets_by_hand():
 
 
 @partial(jax.jit, static_argnames="width")
-def run(budget_r, stop_ids, leave, settings, *, width=0):
+def run(budget_r, stop_ids, settings, *, width=0, **leave):
     """Prefill all but the last token of the prompts, then decode."""
     cache = prefill(TOY, PARAMS, jnp.zeros((ROWS, D)), PROMPT_RS[:, :-1], jnp.ones((ROWS, PROMPT - 1), bool))
     rows = start_rows(cache, PROMPT_RS[:, -1], KEY_R, budget_r)
-    return decode(TOY, PARAMS, rows, settings, stop_ids, steps=STEPS, leave=leave, banned=BANNED, width=width)
+    return decode(TOY, PARAMS, rows, settings, stop_ids, steps=STEPS, banned=BANNED, width=width, **leave)
 
 
 FREE = sampling(ROWS, temperature=WARM)
@@ -125,12 +125,12 @@ def draws():
     return [naive_row(row, STEPS) for row in range(ROWS)]
 
 
-@pytest.mark.parametrize("leave", [False, True])
+@pytest.mark.parametrize("leave", [{}, {"leave": True}])
 def test_rows_draw_by_their_own_keys_and_end_by_stop_token_and_budget(draws, leave):
     """With `leave` all stop with the third row, whose budget is spent first."""
     stop_ids = NO_STOP.at[1, 1].set(draws[1][6][0])
     budget_r = jnp.array([0, STEPS, 3, STEPS + 9], jnp.int32)
-    rows, sampled = run(budget_r, stop_ids, leave, FREE)
+    rows, sampled = run(budget_r, stop_ids, FREE, **leave)
     live_r = [0, 3, 3, 3] if leave else [0, 7, 3, STEPS]
     for row, size in enumerate(live_r):
         assert sampled.live[:, row].tolist() == [True] * size + [False] * (STEPS - size)
@@ -141,7 +141,7 @@ def test_rows_draw_by_their_own_keys_and_end_by_stop_token_and_budget(draws, lea
         np.testing.assert_allclose(rows.cache[row], naive_states(expected[:-1])[-1], atol=1e-5)
     assert rows.count.tolist() == live_r
     assert rows.budget.tolist() == (budget_r - jnp.array(live_r)).tolist()
-    assert rows.active.tolist() == [False, leave, False, True]
+    assert rows.active.tolist() == [False, bool(leave), False, True]
 
 
 def test_feeding_given_tokens_draws_what_decoding_from_them_would(draws):
@@ -166,7 +166,7 @@ def test_feeding_given_tokens_draws_what_decoding_from_them_would(draws):
 def test_F7_scoring_gives_what_was_sampled(width):
     """Full support, and top-k 20 with top-p 0.9 over the recorded sets: the same numbers within rounding."""
     settings = sampling(ROWS, temperature=WARM, top_k=20, top_p=0.9)
-    _, sampled = run(jnp.full(ROWS, STEPS, jnp.int32), NO_STOP, False, settings, width=width)
+    _, sampled = run(jnp.full(ROWS, STEPS, jnp.int32), NO_STOP, settings, width=width)
     tokens_rs = jnp.concatenate([PROMPT_RS, sampled.token.T], axis=1)
     kept = None
     if width:
