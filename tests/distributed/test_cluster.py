@@ -38,9 +38,9 @@ def run(module: str, *flags: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 def test_S1_one_kill_of_each_kind_of_process_changes_no_bit(cache, tmp_path):
     """Series of kills in larger runs: `python -m experiments.soak --experiment=cluster`, and the test below."""
-    sizes = [*TINY.split(), "--updates=60", cache, "--rollout_workers=2", "--reward_workers=any=2"]
+    sizes = [*TINY.split(), "--updates=30", cache, "--rollout_workers=2", "--reward_workers=any=2"]
     command = [sys.executable, "-m", "experiments.cluster", *sizes]
-    figures = run_cluster_soak(command, tmp_path, kills=4, seed=1, shortest=1.0, longest=2.0)
+    figures = run_cluster_soak(command, tmp_path, kills=4, seed=1, shortest=0.5, longest=1.0)
     assert figures["differences"] == []
     assert set(figures["by_kind"]) == {"master", "train", "rollout", "reward"}
 
