@@ -240,6 +240,7 @@ def test_bad_options_get_one_clear_sentence(words):
 def test_settings_at_the_edge_and_defaults_of_refused_ones_are_honoured():
     fg.grpo(clip_low=1.0, clip_high=0.0, beta=0.0, entropy_bonus=0.0, reference_every=1, overlong=fg.Overlong(9, 9))
     fg.kimi(beta=0.0, dual_clip=None)
+    fg.dr_grpo(max_tokens=1)
     options = read_options("grpo", {"kl_in": "reward", "beta": 0.1})
     assert (options.kl_kind, options.kl_in_reward, options.kl_in_loss) == ("k1", True, False)
     assert read_options("grpo", {"kl": "k2"}).kl_kind == "k2"
