@@ -195,8 +195,8 @@ UNUSABLE = [
         "trajectory 2 has a reward on 1 of 3 turns: pay every turn, or none",
     ),
     (
-        after_two(a_record(a_turn(reward=0.0), a_turn(), a_turn(reward=1.0))),
-        "trajectory 2 has a reward on 2 of 3 turns: pay every turn, or none",
+        [a_record(a_turn(reward=1.0)), a_record(a_turn(reward=0.0), a_turn(), a_turn(reward=1.0))],
+        "trajectory 1 has a reward on 2 of 3 turns: pay every turn, or none",
     ),
     (
         after_two(a_record(a_turn(reward=0.5), a_turn(reward=float("nan")))),
