@@ -133,7 +133,7 @@ def test_R2_a_program_that_hangs_on_one_input_fails_that_test_only(judge):
 
 @pytest.mark.parametrize("value", ["10 ** 10", "'x' * 10", "float('nan')", "10 ** 4500"])
 def test_R2_a_value_that_makes_the_check_hang_or_die_fails_it_and_is_never_invalid(judge, value):
-    assert judge("want = 3\nassert 10 ** (10 ** f(1)) == want", f"def f(x): return {value}", 0.3).value == 0.0
+    assert judge("want = 3\nassert 10 ** (10 ** f(1)) == want", f"def f(x): return {value}", 2.0).value == 0.0
 
 
 @pytest.mark.parametrize("test", [{"stdin": "1", "stdout": "0"}, "assert f(1) == 0"], ids=["stdin", "calls"])
