@@ -5,9 +5,10 @@ import json
 import jax
 import numpy as np
 import pytest
+from commands import run_module
 
 import flowgrpo as fg
-from experiments import arms, compare_page, compare_runs, studies
+from experiments import arms, compare_page, compare_runs
 from experiments.arms import Arm
 from experiments.compare_runs import compare, read_runs, settings_of
 from experiments.studies import STUDIES, Study, chosen_arms
@@ -15,7 +16,7 @@ from flowgrpo.learner.warmstart import demonstrate
 from flowgrpo.rollout.compiled import Rollout, repeat
 from flowgrpo.rollout.exam import draw_tasks
 from flowgrpo.statistics import iqm
-from tests.experiments.conftest import check_refused, last_line
+from tests.experiments.conftest import check_refused, last_line, run_command
 
 TWO = Study("Is it so?", "one", {"one": Arm(), "other": Arm()}, worlds={"lookup": {}, "maze": {}})
 
@@ -119,44 +120,48 @@ def test_some_arms_and_always_the_baseline():
         chosen_arms(study, ["gigpo"])
 
 
-SIZES = {"updates": 2, "warm_steps": 2, "d": 32, "layers": 1, "queries": 2, "samples": 4, "warm_rows": 8}
-SMALL = Study(
-    "Does it run?",
-    "broadcast",
-    {
-        "broadcast": Arm(),
-        "late": Arm(algorithm=studies.stale().arms["4 late, corrected"].algorithm, program=arms.stale(2)),
-        "imitates": Arm(program=arms.imitating(oracle=True)),
-    },
-    settings=SIZES,
-    worlds={"lookup": {"hops": (1, 1)}},
-)
+@pytest.fixture
+def asked(monkeypatch) -> list:
+    """Studies that only note which arm was run with which seeds; `None` among the arms interrupts."""
+    asked = []
+
+    def run_arm(arm, _settings, _world, begun, **_):
+        if arm is None:
+            raise KeyboardInterrupt
+        asked.append((arm.settings["samples"], np.asarray(begun).tolist()))
+        return [{"success": [0.0, 1.0]}] * len(begun)
+
+    monkeypatch.setattr(compare_runs, "begin_all", lambda _settings, _world, seeds, **_: np.array(seeds))
+    monkeypatch.setattr(compare_runs, "run_arm", run_arm)
+    return asked
 
 
-@pytest.mark.slow
-def test_a_study_goes_on_where_it_was_stopped_and_takes_more_seeds(monkeypatch, tmp_path):
-    monkeypatch.setattr(compare_runs, "data_mesh", lambda: None)  # eight devices would have eight seeds to learn from
-    only = SMALL._replace(arms={"broadcast": Arm()})
-    one = compare(only, tmp_path, seeds=[0], every=1, tasks=16)
-    assert list(one) == [("broadcast", "lookup", 0)]
-    (line,) = one.values()
-    assert line["updates"] == [0, 1, 2]
-    assert (len(line["success"]), len(line["train"]["success"])) == (3, 2)
+def test_a_study_goes_on_where_it_was_stopped_and_takes_more_seeds(asked, tmp_path):
+    two, four = Arm(settings={"samples": 2}), Arm(settings={"samples": 4})
+    study = TWO._replace(arms={"one": two, "other": four}, worlds={"lookup": {}})
+    with pytest.raises(KeyboardInterrupt):
+        compare(study._replace(arms={"one": two, "other": None}), tmp_path, seeds=[0])
     kept = (tmp_path / "runs.jsonl").read_text()
-    assert len(compare(SMALL, tmp_path, seeds=[0], every=1, tasks=16)) == 3
-    runs = compare(only, tmp_path, seeds=range(2), every=1, tasks=16)
-    assert len(runs) == 4
+    compare(study, tmp_path, seeds=[0])
+    compare(study._replace(arms={"one": two}), tmp_path, seeds=range(3))
+    runs = compare(study, tmp_path, seeds=range(4))
+    assert asked == [(2, [0]), (4, [0]), (2, [1, 2]), (2, [3]), (4, [1, 2, 3])]
     assert (tmp_path / "runs.jsonl").read_text().startswith(kept)
-    monkeypatch.setattr(compare_runs, "data_mesh", lambda: pytest.fail("nothing is left to run"))
-    assert compare(only, tmp_path, seeds=range(2), every=1, tasks=16) == runs == read_runs(tmp_path)
+    assert compare(study, tmp_path, seeds=range(4)) == runs == read_runs(tmp_path)
+    assert set(runs) == {(arm, "lookup", seed) for arm in study.arms for seed in range(4)}
+    assert len(asked) == 5  # nothing was left to run
 
 
 @pytest.mark.slow
-def test_the_command_makes_the_table_and_refuses_another_study(command, tmp_path):
-    flags = (f"--workdir={tmp_path}", "--num_seeds=1", "--updates=1", "--warm_steps=2", "--test_tasks=8")
-    ran = command("compare", "--study=credit", "--arms=last turn only", *flags)
-    assert [row["arm"] for row in last_line(ran)] == ["broadcast", "last turn only"]
-    assert "| last turn only |" in ran.stdout
+def test_the_command_runs_arms_of_each_kind_and_refuses_another_study(tmp_path):
+    flags = (f"--workdir={tmp_path}", "--num_seeds=1", "--examine_every=1", "--test_tasks=8")
+    ran = run_module("tests.experiments.tiny_study", "--study=tiny", *flags)
+    assert ran.returncode == 0, ran.stderr
+    assert [row["arm"] for row in last_line(ran)] == ["broadcast", "late", "imitates"]
+    assert "| imitates  |" in ran.stdout
     assert (tmp_path / "index.html").exists()
-    other = command("compare", "--study=clip", "--arms=no clip", *flags, check=False)
-    check_refused(other, 'holds another run: study: there "credit", here "clip"')
+    for line in read_runs(tmp_path).values():
+        assert line["updates"] == [0, 1, 2]
+        assert (len(line["success"]), len(line["train"]["success"])) == (3, 2)
+    other = run_command("compare", "--study=clip", "--arms=no clip", *flags, check=False)
+    check_refused(other, 'holds another run: study: there "tiny", here "clip"')
