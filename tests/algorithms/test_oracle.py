@@ -1,10 +1,9 @@
-"""The family against code that this project did not write: TRL's trainers, and PyTorch's autograd.
+"""The family against code that this project did not write: TRL's trainers.
 
 TRL's methods run unbound on a stub that hands out our log-probabilities, from generation (masks, advantages,
 normaliser, importance correction: all TRL's) to loss. What TRL gets is float64, so that a difference is our rounding.
 """
 
-import json
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
@@ -16,15 +15,12 @@ import pytest
 from cases import INVALID, Case, batch_of, make_case
 
 import flowgrpo as fg
-from experiments.offline_model import write_model
-from flowgrpo.learner.update import make_score
-from flowgrpo.learner.written import preference_rows, read_preferences, tokens_of
 
 pytestmark = pytest.mark.oracle
 
 TOLERANCE = 1e-5  # relative to the largest number
 TRL_EPS = 1e-4  # what TRL adds to a deviation
-SEEDS = range(4)
+SEEDS = range(2)
 
 
 @pytest.fixture(scope="module")
@@ -205,32 +201,27 @@ dapo = partial(fg.dapo, dynamic_sampling=False, eps=TRL_EPS)  # TRL filters no g
 cispo = partial(fg.cispo, clip_low=1.0, clip_high=0.2, eps=TRL_EPS)  # TRL bounds the ratio itself, and only above
 gspo = partial(fg.gspo, clip_low=0.1, clip_high=0.1, eps=TRL_EPS)
 
-# Each with the settings that make TRL's trainer the same one.
+# Each with the settings that make TRL's trainer the same one. A sequence is a turn's action here and the whole
+# completion there: the same where there is one turn.
+CAPPED, CUT = (fg.Correction(1.2, "sequence", mask=mask) for mask in (False, True))
+BY_SEQUENCE = {
+    "gspo": (gspo(), AS_GSPO),
+    "gspo, KL": (gspo(**KL), AS_GSPO | KL),
+    "grpo, sequence correction": (grpo(correction=CAPPED), AS_GRPO | corrected("sequence_truncate")),
+    "grpo, sequence mask": (grpo(correction=CUT), AS_GRPO | corrected("sequence_mask")),
+}
 BY_TOKEN = {
     "grpo": (grpo(), AS_GRPO),
-    "grpo, KL": (grpo(**KL), AS_GRPO | KL),
     "grpo, weighted KL": (grpo(**WEIGHTED_KL), AS_GRPO | AS_WEIGHTED_KL),
     "grpo, dual clip": (grpo(dual_clip=1.3), AS_GRPO | {"delta": 1.3}),
     "dr_grpo, KL": (dr_grpo(**KL), AS_DR_GRPO | KL),
     "dapo": (dapo(), AS_DAPO),
-    "dapo, weighted KL": (dapo(**WEIGHTED_KL), AS_DAPO | AS_WEIGHTED_KL),
     "dapo, token correction": (dapo(correction=fg.Correction(1.2)), AS_DAPO | corrected("token_truncate")),
     "dapo, token mask": (dapo(correction=fg.Correction(1.2, mask=True)), AS_DAPO | corrected("token_mask")),
     "cispo, KL": (cispo(**KL), AS_CISPO | KL),
-    # TRL's bonus is a mean over tokens whatever the loss type; ours has the member's weights, so only these are equal.
+    # TRL's bonus is a mean over tokens whatever the loss type; ours has the member's weights, so only dapo's is equal.
     "dapo, entropy": (dapo(**ENTROPY), AS_DAPO | AS_ENTROPY),
-    "cispo, entropy": (cispo(**ENTROPY), AS_CISPO | AS_ENTROPY),
 }
-
-# A sequence is a turn's action here and the whole completion there: the same where there is one turn.
-capped, cut = (fg.Correction(1.2, "sequence", mask=mask) for mask in (False, True))
-BY_SEQUENCE = {
-    "gspo": (gspo(), AS_GSPO),
-    "gspo, KL": (gspo(**KL), AS_GSPO | KL),
-    "grpo, sequence correction": (grpo(correction=capped), AS_GRPO | corrected("sequence_truncate")),
-    "grpo, sequence mask": (grpo(correction=cut), AS_GRPO | corrected("sequence_mask")),
-}
-
 CASES = [(turns, *pair) for turns, pairs in ((1, BY_SEQUENCE), (3, BY_TOKEN)) for pair in pairs.values()]
 
 
@@ -298,13 +289,8 @@ def test_overlong_penalty_equals_trl(oracle, max_tokens, buffer):
 
 # DPO ----------------------------------------------------------------------------------------------------------
 
-
-def trl_dpo(oracle, policy, reference, inputs: dict, beta: float):
-    """The loss of TRL's DPO, from functions that return what models with a fused head do; winners come first."""
-    settings = {"loss_types": ["sigmoid"], "loss_weights": [1.0], "f_divergence_type": "reverse_kl"}
-    counts = {"_total_train_tokens": 0, "_tp_size": 1}
-    made = stub(oracle, model=Off(training=True), ref_model=reference, beta=beta, **settings, **counts)
-    return oracle.dpo._compute_loss(made, policy, inputs, False)
+AS_DPO = {"loss_types": ["sigmoid"], "loss_weights": [1.0], "f_divergence_type": "reverse_kl"}
+AS_DPO |= {"_total_train_tokens": 0, "_tp_size": 1}
 
 
 def fused_outputs(oracle, logp_rs, *, labels, **_):
@@ -331,81 +317,6 @@ def test_dpo_equals_trl(oracle, beta):
         )
         inputs = {"input_ids": ids_rs, "attention_mask": oracle.torch.ones_like(ids_rs), "completion_mask": mask_rs}
         policy, reference = (partial(fused_outputs, oracle, x_rs) for x_rs in (logp_rs, ref_rs))
-        expected.append(differentiated(trl_dpo(oracle, policy, reference, inputs, beta), logp_ntl))
+        made = stub(oracle, model=Off(training=True), ref_model=reference, beta=beta, **AS_DPO)
+        expected.append(differentiated(oracle.dpo._compute_loss(made, policy, inputs, False), logp_ntl))
     check([ours(fg.dpo(beta=beta), case) for case in cases], expected)
-
-
-TALK = ["1 + 2 = 3", "and then?", "3 + 3 = 6"]
-PREFERENCES = [
-    {"prompt": "3 + 4 = ?", "chosen": "The sum is 7.", "rejected": "It may be 8."},
-    {"prompt": "20 + 5 = ?", "chosen": "25", "rejected": "The sum is 205, or it may be 26."},
-    {
-        "prompt": [{"role": "user", "content": "1 + 2 + 3 = ?"}],
-        "chosen": [{"role": ("assistant", "user")[i % 2], "content": said} for i, said in enumerate(TALK)],
-        "rejected": "It may be 7.",
-    },
-]
-
-
-def test_dpo_from_a_preference_file_equals_trl_on_the_model_of_transformers(oracle, tmp_path):
-    """From the file to the gradient of the weights: a policy and a reference, with pairs of one turn and of several."""
-    from transformers import AutoModelForCausalLM
-
-    folders = [tmp_path / "policy", tmp_path / "reference"]
-    for seed, folder in enumerate(folders):
-        write_model(folder, [json.dumps(PREFERENCES)], seed=seed)
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PREFERENCES))
-    policy, reference = map(fg.load_model, folders)
-    pairs = read_preferences(tmp_path / "pairs.jsonl", policy.text)
-    batch, algorithm, score = preference_rows(pairs, row_length=128), fg.dpo(beta=0.5), make_score(policy.policy)
-    batch = batch.replace(logp_ref=score(reference.params, batch).logp)
-    value, gradient = jax.jit(jax.value_and_grad(lambda params: algorithm.loss(score(params, batch), batch)[0]))(
-        policy.params
-    )
-
-    records = [side for sides in zip(*pairs, strict=True) for side in sides]  # what was chosen comes first
-    inputs = {name: [] for name in ("input_ids", "completion_mask", "attention_mask")}
-    for record in records:
-        rest = (0, max(map(tokens_of, records)) - tokens_of(record))
-        columns = [np.concatenate([getattr(turn, name) for turn in record.turns]) for name in ("tokens", "chosen")]
-        for name, x_s in zip(inputs, (*columns, np.ones(tokens_of(record))), strict=True):
-            inputs[name].append(np.pad(x_s.astype(np.int64), rest))
-    tensors = {name: oracle.torch.tensor(np.stack(rows)) for name, rows in inputs.items()}
-    models = [AutoModelForCausalLM.from_pretrained(folder).double() for folder in folders]
-
-    def outputs_of(model, *, input_ids, attention_mask, **more):
-        logits_rsv = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1]
-        logp_rs = logits_rsv.log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
-        return fused_outputs(oracle, logp_rs, **more)
-
-    loss = trl_dpo(oracle, *(partial(outputs_of, model) for model in models), tensors, 0.5)
-    check([(value, gradient["embed"])], [differentiated(loss, models[0].get_input_embeddings().weight)])
-
-
-# Flow-GRPO, in PyTorch ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.05])
-def test_flow_grpo_equals_nested_means_in_torch(oracle, beta):
-    """`1/Q sum_q 1/G sum_i 1/T_i sum_t 1/|a| sum_j [min(rho A, clip(rho) A) - beta k3]`, as it is written."""
-    torch, cases, expected = oracle.torch, [make_case(seed, groups=4, turns=5, invalid=0.25) for seed in SEEDS], []
-    for case in cases:
-        trajectories, logp_ntl, queries = case.trajectories, leaf(oracle, case.logp), []
-        scored = logp_ntl, *(torch.tensor(x).double() for x in (trajectories.logp_old, trajectories.logp_ref))
-        for members in valid_groups(trajectories):
-            outcome_g = torch.tensor(trajectories.outcome[members], dtype=torch.float64)
-            std = outcome_g.std() if len(members) > 1 else 0.0
-            by_trajectory = []
-            for i, adv in zip(members, (outcome_g - outcome_g.mean()) / (std + 1e-6), strict=True):
-                by_turn = []
-                for t in np.flatnonzero(trajectories.turns[i]):
-                    own_l = torch.as_tensor(trajectories.chosen[i, t])
-                    logp, old, ref = (x_ntl[i, t][own_l] for x_ntl in scored)
-                    rho = (logp - old).exp()
-                    gain = torch.minimum(rho * adv, rho.clamp(1 - 0.2, 1 + 0.28) * adv)
-                    k3 = (ref - logp).exp() - (ref - logp) - 1
-                    by_turn.append((gain - beta * k3).mean())
-                by_trajectory.append(torch.stack(by_turn).mean())
-            queries.append(torch.stack(by_trajectory).mean())
-        expected.append(differentiated(-torch.stack(queries).mean(), logp_ntl))
-    check([ours(fg.flow_grpo(clip_low=0.2, clip_high=0.28, beta=beta), case) for case in cases], expected)
