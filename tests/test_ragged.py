@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flowgrpo as fg
-from flowgrpo.ragged import flatten, token_index
+from flowgrpo.ragged import flatten
 from flowgrpo.types import check_axes
 
 PER_TOKEN = ("tokens", "chosen", "logp_sampled")
@@ -24,34 +24,6 @@ def a_record(*turns: fg.Turn, **fields) -> fg.Trajectory:
 
 
 # Collate and flatten ----------------------------------------------------------------------------------
-
-
-def test_collate_pads_two_trajectories_as_written_out_by_hand():
-    first = fg.Turn(np.array([5, 6, 7]), np.array([False, True, True]), np.array([0, -1, -2.0]), version=4, anchor=9)
-    second = fg.Turn(np.array([8]), np.array([True]), np.array([-3.0]), version=np.array([6]), anchor=-2)
-    records = [
-        fg.Trajectory([first, second], 0.5, 30, True, fg.Status.TURN_LIMIT, appends=False),
-        fg.Trajectory([second], None, -4, False, fg.Status.ABORTED),
-    ]
-    found = fg.collate(records)
-    assert found.tokens.tolist() == [[[5, 6, 7], [8, 0, 0]], [[8, 0, 0], [0, 0, 0]]]
-    assert found.chosen.tolist() == [[[False, True, True], [True, False, False]], [[True, False, False], [False] * 3]]
-    assert found.logp_sampled.tolist() == [[[0, -1, -2], [-3, 0, 0]], [[-3, 0, 0], [0, 0, 0]]]
-    assert found.version.tolist() == [[[4, 4, 4], [6, 0, 0]], [[6, 0, 0], [0, 0, 0]]]
-    assert found.turns.tolist() == [[True, True], [True, False]]
-    assert found.length.tolist() == [[3, 1], [1, 0]]
-    assert found.reward[0].tolist() == [0.5, 0.5]
-    assert np.isnan(found.reward[1, 0])
-    assert found.reward[1, 1] == 0
-    assert found.outcome[0] == 0.5
-    assert np.isnan(found.outcome[1])
-    assert found.status.tolist() == [1, 7]
-    assert found.group.tolist() == [30, -4]
-    assert found.correct.tolist() == [True, False]
-    assert found.appends.tolist() == [False, True]
-    assert found.by_turn.tolist() == [False, False]
-    assert found.anchor[0, 0] != found.anchor[0, 1] == found.anchor[1, 0]
-    assert found.anchor[1, 1] == 0
 
 
 @given(st.integers(0, 10_000), st.booleans())
@@ -106,19 +78,15 @@ def test_F5_an_ending_that_does_not_count_needs_no_outcome(outcome):
     assert fg.collate([record, a_record()]).valid.tolist() == [False, True]
 
 
-WIDE = {
-    "signed 64-bit": [2**62 + 1, 2**62, -(2**62), 0],
-    "hashes": [hash((seed, "state")) for seed in range(4)],
-    "unsigned 64-bit": [2**64 - 1, 2**64 - 2, 2**63 + 1, 2**63],
-    "unsigned 64-bit, some of them small": [2**63 + 1, 2**63, 5, 6],
-    "unsigned and negative": [2**63 + 1, 2**63, -5, -6],
-    "the least of 64 bits": [-(2**63), 0, 1, 2],
-    "wider than 64 bits": [2**80 + 1, 2**80, 5, -6],
-    "just past 32 bits": [2**31, 2**31 - 1, -(2**31), -(2**31) - 1],
-}
-
-
-@pytest.mark.parametrize("ids", WIDE.values(), ids=WIDE)
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [7, -(2**31), 2**31 - 1, 0],
+        [2**31, 2**31 - 1, -(2**31), -(2**31) - 1],
+        [2**63 + 1, 2**63, -5, 6],
+        [2**80, 1, 2, 3],
+    ],
+)
 def test_wide_group_ids_and_anchors_stay_distinct_and_equal_ones_equal(ids):
     group_n = fg.collate([a_record(group=group) for group in ids + ids]).group
     anchor_nt = fg.collate([a_record(*[a_turn(anchor=anchor) for anchor in ids]) for _ in range(2)]).anchor
@@ -126,30 +94,15 @@ def test_wide_group_ids_and_anchors_stay_distinct_and_equal_ones_equal(ids):
         assert found.dtype == np.int32
         assert len(set(found[0].tolist())) == len(ids)
         np.testing.assert_array_equal(found[0], found[1])
-
-
-def test_group_ids_of_32_bits_stay_as_they_are():
-    ids = [7, -(2**31), 2**31 - 1]
-    assert fg.collate([a_record(group=group) for group in ids]).group.tolist() == ids
+    assert ids[0] != 7 or group_n[:4].tolist() == ids, "what fits 32 bits stays as it is"
 
 
 def test_sizes_are_the_largest_that_occur_or_those_given():
     records = [a_record(a_turn(1, 2), a_turn(1, 1)), a_record(a_turn(2, 3))]
     assert fg.collate(records).tokens.shape == fg.collate(records, turns=2, length=5).tokens.shape == (2, 2, 5)
-    for sizes, message in (
-        ({"turns": 1}, "turns=1, but the records need 2"),
-        ({"length": 4}, "length=4, but the records need 5"),
-        ({"turns": 0, "length": 9}, "turns=0, but the records need 2"),
-    ):
-        with pytest.raises(fg.BadInput, match=f"^{message}$"):
+    for sizes, words in (({"turns": 0}, "turns=0, but the records need 2"), ({"length": 4}, "length=4, but .* need 5")):
+        with pytest.raises(fg.BadInput, match=f"^{words}$"):
             fg.collate(records, **sizes)
-
-
-def test_token_index_skips_turns_without_tokens():
-    trajectory_m, turn_m, slot_m = token_index(np.array([[2, 0, 1], [0, 3, 0]]))
-    assert trajectory_m.tolist() == [0, 0, 0, 1, 1, 1]
-    assert turn_m.tolist() == [0, 0, 2, 1, 1, 1]
-    assert slot_m.tolist() == [0, 1, 0, 0, 1, 2]
 
 
 def test_a_log_probability_that_is_not_finite_is_fine_where_nothing_was_chosen():
@@ -170,30 +123,21 @@ def second_turn(**changes) -> list[fg.Trajectory]:
     return after_two(a_record(a_turn(2, 2), replace(a_turn(1, 2), **changes), a_turn()))
 
 
-NAMES = "FINISHED 0, TURN_LIMIT 1, .*, ABORTED 7"
-DISAGREE = "the lengths disagree: tokens {}, chosen {}, logp_sampled {}$"
 NOT_FINITE = "trajectory 2, turn 1 has a chosen token \\(slot {}\\) whose log-probability is {}: it must be finite"
 UNUSABLE = [
     ([], "there are no trajectories"),
     (after_two(replace(a_record(), turns=())), "trajectory 2 has no turns"),
-    (second_turn(tokens=np.ones(2, int)), "trajectory 2, turn 1: " + DISAGREE.format(2, 3, 3)),
-    (second_turn(chosen=np.ones(2, bool)), "trajectory 2, turn 1: " + DISAGREE.format(3, 2, 3)),
-    (second_turn(logp_sampled=np.zeros(4)), "trajectory 2, turn 1: " + DISAGREE.format(3, 3, 4)),
-    ([a_record(replace(a_turn(1, 2), chosen=[True]))], "trajectory 0, turn 0: " + DISAGREE.format(3, 1, 3)),
-    (after_two(a_record(replace(a_turn(), chosen=[True]), a_turn())), "trajectory 2, turn 0: the lengths disagree"),
+    (second_turn(tokens=np.ones(2, int)), "trajectory 2, turn 1: .* disagree: tokens 2, chosen 3, logp_sampled 3$"),
+    (second_turn(chosen=np.ones(2, bool)), "trajectory 2, turn 1: .* disagree: tokens 3, chosen 2, logp_sampled 3$"),
+    (second_turn(logp_sampled=np.zeros(4)), "trajectory 2, turn 1: .* disagree: tokens 3, chosen 3, logp_sampled 4$"),
+    ([a_record(replace(a_turn(), chosen=[True]))], "trajectory 0, turn 0: the lengths disagree"),
     (second_turn(tokens=[], chosen=[], logp_sampled=[]), "trajectory 2, turn 1 has no tokens"),
     (after_two(a_record(outcome=None)), "trajectory 2 is FINISHED but its outcome is None"),
     (after_two(a_record(outcome=np.nan, status=3)), "trajectory 2 is TIMEOUT but its outcome is nan"),
-    (after_two(a_record(outcome=-np.inf, status=4)), "trajectory 2 is REPETITION but its outcome is -inf"),
     (after_two(a_record(outcome=1e300)), "trajectory 2 is FINISHED but its outcome is 1e\\+300"),  # beyond float32
-    *(
-        (after_two(a_record(status=status)), f"trajectory 2 has status {status}, which is none of {NAMES}")
-        for status in (8, -1, None)
-    ),
-    (
-        after_two(a_record(a_turn(), a_turn(), a_turn(reward=0.0))),
-        "trajectory 2 has a reward on 1 of 3 turns: pay every turn, or none",
-    ),
+    (after_two(a_record(status=8)), "trajectory 2 has status 8, which is none of FINISHED 0, .*, ABORTED 7"),
+    (after_two(a_record(status=-1)), "trajectory 2 has status -1, which is none of"),
+    (after_two(a_record(a_turn(), a_turn(reward=0.0))), "trajectory 2 has a reward on 1 of 2 turns: pay every turn"),
     (
         [a_record(a_turn(reward=1.0)), a_record(a_turn(reward=0.0), a_turn(), a_turn(reward=1.0))],
         "trajectory 1 has a reward on 2 of 3 turns: pay every turn, or none",
