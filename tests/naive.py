@@ -14,28 +14,16 @@ import numpy as np
 
 def ragged(case) -> list[dict]:
     """The case as nested lists of chosen tokens."""
-    trajectories = case.trajectories
-    fields = {
-        "logp": case.logp,
-        "frozen": case.logp,
-        "old": trajectories.logp_old,
-        "mu": trajectories.logp_sampled,
-        "ref": trajectories.logp_ref,
-        "entropy": case.entropy,
-        "value": case.value,
-        "value_old": trajectories.value,
-    }
-    out = []
-    for i in range(len(trajectories.outcome)):
-        turns = []
-        for t in np.flatnonzero(trajectories.turns[i]):
-            slots = np.flatnonzero(trajectories.chosen[i, t]).tolist()
-            turn = {name: x[i, t, slots].tolist() for name, x in fields.items()}
-            turn["reward"] = float(trajectories.reward[i, t]) if trajectories.by_turn[i] else None
-            turns.append(turn | {"slots": slots, "anchor": int(trajectories.anchor[i, t])})
-        member = {name: getattr(trajectories, name)[i].item() for name in ("group", "outcome", "correct", "last_value")}
-        status = int(trajectories.status[i])
-        out.append(member | {"valid": status <= 4, "cut": status in {1, 2}, "turns": turns})
+    x, out = case.trajectories, []
+    fields = {"logp": case.logp, "frozen": case.logp, "entropy": case.entropy, "value": case.value}
+    fields |= {"old": x.logp_old, "mu": x.logp_sampled, "ref": x.logp_ref, "value_old": x.value}
+    for i, status in enumerate(x.status):
+        member = {name: getattr(x, name)[i].item() for name in ("group", "outcome", "correct", "last_value")}
+        out.append(member | {"valid": status <= 4, "cut": status in {1, 2}, "turns": []})
+        for t in np.flatnonzero(x.turns[i]):
+            slots = np.flatnonzero(x.chosen[i, t]).tolist()
+            turn = {"slots": slots, "anchor": int(x.anchor[i, t]), "reward": x.reward[i, t].item() * bool(x.by_turn[i])}
+            out[-1]["turns"].append(turn | {name: x_ntl[i, t, slots].tolist() for name, x_ntl in fields.items()})
     return out
 
 
@@ -46,14 +34,11 @@ def mean(xs):
     return sum(xs) / len(xs)
 
 
-def deviation(xs):
-    return math.sqrt(sum((x - mean(xs)) ** 2 for x in xs) / (len(xs) - 1))
-
-
 def zscores(xs, eps=1e-6):
     if max(xs) == min(xs):
         return [0.0] * len(xs)
-    return [(x - mean(xs)) / (deviation(xs) + eps) for x in xs]
+    deviation = math.sqrt(sum((x - mean(xs)) ** 2 for x in xs) / (len(xs) - 1))
+    return [(x - mean(xs)) / (deviation + eps) for x in xs]
 
 
 def centred(xs):
@@ -61,9 +46,7 @@ def centred(xs):
 
 
 def others(xs):
-    if max(xs) == min(xs):
-        return [0.0] * len(xs)
-    return [x - (sum(xs) - x) / (len(xs) - 1) for x in xs]
+    return [x - (sum(xs) - x) / (len(xs) - 1) if max(xs) != min(xs) else 0.0 for x in xs]
 
 
 def by_group(members):
@@ -89,23 +72,22 @@ def mean_over_groups(members, value):
 # Shared parts -----------------------------------------------------------------------------------------
 
 
-def taking_part(trajectories, *, mixed=False):
-    members = [m for m in trajectories if m["valid"]]
-    if not mixed:
-        return members
-    return [m for group in by_group(members) if 0 < sum(m["correct"] for m in group) < len(group) for m in group]
+def taking_part(trajectories):
+    return [m for m in trajectories if m["valid"]]
 
 
-def count(member):
-    return sum(len(turn["slots"]) for turn in member["turns"])
+def credited(trajectories, normalize=zscores):
+    members = taking_part(trajectories)
+    return members, over_groups(members, normalize)
 
 
-def overlong(member, limit, buffer):
-    return clip((count(member) - (limit - buffer)) / buffer, 0.0, 1.0)
+def tokens(members):
+    """Every chosen token: (trajectory, turn, number of the turn, index in the turn)."""
+    return [(m, turn, t, j) for m in members for t, turn in enumerate(m["turns"]) for j in range(len(turn["slots"]))]
 
 
-def kl(kind, logp, ref):
-    d = ref - logp
+def kl(kind, turn, j, logp="old"):
+    d = turn["ref"][j] - turn[logp][j]
     return {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[kind]
 
 
@@ -118,9 +100,14 @@ def clipped(ratio, adv, low, high, dual=None):
     return max(value, dual * adv) if dual is not None and adv < 0 else value
 
 
-def tokens(members):
-    """Every chosen token: (trajectory, turn, number of the turn, index in the turn)."""
-    return [(m, turn, t, j) for m in members for t, turn in enumerate(m["turns"]) for j in range(len(turn["slots"]))]
+def token_term(turn, j, adv, *, low=0.2, high=0.2, dual=None, beta=0.0, kind="k3"):
+    ratio = math.exp(turn["logp"][j] - turn["old"][j])
+    return clipped(ratio, adv, low, high, dual) - beta * kl(kind, turn, j, "logp")
+
+
+def token_mean(members, adv_of, **settings):
+    every = tokens(members)
+    return -mean([token_term(turn, j, adv_of(m, t, j), **settings) for m, turn, t, j in every]) if every else 0.0
 
 
 def returns_to_go(rewards, gamma):
@@ -131,22 +118,11 @@ def returns_to_go(rewards, gamma):
     return out[::-1]
 
 
-def payments(member, value):
+def payments(member):
     """What each turn was paid; what the outcome holds beyond it falls to the last turn."""
-    paid = [turn["reward"] or 0.0 for turn in member["turns"]]
-    paid[-1] += value - sum(paid)
+    paid = [turn["reward"] for turn in member["turns"]]
+    paid[-1] += member["outcome"] - sum(paid)
     return paid
-
-
-def token_term(turn, j, adv, *, low=0.2, high=0.2, dual=None, beta=0.0, kind="k3"):
-    ratio = math.exp(turn["logp"][j] - turn["old"][j])
-    penalty = beta * kl(kind, turn["logp"][j], turn["ref"][j]) if beta else 0.0
-    return clipped(ratio, adv, low, high, dual) - penalty
-
-
-def token_mean(members, adv_of, **settings):
-    every = tokens(members)
-    return -mean([token_term(turn, j, adv_of(m, t, j), **settings) for m, turn, t, j in every]) if every else 0.0
 
 
 # Members ----------------------------------------------------------------------------------------------
@@ -154,8 +130,7 @@ def token_mean(members, adv_of, **settings):
 
 def flow_grpo(trajectories):
     """Query, then trajectory, then turn, then token: the equation of the paper, mean inside mean."""
-    members = taking_part(trajectories)
-    adv = over_groups(members, zscores)
+    members, adv = credited(trajectories)
 
     def of_turn(turn, m):
         return mean([token_term(turn, j, adv[id(m)], beta=0.05) for j in range(len(turn["slots"]))])
@@ -164,40 +139,36 @@ def flow_grpo(trajectories):
 
 
 def flow_grpo_released(trajectories):
-    members = taking_part(trajectories)
-    adv = {}
+    members, adv = taking_part(trajectories), {}
     for group in by_group(members):
         rows = [(m, t) for m in group for t in range(len(m["turns"]))]
-        for (m, t), z in zip(rows, zscores([m["outcome"] for m, _ in rows]), strict=True):
-            adv[id(m), t] = z
+        adv |= {(id(m), t): z for (m, t), z in zip(rows, zscores([m["outcome"] for m, _ in rows]), strict=True)}
     return token_mean(members, lambda m, t, _: adv[id(m), t], low=0.2, high=0.3, dual=3.0, beta=0.05)
 
 
 def grpo(trajectories):
-    members = taking_part(trajectories)
-    adv = over_groups(members, zscores)
+    members, adv = credited(trajectories)
     return -mean_over_groups(
         members, lambda m: mean([token_term(turn, j, adv[id(m)], beta=0.04) for _, turn, _, j in tokens([m])])
     )
 
 
 def dr_grpo(trajectories, max_tokens=20):
-    members = taking_part(trajectories)
-    adv = over_groups(members, centred)
+    members, adv = credited(trajectories, centred)
     total = sum(token_term(turn, j, adv[id(m)]) for m, turn, _, j in tokens(members))
     return -total / (len(members) * max_tokens)
 
 
-def dapo(trajectories):
-    members = taking_part(trajectories, mixed=True)
-    adv = over_groups(members, zscores, lambda m: m["outcome"] - overlong(m, 20, 10))
+def dapo(trajectories, limit=20, buffer=10):
+    groups = by_group(taking_part(trajectories))
+    members = [m for group in groups if 0 < sum(m["correct"] for m in group) < len(group) for m in group]
+    over = {id(m): clip((len(tokens([m])) - (limit - buffer)) / buffer, 0.0, 1.0) for m in members}
+    adv = over_groups(members, zscores, lambda m: m["outcome"] - over[id(m)])
     return token_mean(members, lambda m, *_: adv[id(m)], low=0.2, high=0.28)
 
 
 def gspo(trajectories):
-    members = taking_part(trajectories)
-    adv = over_groups(members, zscores)
-    per_query = []
+    (members, adv), per_query = credited(trajectories), []
     for group in by_group(members):
         actions = [(m, turn) for m in group for turn in m["turns"] if turn["slots"]]
         ratios = [math.exp(mean([a - b for a, b in zip(t["logp"], t["old"], strict=True)])) for _, t in actions]
@@ -207,68 +178,52 @@ def gspo(trajectories):
 
 
 def cispo(trajectories):
-    members = taking_part(trajectories)
-    adv = over_groups(members, zscores)
-    terms = [
-        clip(math.exp(turn["frozen"][j] - turn["old"][j]), 0.0, 1.2) * adv[id(m)] * turn["logp"][j]
-        for m, turn, _, j in tokens(members)
-    ]
-    return -mean(terms)
+    members, adv = credited(trajectories)
+
+    every = tokens(members)
+    ratios = [clip(math.exp(turn["frozen"][j] - turn["old"][j]), 0.0, 1.2) for _, turn, _, j in every]
+    return -mean([ratio * adv[id(m)] * turn["logp"][j] for ratio, (m, turn, _, j) in zip(ratios, every, strict=True)])
 
 
 def rloo(trajectories):
     members = taking_part(trajectories)
-
-    def paid(m):
-        return m["outcome"] - sum(0.05 * kl("k1", t["old"][j], t["ref"][j]) for _, t, _, j in tokens([m]))
-
-    adv = over_groups(members, others, paid)
+    adv = over_groups(
+        members, others, lambda m: m["outcome"] - 0.05 * sum(kl("k1", t, j) for _, t, _, j in tokens([m]))
+    )
     return -mean_over_groups(
         members, lambda m: sum(math.exp(t["logp"][j] - t["old"][j]) * adv[id(m)] for _, t, _, j in tokens([m]))
     )
 
 
-def whitened_returns(members, *, baseline, price):
-    values = {}
+def reinforce_pp(trajectories, *, baseline=False, price=0.05, **settings):
+    members, values = taking_part(trajectories), {}
     base = over_groups(members, centred)
     for m in members:
-        to_go = returns_to_go(payments(m, m["outcome"]), 1.0)
-        later = returns_to_go([price * kl("k1", t["old"][j], t["ref"][j]) for _, t, _, j in tokens([m])], 1.0)
+        to_go = returns_to_go(payments(m), 1.0)
+        later = returns_to_go([price * kl("k1", t, j) for _, t, _, j in tokens([m])], 1.0)
         shift = base[id(m)] - m["outcome"] if baseline else 0.0
         for (_, _, t, j), cost in zip(tokens([m]), later, strict=True):
             values[id(m), t, j] = to_go[t] + shift - cost
-    return dict(zip(values, zscores(list(values.values())), strict=True))
-
-
-def reinforce_pp(trajectories):
-    members = taking_part(trajectories)
-    adv = whitened_returns(members, baseline=False, price=0.05)
-    return token_mean(members, lambda m, t, j: adv[id(m), t, j])
+    adv = dict(zip(values, zscores(list(values.values())), strict=True))
+    return token_mean(members, lambda m, t, j: adv[id(m), t, j], **settings)
 
 
 def reinforce_pp_baseline(trajectories):
-    members = taking_part(trajectories)
-    adv = whitened_returns(members, baseline=True, price=0.0)
-    return token_mean(members, lambda m, t, j: adv[id(m), t, j], beta=0.05, kind="k2")
+    return reinforce_pp(trajectories, baseline=True, price=0.0, beta=0.05, kind="k2")
 
 
 def gigpo(trajectories, omega=1.0, gamma=0.95):
-    members = taking_part(trajectories)
-    episode = over_groups(members, zscores)
-    states = defaultdict(list)
+    (members, episode), states, step = credited(trajectories), defaultdict(list), {}
     for m in members:
-        for t, value in enumerate(returns_to_go(payments(m, m["outcome"]), gamma)):
+        for t, value in enumerate(returns_to_go(payments(m), gamma)):
             states[m["group"], m["turns"][t]["anchor"]].append((m, t, value))
-    step = {}
     for rows in states.values():
-        for (m, t, _), z in zip(rows, zscores([value for *_, value in rows]), strict=True):
-            step[id(m), t] = z
+        step |= {(id(m), t): z for (m, t, _), z in zip(rows, zscores([value for *_, value in rows]), strict=True)}
     return token_mean(members, lambda m, t, _: episode[id(m)] + omega * step[id(m), t], beta=0.01)
 
 
 def kimi(trajectories, tau=0.5):
-    members = taking_part(trajectories)
-    adv = over_groups(members, centred)
+    members, adv = credited(trajectories, centred)
 
     def gain(m):
         logp = sum(turn["logp"][j] for _, turn, _, j in tokens([m]))
@@ -288,30 +243,30 @@ def gae(rewards, values, last_value, gamma, lam):
 
 
 def ppo(trajectories, *, gamma=1.0, lam=0.95, beta=0.001, turns=False):
-    members = taking_part(trajectories)
-    adv, target = {}, {}
+    """GAE over tokens or, with `turns`, over turns, whose value is that before their first token."""
+    members, adv, target = taking_part(trajectories), {}, {}
     for m in members:
-        paid, last = payments(m, m["outcome"]), m["last_value"] if m["cut"] else 0.0
-        price = [[beta * kl("k1", t["old"][j], t["ref"][j]) for j in range(len(t["slots"]))] for t in m["turns"]]
+        paid, own = payments(m), [(t, j) for _, _, t, j in tokens([m])]
+        price = {(t, j): beta * kl("k1", m["turns"][t], j) for t, j in own}
+        steps = {t: (t, 0) for t, _ in own} if turns else {at: at for at in own}
+        values = [m["turns"][t]["value_old"][j] for t, j in steps.values()]
         if turns:
-            values = [turn["value_old"][0] for turn in m["turns"]]
-            steps = gae([p - sum(c) for p, c in zip(paid, price, strict=True)], values, last, gamma, lam)
-            for _, _, t, j in tokens([m]):
-                adv[id(m), t, j], target[id(m), t, j] = steps[t], steps[t] + values[t]
-            continue
-        values = [turn["value_old"][j] for _, turn, _, j in tokens([m])]
-        rewards = [-price[t][j] + (paid[t] if j == len(turn["slots"]) - 1 else 0.0) for _, turn, t, j in tokens([m])]
-        steps = gae(rewards, values, last, gamma, lam)
-        for (_, _, t, j), step, value in zip(tokens([m]), steps, values, strict=True):
-            adv[id(m), t, j], target[id(m), t, j] = step, step + value
-    adv = dict(zip(adv, zscores(list(adv.values())), strict=True))
-    policy = token_mean(members, lambda m, t, j: adv[id(m), t, j])
+            rewards = [paid[t] - sum(price[at] for at in own if at[0] == t) for t in steps]
+        else:
+            ends = {t: (t, j) for t, j in own}
+            rewards = [paid[at[0]] * (ends[at[0]] == at) - price[at] for at in own]
+        found = dict(zip(steps, gae(rewards, values, m["last_value"] * m["cut"], gamma, lam), strict=True))
+        said = dict(zip(steps, values, strict=True))
+        for at in own:
+            step = at[0] if turns else at
+            adv[id(m), *at], target[id(m), *at] = found[step], found[step] + said[step]
+    white = dict(zip(adv, zscores(list(adv.values())), strict=True))
     squares = []
     for m, turn, t, j in tokens(members):
         value, old, goal = turn["value"][j], turn["value_old"][j], target[id(m), t, j]
         near = old + clip(value - old, -0.2, 0.2)
         squares.append(0.5 * max((value - goal) ** 2, (near - goal) ** 2))
-    return policy + 0.5 * mean(squares)
+    return token_mean(members, lambda m, t, j: white[id(m), t, j]) + 0.5 * mean(squares)
 
 
 def ppo_turns(trajectories):
@@ -321,8 +276,7 @@ def ppo_turns(trajectories):
 def dpo(trajectories, beta=0.1):
     losses = []
     for group in by_group(taking_part(trajectories)):
-        best = max(group, key=lambda m: m["outcome"])
-        worst = min(group, key=lambda m: m["outcome"])
+        best, worst = (choose(group, key=lambda m: m["outcome"]) for choose in (max, min))
         if best["outcome"] > worst["outcome"]:
             gains = [sum(t["logp"][j] - t["ref"][j] for _, t, _, j in tokens([m])) for m in (best, worst)]
             losses.append(math.log1p(math.exp(-beta * (gains[0] - gains[1]))))

@@ -25,8 +25,7 @@ class Learned(NamedTuple):
     @property
     def exists(self) -> np.ndarray:
         """Slots that hold a token -> bool_ntl."""
-        length_nt = np.where(self.trajectories.turns, self.trajectories.length, 0)
-        return np.arange(L) < length_nt[:, :, None]
+        return np.arange(L) < np.where(self.trajectories.turns, self.trajectories.length, 0)[:, :, None]
 
     @property
     def chosen(self) -> np.ndarray:
@@ -42,8 +41,7 @@ def learned(seed: int) -> Learned:
         turns_nt = trajectories.turns & (rng.random((N, T)) < 0.6)
         turns_nt[:, 0] |= ~turns_nt.any(axis=1)
         trajectories = trajectories.replace(turns=turns_nt)
-    adv_ntl, weight_ntl = rng.normal(size=(N, T, L)), rng.uniform(0.5, 1, (N, T, L))
-    return Learned(trajectories, adv_ntl.astype(np.float32), weight_ntl.astype(np.float32))
+    return Learned(trajectories, *rng.uniform(0.5, 1, (2, N, T, L)).astype(np.float32))
 
 
 def laid_out(layout: str, case: Learned, **more) -> fg.Batch:
@@ -52,72 +50,44 @@ def laid_out(layout: str, case: Learned, **more) -> fg.Batch:
     return jax.tree.map(np.asarray, batch)
 
 
-def by_place(batch: fg.Batch, name: str, own_rs: np.ndarray) -> np.ndarray:
-    """A field's values back at [n, t, l], NaN where there is none; `own` says which tokens to read."""
-    out_ntl = np.full((N, T, L), np.nan)
-    out_ntl[batch.trajectory[own_rs], batch.turn[own_rs], batch.slot[own_rs]] = getattr(batch, name)[own_rs]
-    return out_ntl
-
-
-# Content ----------------------------------------------------------------------------------------------
-
-
 @each_plain
-def test_every_token_has_what_it_has_when_packed_and_padding_says_so(layout):
-    for case in map(learned, SEEDS):
-        plain, packed = (laid_out(kind, case, target=case.adv + 1) for kind in (layout, "packed"))
-        packed_rs, own_rs = packed.segments > 0, plain.segments > 0
-        if layout == "by_turn":  # the turns before a row's own are context
-            own_rs = own_rs & (plain.turn == np.arange(N * T)[:, None] % T)
-        assert own_rs.sum() == packed_rs.sum() == case.exists.sum(), "each token is there once"
-        per_token = ("logp_sampled", "logp_old", "logp_ref", "value_old", "tokens", "positions", "chosen")
-        for name in (*per_token, "group", "advantage", "weight", "target"):
-            found_ntl, expected_ntl = by_place(plain, name, own_rs), by_place(packed, name, packed_rs)
-            np.testing.assert_array_equal(found_ntl, expected_ntl, err_msg=name)
-            assert (np.isfinite(found_ntl) == case.exists).all(), name
-        padding_rs = plain.segments == 0
-        assert padding_rs.any()
-        assert all((getattr(plain, name)[padding_rs] == -1).all() for name in ("trajectory", "turn", "slot", "group"))
-        assert not any(getattr(plain, name)[padding_rs].any() for name in per_token)
-
-
-@each_plain
-def test_a_row_holds_a_trajectory_in_order_or_a_turn_after_those_before_it_where_the_context_appends(layout):
-    """Places, positions and segments of a row; tokens of turns that are rendered afresh see none of the others."""
+def test_rows_hold_a_trajectory_in_order_or_a_turn_after_those_before_it_where_the_context_appends(layout):
+    """Places, positions and segments; tokens of turns that are rendered afresh see none of the others."""
+    by_turn = layout == "by_turn"
     for case in map(learned, SEEDS):
         batch, expected = laid_out(layout, case), []
-        for i, t in np.ndindex(N, 1 if layout == "by_trajectory" else T):
+        exists_r = case.trajectories.turns.ravel() if by_turn else np.ones(N, bool)
+        for r in np.flatnonzero(exists_r):
+            i, t = divmod(r, T) if by_turn else (r, T - 1)
             appends = case.trajectories.appends[i]
-            shown = range(T) if layout == "by_trajectory" else range(t + 1) if appends else [t]
-            exists = layout == "by_trajectory" or case.trajectories.turns[i, t]
-            places = [(i, u, slot) for u in shown for slot in np.flatnonzero(case.exists[i, u])] if exists else []
+            shown = [t] if by_turn and not appends else range(t + 1)
+            places = [(i, u, slot) for u in shown for slot in np.flatnonzero(case.exists[i, u])]
             row = [(*one, at, 1) if appends else (*one, one[2], one[1] + 1) for at, one in enumerate(places)]
             expected.append(row + [(-1, -1, -1, 0, 0)] * (T * L - len(row)))
         found = np.stack([batch.trajectory, batch.turn, batch.slot, batch.positions, batch.segments], axis=-1)
-        exists_r = np.ones(len(found), bool) if layout == "by_trajectory" else case.trajectories.turns.ravel()
-        np.testing.assert_array_equal(found[exists_r], np.array(expected)[exists_r])
+        np.testing.assert_array_equal(found[exists_r], expected)
         assert not batch.chosen[~exists_r].any()
 
 
 @each_layout
-def test_each_chosen_token_is_chosen_in_exactly_one_row_and_values_can_be_laid_out_and_gathered(layout):
+def test_each_chosen_token_is_chosen_in_exactly_one_row_and_has_the_values_of_its_place(layout):
     """`unpack` after `place` is the identity on chosen tokens, and 0 on context and padding."""
     for case in map(learned, SEEDS):
-        batch, times_ntl = laid_out(layout, case), np.zeros((N, T, L), int)
+        batch, times_ntl, x = laid_out(layout, case, target=case.adv + 1), np.zeros((N, T, L), int), case.trajectories
         np.add.at(times_ntl, tuple(x[batch.chosen] for x in (batch.trajectory, batch.turn, batch.slot)), 1)
         np.testing.assert_array_equal(times_ntl, case.chosen)
-        assert not batch.weight[~batch.chosen].any()
-        assert not batch.advantage[~batch.chosen].any()
+        values = {name: getattr(x, name) for name in ("tokens", "logp_sampled", "logp_old", "logp_ref")}
+        for name, x_ntl in (values | {"value_old": x.value}).items():
+            np.testing.assert_array_equal(PLACE(x_ntl, batch), getattr(batch, name), err_msg=name)
+        for name, x_ntl in {"advantage": case.adv, "weight": case.weights, "target": case.adv + 1}.items():
+            expected_rs = np.where(batch.chosen, PLACE(x_ntl, batch), 0)
+            np.testing.assert_array_equal(getattr(batch, name), expected_rs, err_msg=name)
+        real_rs = batch.segments > 0
+        np.testing.assert_array_equal(batch.group, np.where(real_rs, x.group[batch.trajectory], -1))
         found_ntl = UNPACK(PLACE(case.adv, batch), batch, (N, T, L))
         np.testing.assert_array_equal(found_ntl, np.where(case.chosen, case.adv, 0))
-        tokens_rs = PLACE(case.trajectories.tokens, batch)
-        np.testing.assert_array_equal(tokens_rs, batch.tokens)
-        assert tokens_rs.dtype == np.int32
     emptied = batch.replace(segments=np.zeros_like(batch.segments))
     assert not UNPACK(np.ones(batch.tokens.shape, np.float32), emptied, (N, T, L)).any()
-
-
-# What may be left out ---------------------------------------------------------------------------------
 
 
 @each_plain
@@ -125,10 +95,9 @@ def test_values_may_be_given_by_turn_and_what_was_not_scored_is_absent(layout):
     trajectories, adv_ntl, weight_ntl = learned(2)
     by_turn = {"adv": adv_ntl[:, :, 0], "weights": weight_ntl[:, :, 0], "target": adv_ntl[:, :, 1]}
     by_token = {name: np.repeat(x_nt[:, :, None], L, axis=2) for name, x_nt in by_turn.items()}
-    assert_same_batch(PLAIN[layout](trajectories, **by_turn), PLAIN[layout](trajectories, **by_token))
-    bare = PLAIN[layout](trajectories.replace(logp_old=None, logp_ref=None, value=None), adv_ntl, weight_ntl)
-    np.testing.assert_array_equal(bare.logp_old, bare.logp_sampled)
-    assert bare.logp_ref is bare.value_old is bare.target is None
+    bare = PLAIN[layout](trajectories.replace(logp_old=None, logp_ref=None, value=None), **by_turn)
+    expected = PLAIN[layout](trajectories, **by_token)
+    assert_same_batch(bare, expected.replace(logp_old=bare.logp_sampled, logp_ref=None, value_old=None))
     with pytest.raises(fg.BadInput, match=r"^Trajectories.group has 5 on axis n, but tokens has 6"):
         PLAIN[layout](trajectories.replace(group=np.zeros(5, np.int32)), adv_ntl, weight_ntl)
 
@@ -138,8 +107,6 @@ def test_without_length_and_appends_turns_end_with_their_last_chosen_token_and_a
     case = learned(3)
     chosen_ntl = case.trajectories.chosen & (np.arange(L) < 4)  # so that turns have given tokens at their ends
     ends_nt = np.where(chosen_ntl, np.arange(1, L + 1), 0).max(axis=2)
-    assert (ends_nt < case.trajectories.length).any()
-    assert not case.trajectories.appends.all()
     trajectories = case.trajectories.replace(chosen=chosen_ntl)
     found = laid_out(layout, case._replace(trajectories=trajectories.replace(length=None, appends=None)))
     said = trajectories.replace(length=ends_nt, appends=np.ones(N, bool))
