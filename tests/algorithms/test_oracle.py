@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import INVALID, Case, batch_of, make_case
+from cases import Case, batch_of, make_case
 
 import flowgrpo as fg
 
@@ -28,11 +28,10 @@ def oracle():
     """PyTorch and TRL, imported here: collecting this file needs neither."""
     import torch
     from trl.rewards import get_soft_overlong_punishment
-    from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.grpo_trainer import GRPOTrainer
     from trl.trainer.rloo_trainer import RLOOTrainer
 
-    kinds = {"dpo": DPOTrainer, "grpo": GRPOTrainer, "rloo": RLOOTrainer}
+    kinds = {"grpo": GRPOTrainer, "rloo": RLOOTrainer}
     return SimpleNamespace(torch=torch, overlong=get_soft_overlong_punishment, **kinds)
 
 
@@ -65,12 +64,6 @@ def appending_case(seed: int, **settings) -> Case:
     order_n = np.argsort(case.trajectories.group, kind="stable")
     case = jax.tree.map(lambda x_n: x_n[order_n], case)
     return case._replace(trajectories=case.trajectories.replace(appends=np.ones(len(order_n), bool)))
-
-
-def valid_groups(trajectories: fg.Trajectories) -> list[np.ndarray]:
-    """The indices of each group's valid trajectories, where there are any."""
-    valid_n = ~np.isin(trajectories.status, INVALID)
-    return [np.flatnonzero(valid_n & (trajectories.group == g)) for g in np.unique(trajectories.group[valid_n])]
 
 
 # TRL's, on a stub ---------------------------------------------------------------------------------------------
@@ -231,30 +224,6 @@ def test_group_relative_members_equal_trl(oracle, turns, algorithm, settings):
     check([ours(algorithm, case) for case in cases], [trl_grpo(oracle, case, **settings) for case in cases])
 
 
-# RLOO ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.05])
-def test_rloo_gradient_equals_trl_on_policy(oracle, beta):
-    """Only the gradient, and only at rho = 1: TRL's ratio is the trajectory's, ours is the token's.
-
-    TRL's RLOO knows no `tool_mask`: it gets the tokens that the policy chose.
-    """
-    found, expected = [], []
-    for case in map(appending_case, SEEDS):
-        trajectories = case.trajectories.replace(logp_old=case.logp)
-        found.append(ours(fg.rloo(beta=beta, kl_in="reward"), case._replace(trajectories=trajectories))[1:])
-        logp_ntl, tokens = leaf(oracle, case.logp), ragged(trajectories.tokens, trajectories.chosen)
-        generated = ([[1]] * len(tokens), tokens, [""] * len(tokens))
-        made = trainer(oracle, trajectories.outcome, trajectories.group, generated, beta=beta)
-        made._get_per_token_logps_and_entropies = scores_by_model(
-            oracle, case._replace(trajectories=trajectories), logp_ntl, case.entropy, trajectories.chosen
-        )
-        loss = oracle.rloo._compute_loss(made, Off(name="policy"), generated_batch(oracle.rloo, made))
-        expected.append(differentiated(loss, logp_ntl)[1:])
-    check(found, expected)
-
-
 # Advantages and shaping ---------------------------------------------------------------------------------------
 
 
@@ -285,38 +254,3 @@ def test_overlong_penalty_equals_trl(oracle, max_tokens, buffer):
     length_n = np.arange(max_tokens + buffer)
     expected_n = oracle.overlong(max_tokens, buffer)([[1] * int(length) for length in length_n])
     check([(fg.overlong_penalty(length_n, fg.Overlong(max_tokens, buffer)),)], [(expected_n,)])
-
-
-# DPO ----------------------------------------------------------------------------------------------------------
-
-AS_DPO = {"loss_types": ["sigmoid"], "loss_weights": [1.0], "f_divergence_type": "reverse_kl"}
-AS_DPO |= {"_total_train_tokens": 0, "_tp_size": 1}
-
-
-def fused_outputs(oracle, logp_rs, *, labels, **_):
-    """What a model with a fused head returns: nothing where a token is no label."""
-    own_rs, zeros_rs = labels[:, 1:] != -100, oracle.torch.zeros_like(logp_rs)
-    logp_rs = oracle.torch.where(own_rs, logp_rs, zeros_rs)
-    return Off(log_probs=logp_rs, entropy=zeros_rs, mean_logits=zeros_rs, is_top1=own_rs)
-
-
-@pytest.mark.parametrize("beta", [0.1, 2.0])
-def test_dpo_equals_trl(oracle, beta):
-    """On each group's best and worst trajectory, after one token of a prompt."""
-    cases, expected = [make_case(seed, groups=5) for seed in SEEDS], []
-    for case in cases:
-        trajectories, logp_ntl = case.trajectories, leaf(oracle, case.logp)
-        groups = [(members, trajectories.outcome[members]) for members in valid_groups(trajectories)]
-        pairs = [(m[paid.argmax()], m[paid.argmin()]) for m, paid in groups if paid.max() > paid.min()]
-        index = np.array(pairs).T.ravel()
-        fields = trajectories.tokens, trajectories.chosen.astype(int), logp_ntl, trajectories.logp_ref
-        tokens_rs, own_rs, logp_rs, ref_rs = (completions(oracle, x, filled(trajectories))[index] for x in fields)
-        prompt_r1 = oracle.torch.zeros(len(index), 1, dtype=oracle.torch.long)
-        ids_rs, mask_rs = (
-            oracle.torch.cat([first, x], 1) for first, x in ((prompt_r1 + 1, tokens_rs), (prompt_r1, own_rs))
-        )
-        inputs = {"input_ids": ids_rs, "attention_mask": oracle.torch.ones_like(ids_rs), "completion_mask": mask_rs}
-        policy, reference = (partial(fused_outputs, oracle, x_rs) for x_rs in (logp_rs, ref_rs))
-        made = stub(oracle, model=Off(training=True), ref_model=reference, beta=beta, **AS_DPO)
-        expected.append(differentiated(oracle.dpo._compute_loss(made, policy, inputs, False), logp_ntl))
-    check([ours(fg.dpo(beta=beta), case) for case in cases], expected)
