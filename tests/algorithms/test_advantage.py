@@ -1,6 +1,7 @@
 """Advantages: worked numbers, plain loops, and identities to neighbours."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -99,13 +100,6 @@ def test_nan_declared_valid_is_not_hidden():
         np.testing.assert_array_equal(np.isnan(adv_n), [True, True, False, False])
 
 
-def test_mixed_groups_counts_correct_among_the_valid():
-    """All right, all wrong, mixed, and mixed only through an invalid member."""
-    correct = np.array([1, 1, 0, 0, 1, 0, 1, 0], bool)
-    group_n, valid_n = np.array([0, 0, 1, 1, 2, 2, 3, 3]), np.array([1, 1, 1, 1, 1, 1, 1, 0], bool)
-    np.testing.assert_array_equal(jax.jit(fg.mixed_groups)(correct, group_n, valid_n), group_n == 2)
-
-
 # Over turns -------------------------------------------------------------------------------------------
 
 
@@ -125,7 +119,7 @@ def test_F1_statistics_are_over_trajectories_and_F9_over_rows_in_the_released_co
             np.testing.assert_allclose(adv_nt, np.where(turns_nt, expected_n, 0.0), atol=1e-4)
 
 
-def test_turns_by_hand():
+def test_return_to_go_by_hand():
     """gamma 1/2 over payments 1, 2, 4: 1 + (2 + 4/2)/2 = 3, 2 + 2 = 4, 4; a missing turn is skipped."""
     reward_nt, turns_nt = np.array([[1, 2, 4], [1, 9, 4]], np.float32), np.array([[1, 1, 1], [1, 0, 1]], bool)
     np.testing.assert_allclose(return_to_go(reward_nt, turns_nt, gamma=0.5), [[3, 4, 4], [3, 0, 4]])
@@ -145,15 +139,13 @@ def test_anchor_advantage_by_hand():
 def test_paid_rewards_sum_to_the_outcome():
     """An outcome alone falls to the last turn; payments by turn stay, and the rest falls to the last."""
     turns = [fg.Turn([1], [True], [0.0], reward=reward) for reward in (0.5, 0.25)]
-    trajectories = fg.collate([fg.Trajectory(turns, 1.0, 0), fg.Trajectory(turns[:1], 0.5, 0)])
-    without = [[0.0, 1.0], [0.5, 0.0]]
+    x = fg.collate([fg.Trajectory(turns, 1.0, 0), fg.Trajectory(turns[:1], 0.5, 0)])
     for by_turn, expected in (
-        (np.ones(2, bool), [[0.5, 0.5], [0.5, 0]]),
-        (np.zeros(2, bool), without),
-        (None, without),
+        (x.by_turn, [[0.5, 0.5], [0.5, 0]]),
+        (~x.by_turn, [[0, 1], [0.5, 0]]),
+        (None, [[0, 1], [0.5, 0]]),
     ):
-        paid = trajectories.replace(by_turn=by_turn)
-        np.testing.assert_allclose(jax.jit(paid_rewards)(paid, paid.outcome), expected)
+        np.testing.assert_allclose(paid_rewards(x.replace(by_turn=by_turn), x.outcome), expected)
 
 
 # Over time --------------------------------------------------------------------------------------------
@@ -190,24 +182,20 @@ def test_gae_equals_plain_loops_over_what_is_unmasked_from_end_to_end(flags, lam
 
 # What is refused --------------------------------------------------------------------------------------
 
-ONES, ZEROS, TWO_TURNS = np.ones(3, bool), np.zeros(3, int), np.ones((4, 2), bool)
-REFUSED = {
-    "group_n has 2 on axis n, but outcome_n": lambda: fg.group_zscore(np.zeros(3), np.zeros(2, int), ONES),
-    "outcome_n has shape (3, 1)": lambda: fg.group_center(np.zeros((3, 1)), ZEROS, ONES),
-    "nothing on axis n": lambda: fg.leave_one_out(np.zeros(0), np.zeros(0, int), np.ones(0, bool)),
-    "valid_n has 4 on axis n": lambda: fg.mixed_groups(ONES, ZEROS, np.ones(4, bool)),
-    "multi_turn_group_advantage: turns_nt has 4 on axis n, but outcome_n has 3": (
-        lambda: fg.multi_turn_group_advantage(np.zeros(3), TWO_TURNS, ZEROS, ONES)
-    ),
-    "row_group_advantage: turns_nt has 4 on axis n": lambda: row_group_advantage(np.zeros(3), TWO_TURNS, ZEROS, ONES),
-    "weights: turns_nt has 2 on axis t, but chosen_ntl has 4": (
-        lambda: fg.flow_weights(np.ones((4, 4, 5), bool), TWO_TURNS, np.zeros(4, int), np.ones(4, bool))
-    ),
-    "gae: value_t has 2 on axis t": lambda: fg.gae(np.zeros(3), np.zeros(2), np.zeros(3), gamma=1.0, lam=1.0),
-}
+ONES, ZEROS, TURNS = np.ones(3, bool), np.zeros(3, int), np.ones((4, 2), bool)
+REFUSED = [
+    (fg.group_zscore, (np.zeros(3), np.zeros(2, int), ONES), "group_n has 2 on axis n, but outcome_n has 3"),
+    (fg.group_center, (np.zeros((3, 1)), ZEROS, ONES), "outcome_n has shape (3, 1)"),
+    (fg.leave_one_out, (np.zeros(0), np.zeros(0, int), np.ones(0, bool)), "nothing on axis n"),
+    (fg.mixed_groups, (ONES, ZEROS, np.ones(4, bool)), "valid_n has 4 on axis n"),
+    (fg.multi_turn_group_advantage, (np.zeros(3), TURNS, ZEROS, ONES), "multi_turn_group_advantage: turns_nt has 4"),
+    (row_group_advantage, (np.zeros(3), TURNS, ZEROS, ONES), "row_group_advantage: turns_nt has 4 on axis n"),
+    (fg.flow_weights, (np.ones((4, 4, 5), bool), TURNS, ZEROS, ONES), "weights: turns_nt has 2 on axis t"),
+    (partial(fg.gae, gamma=1.0, lam=1.0), (np.zeros(3), np.zeros(2), np.zeros(3)), "gae: value_t has 2 on axis t"),
+]
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_mismatched_or_empty_arrays_get_one_clear_sentence(words):
+@pytest.mark.parametrize(("function", "arguments", "words"), REFUSED)
+def test_mismatched_or_empty_arrays_get_one_clear_sentence(function, arguments, words):
     with pytest.raises(fg.BadInput, match=re.escape(words)):
-        REFUSED[words]()
+        function(*arguments)
