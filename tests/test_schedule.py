@@ -43,6 +43,7 @@ class World:
         self.state, commands = schedule.advance(self.plan, self.state, event)
         for command in commands:
             if command.kind == "roll":
+                assert self.plan.budget is None or not under_way.is_training(self.state)
                 self.rolls.append(command)
                 self.began.setdefault(command.groups[0], command.version)
             elif command.kind == "train":
