@@ -173,6 +173,7 @@ REFUSED = {
     "beta is -0.1, but must be at least 0": lambda: fg.grpo(beta=-0.1),
     "dual_clip is 1.0, but must be greater than 1": lambda: fg.grpo(dual_clip=1.0),
     "clip_low is 1.5, but a ratio is never below 0": lambda: fg.grpo(clip_low=1.5),
+    "clip_low is -0.1, but must be at least 0": lambda: fg.cispo(clip_low=-0.1),
     "clip_high is -0.1, but must be at least 0": lambda: fg.ppo(clip_high=-0.1),
     "entropy_bonus is -1, but must be at least 0": lambda: fg.grpo(entropy_bonus=-1),
     "reference_every is 0, but must be at least 1": lambda: fg.grpo(reference_every=0),
@@ -199,6 +200,7 @@ def test_bad_options_get_one_clear_sentence(words):
 def test_settings_at_the_edge_and_defaults_of_refused_ones_are_honoured():
     fg.grpo(clip_low=1.0, clip_high=0.0, beta=0.0, entropy_bonus=0.0, reference_every=1, overlong=fg.Overlong(9, 9))
     fg.kimi(beta=0.0, dual_clip=None)
+    fg.dr_grpo(max_tokens=1)
     options = read_options("grpo", {"kl_in": "reward", "beta": 0.1})
     assert (options.kl_kind, options.kl_in_reward, options.kl_in_loss) == ("k1", True, False)
     assert read_options("grpo", {"kl": "k2"}).kl_kind == "k2"

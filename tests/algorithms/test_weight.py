@@ -26,16 +26,16 @@ def every_way(chosen_ntl, turns_nt, group_n, valid_n):
 
 
 def test_F2_worked_weights():
-    """Query 4 has trajectories of 1 turn (2 tokens) and 2 (1 and 4), query 9 one of 1 (5), query 5 an invalid one.
+    """Query 4 has trajectories of 1 turn (2 tokens) and 2 (1 and 4), query 9 one of 1 (1), query 5 an invalid one.
 
     A turn without a chosen token does not count among T_i.
     """
-    lengths_nt = np.array([[2, 0], [1, 4], [5, 0], [3, 3]])
+    lengths_nt = np.array([[2, 0], [1, 4], [1, 0], [3, 3]])
     expected = {
-        "flow_weights": [[1 / 8, 0], [1 / 8, 1 / 32], [1 / 10, 0]],  # 1/Q 1/G 1/T 1/|a|
-        "sequence_mean": [[1 / 8, 0], [1 / 20, 1 / 20], [1 / 10, 0]],  # 1/Q 1/G 1/|o|
-        "action_mean": [[1 / 12, 0], [1 / 6, 1 / 24], [1 / 10, 0]],  # 1/Q 1/(actions of the query) 1/|a|
-        "token_mean": [[1 / 12, 0], [1 / 12, 1 / 12], [1 / 12, 0]],  # 12 tokens in all
+        "flow_weights": [[1 / 8, 0], [1 / 8, 1 / 32], [1 / 2, 0]],  # 1/Q 1/G 1/T 1/|a|
+        "sequence_mean": [[1 / 8, 0], [1 / 20, 1 / 20], [1 / 2, 0]],  # 1/Q 1/G 1/|o|
+        "action_mean": [[1 / 12, 0], [1 / 6, 1 / 24], [1 / 2, 0]],  # 1/Q 1/(actions of the query) 1/|a|
+        "token_mean": [[1 / 8, 0], [1 / 8, 1 / 8], [1 / 8, 0]],  # 8 tokens in all
         "sequence_sum": [[1 / 4, 0], [1 / 4, 1 / 4], [1 / 2, 0]],  # 1/Q 1/G
         "constant_length": [[1 / 30, 0], [1 / 30, 1 / 30], [1 / 30, 0]],  # 1/(trajectories x 10)
     }
