@@ -10,7 +10,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +48,12 @@ def run_cluster_soak(
     with started([*command, f"--workdir={whole}"], log := whole.with_suffix(".log")) as process:
         process.wait()
     check_ended(process, log, (0,))
-    met = soak(command, killed, kills=kills, chance=random.Random(seed), shortest=shortest, longest=longest)
+    chance = random.Random(seed)
+
+    def rest(_process: subprocess.Popen, _folder: Path) -> None:
+        time.sleep(chance.uniform(shortest, longest))
+
+    met = soak(command, killed, kills=kills, chance=chance, rest=rest)
     rows = [one for one in met if one.seconds is not None]
     return {
         "kills": len(rows),
@@ -83,9 +88,14 @@ def learned(path: Path) -> list[dict[str, Any]]:
 
 
 def soak(
-    command: Sequence[str], folder: Path, *, kills: int, chance: random.Random, shortest: float, longest: float
+    command: Sequence[str],
+    folder: Path,
+    *,
+    kills: int,
+    chance: random.Random,
+    rest: Callable[[subprocess.Popen, Path], None],
 ) -> list[Victim]:
-    """Kill processes of a run until it has ended, so many at most."""
+    """Kill processes of a run until it has ended, so many at most, with a rest before each of them."""
     met: list[Victim] = []
     log = folder.with_suffix(".log")
     process: subprocess.Popen | None = None
@@ -94,7 +104,7 @@ def soak(
             if process is None or process.poll() is not None:
                 process = _start(command, folder, log)
                 _await(process, folder, "started", since=time.time())
-            time.sleep(chance.uniform(shortest, longest))
+            rest(process, folder)
             if process.poll() is not None:
                 check_ended(process, log, (0,))
                 break
@@ -133,6 +143,11 @@ def _kill(
 def _start(command: Sequence[str], folder: Path, log: Path) -> subprocess.Popen:
     with log.open("a") as out:
         return subprocess.Popen([*command, f"--workdir={folder}"], stdout=out, stderr=out)
+
+
+def rest_for_an_update(process: subprocess.Popen, folder: Path) -> None:
+    """Wait until the next update begins."""
+    _await(process, folder, "train", since=time.time())
 
 
 def _await(

@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -50,21 +50,25 @@ class ThreadCrew:
 
     def __init__(self, before: Callable[[str, str, int], None] = lambda *_: None):
         """`before(worker, method, calls)` runs in the worker's thread before each call, and may raise or hang."""
-        self.before, self.workers, self.pools, self.open = before, {}, {}, {}
+        self.before, self.workers, self.jobs, self.open = before, {}, {}, {}
         self.changed: queue.SimpleQueue = queue.SimpleQueue()
         self.calls, self.started = 0, []
 
     def start(self, name: str, make: Callable[[], Any], *, threads: int) -> None:
+        """The threads end with the process: one of a killed worker may wait for ever."""
         self.started.append(name)
-        self.pools[name] = ThreadPoolExecutor(threads)
+        jobs = self.jobs[name] = queue.SimpleQueue()
         self.open[name] = set()
-        self.workers[name] = self.pools[name].submit(make)
+        made = self.workers[name] = Future()
+        jobs.put(partial(_settle, made, make))
+        for _ in range(threads):
+            threading.Thread(target=_do_all, args=(jobs,), daemon=True).start()
 
     def call(self, name: str, method: str, *given: Any, returns: int = 1) -> tuple[Ref, ...]:
         refs = tuple(Ref() for _ in range(returns))
         self.open[name].add(refs)
         self.calls += 1
-        self.pools[name].submit(self._run, name, self.workers[name], method, given, refs, self.calls)
+        self.jobs[name].put(partial(self._run, name, self.workers[name], method, given, refs, self.calls))
         return refs
 
     def _run(self, name, worker, method, given, refs, count) -> None:
@@ -100,6 +104,18 @@ class ThreadCrew:
     def kill(self, name: str) -> None:
         for refs in list(self.open[name]):
             self._settle(name, refs, [None] * len(refs), Lost("killed"))
+
+
+def _settle(made: Future, make: Callable[[], Any]) -> None:
+    try:
+        made.set_result(make())
+    except BaseException as raised:
+        made.set_exception(raised)
+
+
+def _do_all(jobs: queue.SimpleQueue) -> None:
+    while True:
+        jobs.get()()
 
 
 class Work:
