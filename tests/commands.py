@@ -46,10 +46,10 @@ def run_module(
     return subprocess.CompletedProcess([module, *arguments], ended["status"], stdout, stderr)
 
 
-def xla_flags() -> str:
-    """Return the tests' flags of XLA for a command: with the devices that it asks for, and optimised a little."""
+def xla_flags(level: int = 0) -> str:
+    """Return the tests' flags of XLA for a command, with the devices that it asks for: 1 where it computes much."""
     own = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)
-    return own.replace("optimization_level=0", "optimization_level=1")  # a warm start computes more than it compiles
+    return own.replace("optimization_level=0", f"optimization_level={level}")
 
 
 def _server() -> subprocess.Popen:

@@ -52,7 +52,7 @@ def test_cells_run_and_their_claims_hold(path, tmp_path):
     """In a process and a folder of their own, with warnings as errors; cells assert what the text claims."""
     script = tmp_path / "cells.py"
     script.write_text("\n\n".join(sources(path)))
-    environment = os.environ | {"XLA_FLAGS": xla_flags(), "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+    environment = os.environ | {"XLA_FLAGS": xla_flags(1), "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     command = [sys.executable, "-W", "error", script.name]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]

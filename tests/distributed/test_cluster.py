@@ -23,7 +23,7 @@ SIZES = "--warm_steps=100 --demonstrations=600 --queries=4 --samples=4 --test_ta
 @pytest.fixture(autouse=True)
 def own_devices(monkeypatch):
     """The commands have the devices that they ask for, and not those of the tests."""
-    monkeypatch.setenv("XLA_FLAGS", xla_flags())
+    monkeypatch.setenv("XLA_FLAGS", xla_flags(1))
 
 
 @pytest.fixture(scope="module")

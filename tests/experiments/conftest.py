@@ -11,11 +11,11 @@ EXPERIMENTS = ROOT / "experiments"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def own_devices():
+def own_devices(request):
     """Give commands the devices that they ask for, as everywhere, and not those of the tests, which have begun."""
     assert jax.device_count() == 8
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", xla_flags())
+        patch.setenv("XLA_FLAGS", xla_flags(getattr(request.module, "OPTIMIZATION_LEVEL", 0)))
         yield
 
 

@@ -29,7 +29,7 @@ from flowgrpo.text import load_text
 from flowgrpo.types import BadInput, Status, Task, Trajectory
 from tests.experiments.conftest import check_refused, last_line, metrics, result
 
-SETTINGS = OFFLINE | {"warm_tasks": 300, "warm_steps": 60, "warm_rows": 16}
+SETTINGS = OFFLINE | {"warm_tasks": 100, "warm_steps": 60, "warm_rows": 8}
 
 
 @pytest.fixture(scope="module")
