@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, batch_of, make_case
+from cases import INVALID, Case, batch_of, make_case
 
 import flowgrpo as fg
 
@@ -28,10 +28,11 @@ def oracle():
     """PyTorch and TRL, imported here: collecting this file needs neither."""
     import torch
     from trl.rewards import get_soft_overlong_punishment
+    from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.grpo_trainer import GRPOTrainer
     from trl.trainer.rloo_trainer import RLOOTrainer
 
-    kinds = {"grpo": GRPOTrainer, "rloo": RLOOTrainer}
+    kinds = {"dpo": DPOTrainer, "grpo": GRPOTrainer, "rloo": RLOOTrainer}
     return SimpleNamespace(torch=torch, overlong=get_soft_overlong_punishment, **kinds)
 
 
@@ -254,3 +255,38 @@ def test_overlong_penalty_equals_trl(oracle, max_tokens, buffer):
     length_n = np.arange(max_tokens + buffer)
     expected_n = oracle.overlong(max_tokens, buffer)([[1] * int(length) for length in length_n])
     check([(fg.overlong_penalty(length_n, fg.Overlong(max_tokens, buffer)),)], [(expected_n,)])
+
+
+# DPO ----------------------------------------------------------------------------------------------------------
+
+
+def trl_dpo(oracle, case: Case, beta: float) -> tuple:
+    """TRL's DPO on each group's best and worst trajectory, after one token of a prompt; winners come first."""
+    trajectories, logp_ntl = case.trajectories, leaf(oracle, case.logp)
+    valid_n, group_n, paid_n = ~np.isin(trajectories.status, INVALID), trajectories.group, trajectories.outcome
+    groups = [np.flatnonzero(valid_n & (group_n == group)) for group in np.unique(group_n[valid_n])]
+    mixed = [members for members in groups if np.ptp(paid_n[members]) > 0]
+    index = [members[best(paid_n[members])] for best in (np.argmax, np.argmin) for members in mixed]
+    fields = trajectories.tokens, trajectories.chosen.astype(int), logp_ntl, trajectories.logp_ref
+    tokens_rs, own_rs, logp_rs, ref_rs = (completions(oracle, x, filled(trajectories))[index] for x in fields)
+    prompt_r1 = oracle.torch.zeros(len(index), 1, dtype=oracle.torch.long)
+    ids_rs, mask_rs = (
+        oracle.torch.cat([first, x], 1) for first, x in ((prompt_r1 + 1, tokens_rs), (prompt_r1, own_rs))
+    )
+    inputs = {"input_ids": ids_rs, "attention_mask": oracle.torch.ones_like(ids_rs), "completion_mask": mask_rs}
+
+    def outputs(logp_rs, *, labels, **_):
+        """What a model with a fused head returns: nothing where a token is no label."""
+        own_rs, zeros_rs = labels[:, 1:] != -100, oracle.torch.zeros_like(logp_rs)
+        logp_rs = oracle.torch.where(own_rs, logp_rs, zeros_rs)
+        return Off(log_probs=logp_rs, entropy=zeros_rs, mean_logits=zeros_rs, is_top1=own_rs)
+
+    settings = {"loss_types": ["sigmoid"], "loss_weights": [1.0], "f_divergence_type": "reverse_kl", "beta": beta}
+    models = {"model": Off(training=True), "ref_model": partial(outputs, ref_rs)}
+    made = stub(oracle, **models, **settings, _total_train_tokens=0, _tp_size=1)
+    return differentiated(oracle.dpo._compute_loss(made, partial(outputs, logp_rs), inputs, False), logp_ntl)
+
+
+def test_dpo_equals_trl(oracle):
+    cases = [make_case(seed, groups=5) for seed in SEEDS]
+    check([ours(fg.dpo(beta=0.5), case) for case in cases], [trl_dpo(oracle, case, 0.5) for case in cases])
