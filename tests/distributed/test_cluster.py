@@ -38,7 +38,7 @@ def run(module: str, *flags: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 def test_S1_one_kill_of_each_kind_of_process_gives_the_bits_of_a_single_process(cache, tmp_path):
-    """With one process of each kind none goes on without the others: every kill meets an update that has begun."""
+    """With one process of each kind none goes on without the others: every kill meets an update. And S2: it replays."""
     sizes = [*TINY.split(), "--domains=drawing", "--updates=8", cache]  # in drawing it has some success at once
     command = [sys.executable, "-m", "experiments.cluster", *sizes, "--rollout_workers=1", "--reward_workers=any=1"]
     met = soak(command, tmp_path / "killed", kills=4, chance=random.Random(0), rest=rest_for_an_update)

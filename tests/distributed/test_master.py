@@ -30,6 +30,18 @@ def undisturbed(folder, plan=SYNC, **settings):
     return work, work.master(ThreadCrew(), plan, folder).run()
 
 
+def killed_at(update: int, work: Work, plan, folder) -> None:
+    """A run whose master is killed when it sends the batch of this update, counted from 0."""
+    trains = iter(range(update))
+
+    def before(_worker, method, _calls):
+        if method == "train" and next(trains, None) is None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work.master(ThreadCrew(before), plan, folder).run()
+
+
 def faults(seed: int, share: float):
     """`before` of a crew in which calls of all kinds are lost at random."""
     chance, lock = random.Random(seed), threading.Lock()
@@ -61,7 +73,7 @@ def test_no_trainer_gets_a_call_before_all_have_answered_the_last(tmp_path):
     assert not work.slow
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_S1_calls_that_are_lost_change_nothing(tmp_path, seed):
     _, whole = undisturbed(tmp_path / "whole")
     work, told = Work(), []
@@ -162,21 +174,11 @@ def test_S1_tasks_that_are_chosen_by_what_is_known_are_the_same_after_faults(tmp
         assert drawn(work) == drawn(whole)
 
 
-@pytest.mark.parametrize("at", [1, 3, 4, 5])
-@pytest.mark.parametrize(
-    "plan", [SYNC, schedule.partial_rollouts(3, 6, budget=3, staleness=3, spare=3)], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("at", [1, 4, 5])
+@pytest.mark.parametrize("plan", [SYNC, PARTIAL], ids=lambda plan: plan.name)
 def test_S1_a_master_that_is_killed_goes_on_from_the_checkpoint_with_its_buffer(tmp_path, at, plan):
     work = Work()
-
-    def before(_worker, method, _calls):
-        if method == "train" and before.trains == at:
-            raise KeyboardInterrupt
-        before.trains += method == "train"
-
-    before.trains = 0
-    with pytest.raises(KeyboardInterrupt):
-        work.master(ThreadCrew(before), plan, tmp_path).run()
+    killed_at(at, work, plan, tmp_path)
     result = work.master(ThreadCrew(), plan, tmp_path).run()
     learned = [one.task.id for _, stretches in work.batches.items() for s in stretches for one in s.played]
     assert sorted(set(learned), key=int) == [str(n) for n in range(18)]
@@ -190,15 +192,7 @@ def test_S1_a_master_that_is_killed_goes_on_from_the_checkpoint_with_its_buffer(
 def test_S1_the_result_tells_of_all_masters_and_not_of_the_last_alone(tmp_path):
     """Who rolled out, and how stale an update was, up to the checkpoint from which the last one went on."""
     work = Work()
-
-    def before(_worker, method, _calls):
-        if method == "train" and before.trains == 3:
-            raise KeyboardInterrupt
-        before.trains += method == "train"
-
-    before.trains = 0
-    with pytest.raises(KeyboardInterrupt):
-        work.master(ThreadCrew(before), SYNC, tmp_path).run()
+    killed_at(3, work, SYNC, tmp_path)
     assert work.saved is not None
     memory = work.saved["memory"]
     assert json.loads(memory["seen"]) == {"rollout_pids": [os.getpid()], "staleness": 0}
@@ -207,7 +201,7 @@ def test_S1_the_result_tells_of_all_masters_and_not_of_the_last_alone(tmp_path):
     assert (result["rollout_pids"], result["staleness"]) == ([1, os.getpid()], 7)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "plan",
     [
@@ -253,14 +247,12 @@ def test_R2_a_reward_that_hangs_is_ended_named_and_has_no_verdict_in_the_end(tmp
             released.wait(30)
 
     work = Work(hangs=hangs)
-    began = time.monotonic()
     master = work.master(ThreadCrew(), schedule.synchronous(3, 2), tmp_path, judge_seconds=1.5, tell=told.append)
     try:
         result = master.run()
     finally:
         released.set()
     assert result["update"] == 2
-    assert time.monotonic() - began < 60
     refused = [one for s in work.batches[1] for one in s.played if one.trajectory.outcome is None]
     assert {one.task.id for one in refused} == {"4"}
     assert all("did not return within 1.5 s" in one.reason for one in refused)
@@ -303,16 +295,17 @@ def test_a_worker_that_never_starts_ends_the_run_with_a_sentence(tmp_path):
 
 
 def test_what_takes_long_is_named_but_not_ended(tmp_path):
-    told = []
+    named = threading.Event()
 
     def before(_worker, method, _calls):
-        if method == "train" and not told:
-            time.sleep(2.5)
+        assert method != "train" or named.wait(30)
 
-    work = Work()
-    master = work.master(ThreadCrew(before), SYNC, tmp_path, watch_seconds=0.5, tell=told.append)
+    def tell(sentence):
+        if sentence.startswith(f"{TRAIN}-0 (process 1): train"):
+            named.set()
+
+    master = Work().master(ThreadCrew(before), SYNC, tmp_path, watch_seconds=0.5, tell=tell)
     assert master.run()["lost"] == []
-    assert told[0].startswith(f"{TRAIN}-0 (process 1): train")
 
 
 def test_S2_the_events_give_the_same_updates_again(tmp_path):
