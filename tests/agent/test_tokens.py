@@ -143,7 +143,7 @@ def long_tools(call: Call) -> Result:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rendering", [fresh, appending])
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(room=st.integers(250, 900), memory=st.integers(0, 2000), seed=st.integers(0, 99))
 def test_no_prompt_is_longer_than_its_room(rendering, room, memory, seed):
     text = agent_text("llama3")

@@ -1,6 +1,5 @@
 """Hosted rollouts over the real engine: those of the compiled rollout (E2), the same bits in any company (E3)."""
 
-import time
 from functools import partial
 
 import jax
@@ -30,7 +29,6 @@ pytestmark = pytest.mark.slow
 ENVS = {
     "lookup": lookup,
     "arithmetic": arithmetic,
-    "maze": maze,
     "maze by turn": partial(maze, by_turn=True),
 }
 NEAR = 1e-4
@@ -165,22 +163,21 @@ def test_F7_scoring_gives_what_the_hosted_rollout_recorded(engine):
 
 
 def test_a_deadline_and_a_resumption_over_the_real_engine_leave_the_same_bits(engine):
-    """A6 with what the engine itself calls lost: requests are cancelled while they decode."""
+    """A6 with what the engine itself calls lost: requests are cancelled while they decode.
+
+    Deadlines double from one that no machine keeps; four places, so that each finds four calls under way at most.
+    """
     work, env = tasks_of(6, 4), make_env()
     whole = values(run(Listening(engine), work, env=env))
-    began = time.monotonic()
-    run(Listening(engine), work, Do(seconds=0.005), env=env)
-    first = (time.monotonic() - began) / 8  # deadlines go by how busy the machine is
-    given, got, rounds = (), {}, 0
+    now, given, got, rounds = work, (), {}, 0
     while len(got) < 24:
-        more = {"unfinished": given}
-        now = work if rounds == 0 else ((), (), ())
-        rest = run(Listening(engine), now, Do(seconds=0.005), env=env, deadline=first * 2**rounds, more=more)
+        settings = {"deadline": 0.05 * 2**rounds, "width": 4, "more": {"unfinished": given}}
+        rest = run(Listening(engine), now, Do(seconds=0.005), env=env, **settings)
         got |= {(one["group"], one["sample"]): one for one in values(rest)}
-        given, rounds = rest.unfinished, rounds + 1
+        now, given, rounds = ((), (), ()), rest.unfinished, rounds + 1
     # A call under way at the deadline ends its trajectory: after an action as TIMEOUT, in the reset as a failure.
     late = {place for place, one in got.items() if one["status"] in ("TIMEOUT", "TOOL_FAILURE")}
-    assert rounds > 1
+    assert rounds > 2
     assert [got[g, s] for g in range(6) for s in range(4) if (g, s) not in late] == [
         one for one in whole if (one["group"], one["sample"]) not in late
     ]
