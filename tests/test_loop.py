@@ -1,6 +1,6 @@
 """The loop: three programs or one, the same numbers; fresh tasks by update; groups with a signal first; controls."""
 
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +55,10 @@ def assert_close(one, two, **tolerance):
 
 @pytest.fixture(scope="module")
 def by_one():
-    """Three updates by one program: runs and their figures."""
-    return list(loop.train(one_program(), start(), 3))
+    """Three updates by one program, which is traced once: runs and their figures."""
+    runs = list(loop.train(one_program(), start(), 3))
+    assert one_program()._cache_size() == 1
+    return runs
 
 
 def test_three_programs_do_what_one_does(by_one):
@@ -66,24 +68,6 @@ def test_three_programs_do_what_one_does(by_one):
         for name in ("success", "turns", "tokens", "tool_calls", "tool_errors", "mixed_groups", "zero_signal_groups"):
             assert figures[name] == others[name], name
         assert figures["loss"] == pytest.approx(others["loss"], abs=1e-5)
-
-
-def test_an_update_from_no_tokens_has_no_means_over_them():
-    """Where no group has a signal the line says what was rolled out, and nothing of what was learned from."""
-
-    def unanimous(trajectories, _key):
-        return trajectories.replace(outcome=jnp.zeros(len(trajectories.outcome)))
-
-    algorithm = fg.flow_grpo(beta=0.0)
-    silent = loop.make_iteration(ENV, POLICY, algorithm, OPTIMIZER, SIZES, judge=unanimous)
-    ((_, figures),) = loop.train(loop.three_programs(silent, ENV, algorithm, SIZES), start(), 1)
-    line = train_line(figures, ENV.tools)
-    assert figures["live_tokens"] == line["live_tokens"] == 0
-    kept = {"loss", "grad_norm", "steps", "skipped", "live_tokens", "live_tokens_by_turn", "ratio_histogram"}
-    of_rollout = jax.eval_shape(partial(summarise, samples=4), iteration().rollout(start()))
-    signals = {name for name in figures if name.startswith(("advantage_", "zero_signal", "tokens_"))}
-    assert set(line) == {"phase", "update", "tools"} | set(of_rollout) | kept | signals
-    assert {"entropy", "kl_old", "ratio_p99", "entropy_by_turn"} <= set(figures) - set(line)
 
 
 def test_F7_nothing_has_moved_before_the_first_step(by_one):
@@ -113,19 +97,10 @@ def test_seeds_that_are_vmapped_learn_what_they_learn_alone(by_one):
     assert figures["success"].shape == (2, 3)
 
 
-def test_runs_that_are_dealt_over_devices_learn_what_they_learn_alone(by_one):
-    """Five runs on two devices, two at a time: one place is left over."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    runs = [start(seed) for seed in (1, 2, 3, 0, 4)]
-    after, figures = loop.train_many(loop.one_program(iteration(), ENV, SIZES), runs, 3, lanes=2, mesh=mesh)
-    assert_close(jax.tree.map(lambda x: x[3], after.learner.params), by_one[2][0].learner.params, atol=1e-4)
-    assert figures["success"].shape == (5, 3)
-
-
 def test_over_sampling_takes_the_groups_that_say_something():
     sizes = loop.Settings(queries=2, samples=4, oversample=4, micro_rows=8)
     stages = iteration(ALGORITHM, sizes)
-    trajectories = stages.rollout(start()).trajectories
+    trajectories = jax.jit(stages.rollout)(start()).trajectories
     assert len(trajectories.group) == 32
     adv, weights, _ = stages.credit(trajectories)
     whole = np.asarray(ALGORITHM.advantages(trajectories)).reshape(8, -1)
@@ -146,7 +121,7 @@ def test_the_reference_is_refreshed_when_the_algorithm_says_so():
 
 
 def test_shuffled_rewards_stay_in_their_group():
-    trajectories = iteration().rollout(start()).trajectories
+    trajectories = jax.jit(iteration().rollout)(start()).trajectories
     outcome_n = jnp.arange(16.0)
     shuffled = shuffled_rewards(trajectories.replace(outcome=outcome_n), jax.random.key(0), samples=4)
     order = np.asarray(shuffled.outcome).reshape(4, 4)
@@ -225,24 +200,14 @@ def test_ppo_moves_actor_and_critic_and_keeps_a_reference_without_values(ppo_by_
 
 def test_the_price_of_kl_is_paid_once_the_policy_has_left_its_reference():
     """The advantages of trajectories scored under another reference differ; under the policy itself nothing is paid."""
-    stages = with_values("own")
-    run = start_both("own")
-    played = stages.rollout(run).trajectories
+    stages, run = iteration(fg.rloo(beta=0.05, kl_in="reward")), start()
+    played = jax.jit(stages.rollout)(run).trajectories
     own = stages.appraise(run, played)
     actions = np.asarray(played.actions)
     np.testing.assert_allclose(np.asarray(own.logp_ref)[actions], np.asarray(played.logp_sampled)[actions], atol=5e-5)
-    other = run.replace(reference=run.reference._replace(policy=POLICY.init(jax.random.key(9))))
+    other = run.replace(reference=POLICY.init(jax.random.key(9)))
     far = stages.appraise(other, played)
     assert np.abs(np.asarray(stages.credit(far).adv) - np.asarray(stages.credit(own).adv)).max() > 0.01
-
-
-def test_kl_in_the_reward_works_without_a_critic():
-    algorithm = fg.rloo(beta=0.05, kl_in="reward")
-    step = loop.three_programs(iteration(algorithm), ENV, algorithm, SIZES)
-    *_, (run, figures) = loop.train(step, start(), 2)
-    *_, (other, _) = loop.train(one_program(algorithm), start(), 2)
-    assert_close(run.learner.params, other.learner.params, atol=2e-5)
-    assert figures["update"] == 2
 
 
 def test_a_shared_trunk_learns_values_too():
@@ -267,30 +232,34 @@ def test_mini_batches_of_ppo_hold_whole_trajectories():
 
 
 def test_F8_groups_without_a_signal_are_left_out_of_one_program_as_of_three():
-    """With no KL: the same parameters and figures, and no token of theirs is visited."""
+    """With no KL: the same parameters and figures, and no token of theirs is visited.
+
+    Where there is no other group, the line says what was rolled out, and has no means over tokens.
+    """
     algorithm = fg.flow_grpo(beta=0.0)
-    step = loop.three_programs(iteration(algorithm), ENV, algorithm, SIZES)
-    left_out = 0
+    stages = iteration(algorithm)
+    learning, sizes = loop.Learning(stages.appraise, stages.credit, stages.update), {"samples": 4, "rows": 16}
+    learn = loop.make_learn(learning, algorithm, tools=len(ENV.tools), row_length=loop.longest(ENV), **sizes)
+    rollout, left_out = jax.jit(stages.rollout), 0
+    whole, parts = one_program(algorithm), lambda run: learn(run, rollout(run))
     for (run, figures), (other, others) in zip(
-        loop.train(one_program(algorithm), start(), 3), loop.train(step, start(), 3), strict=True
+        loop.train(whole, start(), 3), loop.train(parts, start(), 3), strict=True
     ):
         assert_close(run.learner.params, other.learner.params, atol=2e-5)
         assert figures["live_tokens"] == others["live_tokens"]
         assert figures["loss"] == pytest.approx(others["loss"], abs=1e-5)
         left_out += figures["chosen_tokens"] - figures["live_tokens"]
     assert left_out > 0
-
-
-def test_no_retracing():
-    step, traces = loop.one_program(iteration(), ENV, SIZES), []
-
-    @jax.jit
-    def counted(run):
-        traces.append(run)
-        return step(run)
-
-    assert len(list(loop.train(counted, start(), 3))) == 3
-    assert len(traces) == 1
+    played = rollout(start())
+    silent = played.replace(trajectories=played.trajectories.replace(outcome=jnp.zeros(16)))
+    ((_, figures),) = loop.train(lambda run: learn(run, silent), start(), 1)
+    line = train_line(figures, ENV.tools)
+    assert figures["live_tokens"] == line["live_tokens"] == 0
+    kept = {"loss", "grad_norm", "steps", "skipped", "live_tokens", "live_tokens_by_turn", "ratio_histogram"}
+    of_rollout = summarise(played, samples=4)
+    signals = {name for name in figures if name.startswith(("advantage_", "zero_signal", "tokens_"))}
+    assert set(line) == {"phase", "update", "tools"} | set(of_rollout) | kept | signals
+    assert {"entropy", "kl_old", "ratio_p99", "entropy_by_turn"} <= set(figures) - set(line)
 
 
 def test_several_devices_do_what_one_does(by_one):
