@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from cases import PLAIN, assert_same_batch, random_records, score
+from family_cases import PLAIN, assert_same_batch, random_records, score
 
 import flowgrpo as fg
 

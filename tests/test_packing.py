@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from cases import assert_same_batch, random_records
+from family_cases import assert_same_batch, random_records
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import make_turn, random_records
+from family_cases import make_turn, random_records
 from hypothesis import given
 from hypothesis import strategies as st
 

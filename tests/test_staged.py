@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_learner
-from cases import make_case
+from family_cases import make_case
 from tiny_env import tiny_env
 from tiny_learner import BIGRAMS, SETTINGS
 

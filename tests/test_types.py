@@ -5,7 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from cases import make_turn, random_records, score
+from family_cases import make_turn, random_records, score
 
 import flowgrpo as fg
 from flowgrpo.types import BOOTSTRAPS, COUNTS, check_axes

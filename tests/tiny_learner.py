@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from cases import batch_of, make_case
+from family_cases import batch_of, make_case
 
 import flowgrpo as fg
 from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import batch_of, everything_on, loss_and_slopes, make_case, members, metrics_of, scores_of, signal
+from family_cases import batch_of, everything_on, loss_and_slopes, make_case, members, metrics_of, scores_of, signal
 
 import flowgrpo as fg
 

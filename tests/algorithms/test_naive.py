@@ -3,7 +3,7 @@
 import naive
 import numpy as np
 import pytest
-from cases import batch_of, loss_and_slopes, make_case, members
+from family_cases import batch_of, loss_and_slopes, make_case, members
 
 MEMBERS = members()
 

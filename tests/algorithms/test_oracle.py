@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import INVALID, Case, batch_of, make_case
+from family_cases import INVALID, Case, batch_of, make_case
 
 import flowgrpo as fg
 

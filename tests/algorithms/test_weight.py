@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from cases import make_case, members, signal
+from family_cases import make_case, members, signal
 
 import flowgrpo as fg
 from flowgrpo.algorithms.weight import action_mean, constant_length, exclude_versions_before

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from playing import ENVS, at, play, played, player, repeated, talk, talks, tasks_of, to_numpy
+from env_cases import ENVS, at, play, played, player, repeated, talk, talks, tasks_of, to_numpy
 
 import flowgrpo as fg
 from flowgrpo.envs import expressions

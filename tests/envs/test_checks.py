@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from playing import ENVS, played
+from env_cases import ENVS, played
 from tiny_env import oracle, step, tiny_env
 
 import flowgrpo as fg

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from playing import ENVS, PLAYERS, TRACES, N, at, batched, keys, play, played, player, repeated, tasks_of, to_numpy
+from env_cases import ENVS, PLAYERS, TRACES, N, at, batched, keys, play, played, player, repeated, tasks_of, to_numpy
 
 import flowgrpo as fg
 from flowgrpo.envs.checks import _check_oracle, _check_play, _check_shapes

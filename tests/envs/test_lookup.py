@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import run_module
-from playing import ENVS, at, batched, keys, play, played, player, repeated, row, talk, talks, tasks_of, to_numpy
+from env_cases import ENVS, at, batched, keys, play, played, player, repeated, row, talk, talks, tasks_of, to_numpy
 
 import flowgrpo as fg
 from experiments.plays import tabulate

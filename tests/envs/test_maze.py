@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from playing import ENVS, play, played, player, talk, talks, tasks_of, to_numpy
+from env_cases import ENVS, play, played, player, talk, talks, tasks_of, to_numpy
 
 import flowgrpo as fg
 from flowgrpo.envs.grids import Maze, both_sides, furnish, neighbours

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import batch_of, make_case, scores_of
+from family_cases import batch_of, make_case, scores_of
 
 import flowgrpo as fg
 from experiments import agent_setups, setups

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import make_case
+from family_cases import make_case
 from tiny_learner import BANNED, BIGRAMS, SETTINGS, TEMPERATURE, WIDTH, init
 
 import flowgrpo as fg

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_models
-from cases import everything_on
+from family_cases import everything_on
 from jax.sharding import PartitionSpec
 from tiny_learner import BIGRAMS, OPTIMIZERS, PLAIN, SETTINGS, assert_close, fresh, init, rows_of, sampled_case
 

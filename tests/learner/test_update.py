@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 import tiny_models
-from cases import batch_of, everything_on, make_case
+from family_cases import batch_of, everything_on, make_case
 from tiny_learner import (
     BIGRAMS,
     OPTIMIZERS,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import batch_of, everything_on, make_case, scores_of
+from family_cases import batch_of, everything_on, make_case, scores_of
 from tiny_learner import BIGRAMS, OPTIMIZERS, PLAIN, SETTINGS, fresh, rows_of, sampled_case
 
 import flowgrpo as fg

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shown_cases import HOSTILE, make_many, make_shown, make_turn
+from viewer_cases import HOSTILE, make_many, make_shown, make_turn
 
 from flowgrpo.report.shown import columns, scales
 from flowgrpo.report.viewer import as_script, page, viewer

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from shown_cases import HOSTILE, make_many
+from viewer_cases import HOSTILE, make_many
 
 from flowgrpo.report.viewer import viewer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hostile import HOSTILE, PRELUDE
+from hostile_programs import HOSTILE, PRELUDE
 from sandbox.processes import family, wait_until
 
 from flowgrpo.sandbox import Limits, Sandbox

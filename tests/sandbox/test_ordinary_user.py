@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hostile import HOSTILE
+from hostile_programs import HOSTILE
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534

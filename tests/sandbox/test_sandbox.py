@@ -21,7 +21,7 @@ LIMITS = Limits(seconds=60.0)  # for a busy machine
 
 @pytest.fixture(scope="module")
 def sandbox():
-    with Sandbox(limits=LIMITS, preload=["called"]) as made:
+    with Sandbox(limits=LIMITS, preload=["sandbox_calls"]) as made:
         yield made
 
 
@@ -41,7 +41,7 @@ def idle(sandbox, kind=()):
 
 
 def call(sandbox, program, *arguments, seconds=60.0):
-    return sandbox.call("called:run", program, *arguments, seconds=seconds)
+    return sandbox.call("sandbox_calls:run", program, *arguments, seconds=seconds)
 
 
 CODES = {
@@ -146,22 +146,22 @@ def test_a_call_that_fails_says_what_happened(sandbox):
         assert failure.value.kind == kind, failure.value
         assert failure.value.message
     with pytest.raises(CallFailed, match="missing"):
-        sandbox.call("called:missing", seconds=60.0)
+        sandbox.call("sandbox_calls:missing", seconds=60.0)
 
 
 def test_only_preloaded_functions_can_be_called(sandbox):
-    for function in ("os:system", "called", ":run", "called:"):
-        with pytest.raises(BadInput, match="preload: called"):
+    for function in ("os:system", "sandbox_calls", ":run", "sandbox_calls:"):
+        with pytest.raises(BadInput, match="preload: sandbox_calls"):
             sandbox.call(function)
     with pytest.raises(BadInput, match="JSON"):
         call(sandbox, object())
     with Sandbox(preload=["no_such_module"]) as other, pytest.raises(BadInput, match="no_such_module"):
         other.call("no_such_module:f")
     with pytest.raises(BadInput, match="sequence"):
-        Sandbox(preload="called")
+        Sandbox(preload="sandbox_calls")
 
 
-@pytest.mark.parametrize("kind", [(), ("called",)], ids=["run", "call"])
+@pytest.mark.parametrize("kind", [(), ("sandbox_calls",)], ids=["run", "call"])
 def test_a_worker_that_dies_fails_only_the_request_that_it_had(sandbox, kind):
     submit = worker.Worker._submit
 
@@ -204,10 +204,10 @@ def test_as_many_run_at_once_as_there_are_workers_and_the_others_wait(monkeypatc
 
 def test_closing_or_forgetting_a_sandbox_ends_every_process_and_a_closed_one_says_so():
     descriptors = len(os.listdir("/proc/self/fd"))
-    with Sandbox(preload=["called"]) as closed:
+    with Sandbox(preload=["sandbox_calls"]) as closed:
         closed.run("")
         call(closed, "value = 1")
-        pids = [idle(closed).pid, idle(closed, ("called",)).pid]
+        pids = [idle(closed).pid, idle(closed, ("sandbox_calls",)).pid]
     with pytest.raises(BadInput, match="closed"):
         closed.run("")
     forgotten = Sandbox()
@@ -250,7 +250,7 @@ def test_R2_a_zygote_that_is_stuck_is_ended_and_the_run_counts_as_late(sandbox, 
 
 @pytest.mark.usefixtures("no_namespaces")
 def test_without_isolation_programs_are_refused_and_calls_still_work():
-    with Sandbox(preload=["called"]) as sandbox:
+    with Sandbox(preload=["sandbox_calls"]) as sandbox:
         with pytest.raises(BadInput, match=r"no isolation: unshare: Operation not permitted.*unsafe=True"):
             sandbox.run("print(1)")
         assert call(sandbox, "value = sum(arguments)", 1, 2) == 3
