@@ -6,8 +6,8 @@
 
     pool.py -> worker.py (host) -> zygote.py -> child.py (process 1 of a namespace, and the program below it)
 
-Guaranteed where `sandbox.isolation.active`, and tested with programs that try (tests/hostile_programs.py), whether root or
-an ordinary user started it:
+Guaranteed where `sandbox.isolation.active`, and tested with programs that try (tests/hostile_programs.py), whether root
+or an ordinary user started it:
 
   * Files: the interpreter, its standard library and the system's shared libraries (/lib, /usr/lib), read-only; a
     scratch folder in memory, empty at the start and gone at the end; five device files. No /proc, /sys, /etc or home,
