@@ -1,5 +1,6 @@
 """The staged system: the numbers of the loop, whatever lies where; rewards beside the reference; a watch."""
 
+import re
 import threading
 import time
 from functools import cache, partial
@@ -338,16 +339,18 @@ def test_an_aborted_trajectory_has_no_say_in_how_contexts_are_rendered():
 
 
 def test_S3_the_watch_names_open_stages_and_what_they_wait_for_again_and_again():
-    said: list[str] = []
-    watch = Watch(0.05, tell=said.append)
+    said, twice = [], threading.Event()
+
+    def tell(sentence):
+        said.append(sentence)
+        if len(said) == 2:
+            twice.set()
+
+    watch = Watch(0.05, tell=tell)
     with watch.iteration(7), watch.stage("rollout"):
         watch.ask(lambda: [f"trajectory {i}" for i in range(10)])
-        time.sleep(0.3)
-    assert len(said) >= 2
-    assert said[0].startswith("update 7 has taken 0 s: rollout for 0 s; it waits for trajectory 0, trajectory 1")
-    assert said[0].endswith("and 2 more")
-    count = len(said)
-    time.sleep(0.15)
-    assert len(said) == count
+        assert twice.wait(60)
+    awaited = r"it waits for trajectory 0, trajectory 1, .* and 2 more"
+    assert re.fullmatch(rf"update 7 has taken \d+ s: rollout for \d+ s; {awaited}", said[-1])
     with pytest.raises(fg.BadInput, match="give more than 0, or None"):
         Watch(0.0)

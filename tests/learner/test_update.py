@@ -138,6 +138,15 @@ def test_F3_F8_mini_batches_and_epochs_are_a_plain_loop():
     np.testing.assert_allclose(metrics["log_ratio_max"], far_rs.max(), rtol=1e-4)
 
 
+def test_F3_fewer_rows_than_mini_batches_are_a_mini_batch_each():
+    params, trajectories = sampled_case(18, invalid=0.0)
+    batch = jax.tree.map(lambda x_rs: x_rs[:2], rows_of(PLAIN, trajectories, "by_trajectory"))
+    many, two = (compiled(PLAIN, "adam", mini_batches=count, watch=None) for count in (5, 2))
+    (state, metrics), (expected, figures) = many(fresh(params, "adam"), batch), two(fresh(params, "adam"), batch)
+    assert_close(state.params, expected.params, params, 1e-6)
+    assert (float(metrics["steps"]), int(state.version)) == (float(figures["steps"]), 1) == (2.0, 1)
+
+
 @pytest.mark.usefixtures("nan_allowed")
 def test_steps_that_are_not_finite_are_left_out_and_counted():
     """One of three mini-batches is poisoned: the others' steps are taken. All gradients overflow: none is."""
@@ -245,16 +254,26 @@ def test_F7_the_ratio_is_one_right_after_sampling():
 # What is refused --------------------------------------------------------------------------------------
 
 
-def test_mini_batches_that_split_a_trajectory_are_named():
-    _, trajectories = sampled_case(15)
-    check_mini_batches(batch_of(PLAIN, trajectories, "by_trajectory"), 4)
-    check_mini_batches(batch_of(PLAIN, trajectories, "by_turn"), 4)
-    with pytest.raises(fg.BadInput, match=r"trajectory \d+ has tokens in 3 of 4 mini-batches"):
-        check_mini_batches(batch_of(PLAIN, trajectories, rows=4), 4)
-    with pytest.raises(fg.BadInput, match=r"trajectory \d+ has tokens in 2 of 2 mini-batches"):
-        check_mini_batches(batch_of(PLAIN, trajectories, rows=4), 2)
-    with pytest.raises(fg.BadInput, match=r"group -?\d+ has tokens in 4 of 4"):
-        check_mini_batches(batch_of(PLAIN, trajectories, "by_trajectory"), 4, by="group")
+@pytest.mark.parametrize(
+    ("layout", "mini_batches", "by"),
+    [("packed", 4, "trajectory"), ("packed", 2, "trajectory"), ("by_trajectory", 4, "group")],
+)
+def test_mini_batches_that_split_a_trajectory_are_named(layout, mini_batches, by):
+    """The first that has tokens in two of them, by a loop over the rows, and the most that any has."""
+    batch = batch_of(PLAIN, sampled_case(15)[1], layout, **({"rows": 4} if layout == "packed" else {}))
+    found = {}
+    for row, own_s in enumerate(batch.chosen & (batch.segments > 0)):
+        for name in np.asarray(getattr(batch, by))[row][own_s].tolist():
+            found.setdefault(name, set()).add(row // (len(batch.tokens) // mini_batches))
+    first = min(name for name, blocks in found.items() if len(blocks) > 1)
+    said = f"{by} {first} has tokens in {max(map(len, found.values()))} of {mini_batches} mini-batches"
+    with pytest.raises(fg.BadInput, match=said):
+        check_mini_batches(batch, mini_batches, by=by)
+
+
+@pytest.mark.parametrize("layout", ["by_trajectory", "by_turn"])
+def test_mini_batches_of_plain_layouts_split_no_trajectory(layout):
+    check_mini_batches(batch_of(PLAIN, sampled_case(15)[1], layout), 4)
 
 
 def test_what_an_update_lacks_is_named():
