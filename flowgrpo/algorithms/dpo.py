@@ -42,7 +42,7 @@ def _pairs(outcome_n: AnyArray, group_n: AnyArray, valid_n: AnyArray) -> Pairs:
     id_n, size = dense_ids(group_n), len(outcome_n)
     best_g = _first_where_largest(outcome_n, id_n, valid_n)
     worst_g = _first_where_largest(-outcome_n, id_n, valid_n)
-    found_g = (best_g < size) & (worst_g < size)
+    found_g = best_g < size  # as is the worst, then
     best_g, worst_g = jnp.where(found_g, best_g, 0), jnp.where(found_g, worst_g, 0)
     return Pairs(best_g, worst_g, found_g & (outcome_n[best_g] > outcome_n[worst_g]))
 

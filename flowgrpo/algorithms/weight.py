@@ -94,8 +94,8 @@ def _trajectory_share(member_n, group_n) -> Array:
 
 
 def _over(share, count) -> Array:
-    """`share / count`, 0 where there is nothing to share among."""
-    return jnp.where(count > 0, share / jnp.maximum(count, 1.0), 0.0)
+    """`share / count`; where there is nothing to share among, the share, which is 0 or has no token."""
+    return share / jnp.maximum(count, 1.0)
 
 
 def _per_token(weight_nt, chosen_ntl, count_nt) -> Array:

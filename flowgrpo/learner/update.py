@@ -239,8 +239,6 @@ def _slopes(shared: tuple[Any, Array], batch: Batch, *, score: Score, algorithm:
 
 def _loss(part, *, params, batch: Batch, scale: Array, score: Score, algorithm: Algorithm, plan: Plan) -> tuple:
     scores = score(plan.trained.put(params, part), batch)
-    if scores.entropy is not None and "entropy" not in algorithm.needs:
-        scores = scores._replace(entropy=stop_gradient(scores.entropy))  # a metric only
     loss, metrics = algorithm.loss(scores, batch)
     seen = {"means": metrics} if plan.watch is None else observe(plan.watch, algorithm, scores, batch, metrics)
     log_ratio_rs = masked.fill(scores.logp, batch.live) - masked.fill(batch.logp_sampled, batch.live)

@@ -32,7 +32,7 @@ class Rollout(struct.PyTreeNode):
 
 
 class Turn(struct.PyTreeNode):
-    """What is recorded of a turn, for all trajectories."""
+    """What is recorded of a turn, for all trajectories; `exists` says for which it counts."""
 
     tokens: Int[Array, "n l"]
     chosen: Bool[Array, "n l"]
@@ -203,8 +203,8 @@ def _record(env: Env, going: Going, sampled: Sampled, now: Step) -> Turn:
         logp=jnp.where(chosen_nl, logp_nl, 0.0),
         length=heard_n + spoken_n,
         exists=live_n,
-        reward=jnp.where(live_n, now.reward, 0.0),
+        reward=now.reward,
         anchor=jax.vmap(env.anchor)(going.states),
-        tool=jnp.where(live_n, now.tool, -1),
-        error=live_n & now.error,
+        tool=now.tool,
+        error=now.error,
     )
