@@ -116,7 +116,7 @@ def test_without_any_weight_or_chosen_token_the_batch_is_all_padding():
         batch = fg.pack(source, one_nt, weight_nt, row_length=8, rows=6, ranks=6)
         assert batch.tokens.shape == (6, 8)
         assert not batch.segments.any()
-        assert (batch.trajectory == -1).all()
+        assert all((x == -1).all() for x in (batch.trajectory, batch.turn, batch.slot, batch.group))
 
 
 # Rows and ranks ---------------------------------------------------------------------------------------

@@ -32,10 +32,10 @@ def every_normalizer(outcome_n, group_n, valid_n):
 
 
 def normalized(outcome, group=None) -> dict[str, np.ndarray]:
-    """What each normalizer gives, for up to twelve valid trajectories; the rest of the twelve is invalid."""
-    size = len(outcome)
-    outcome_n, group_n = np.zeros(N, np.float32), np.full(N, -99)
-    outcome_n[:size], group_n[:size] = outcome, group or 0
+    """What each normalizer gives, for up to twelve valid trajectories; the rest is invalid, and of the first group."""
+    size, group = len(outcome), group or [0] * len(outcome)
+    outcome_n, group_n = np.zeros(N, np.float32), np.full(N, group[0])
+    outcome_n[:size], group_n[:size] = outcome, group
     found = every_normalizer(outcome_n, group_n, np.arange(N) < size)
     assert not any(np.asarray(adv_n)[size:].any() for adv_n in found.values())
     return {name: np.asarray(adv_n)[:size] for name, adv_n in found.items()}

@@ -77,7 +77,11 @@ WORKED = {
     "correction and KL": (corrected(2.0, beta=0.5), [2] * 3, [0] * 3, TURNS, 1.5 * (LN(2) - 0.5), [0.25] * 3),
     # dpo: the winner gained log 4 over the reference in two tokens, the loser lost log 2: -log sigma(0.5 log 8).
     "preference": (fg.dpo(beta=0.5), [2, 2, 0.5], [1, 1, -1], PAIR, LN(1 + 8**-0.5), SLOPE * np.array([-1, -1, 1])),
-}
+    "preference, entropy bonus": (
+        fg.dpo(beta=0.5, entropy_bonus=0.1), [2, 2, 0.5], [1, 1, -1], PAIR | {"entropy": [2.0, 1.0, 1.0]},
+        LN(1 + 8**-0.5) - 0.4, SLOPE * np.array([-1, -1, 1]),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WORKED)
@@ -130,10 +134,11 @@ def test_metrics_are_weighted_sums():
 
 
 def test_metrics_of_pairs_are_means_over_pairs():
-    """Two pairs, of margins 0.5 log 8 and -0.5 log 2: one of them is right."""
-    pairs = {"group": [0, 0, 0, 1, 1], "weight": 0.5}
-    *_, found = evaluated(fg.dpo(beta=0.5), [2, 2, 0.5, 0.5, 1], [1, 1, -1, 1, -1], **pairs)
-    assert found == pytest.approx({"margin": 0.25 * LN(8) - 0.25 * LN(2), "accuracy": 0.5, "weight": 1.0}, rel=1e-5)
+    """Four pairs, of margins log 8 / 4, -log 2 / 4, 0 and log 2 / 4: two of them are right."""
+    pairs = {"group": [0, 0, 0, 1, 1, 2, 2, 3, 3], "weight": 0.25}
+    ratios, sides = [2, 2, 0.5, 0.5, 1, 1, 1, 2, 1], [1, 1, -1, 1, -1, 1, -1, 1, -1]
+    *_, found = evaluated(fg.dpo(beta=0.25), ratios, sides, **pairs)
+    assert found == pytest.approx({"margin": LN(8) / 16, "accuracy": 0.5, "weight": 1.0}, rel=1e-5)
 
 
 # Pairs and critics ------------------------------------------------------------------------------------
@@ -179,7 +184,12 @@ REFUSED = {
     "reference_every is 0, but must be at least 1": lambda: fg.grpo(reference_every=0),
     "correction.level is 'row', but must be one of token": lambda: fg.grpo(correction=fg.Correction(level="row")),
     "correction.cap is 0.0, but must be greater than 0": lambda: fg.grpo(correction=fg.Correction(cap=0.0)),
-    "overlong needs 0 < buffer <= max_tokens": lambda: fg.dapo(overlong=fg.Overlong(10, 20)),
+    "overlong needs 0 < buffer <= max_tokens, got Overlong(max_tokens=9, buffer=10": lambda: fg.dapo(
+        overlong=fg.Overlong(9, 10)
+    ),
+    "overlong needs 0 < buffer <= max_tokens, got Overlong(max_tokens=9, buffer=0": lambda: fg.dapo(
+        overlong=fg.Overlong(9, 0)
+    ),
     "max_tokens is 0, but must be at least 1": lambda: fg.dr_grpo(max_tokens=0),
     "cispo can't honour dual_clip": lambda: fg.cispo(dual_clip=3.0),
     "kimi can't honour beta": lambda: fg.kimi(beta=jnp.float32(0.0)),
@@ -198,7 +208,7 @@ def test_bad_options_get_one_clear_sentence(words):
 
 
 def test_settings_at_the_edge_and_defaults_of_refused_ones_are_honoured():
-    fg.grpo(clip_low=1.0, clip_high=0.0, beta=0.0, entropy_bonus=0.0, reference_every=1, overlong=fg.Overlong(9, 9))
+    fg.grpo(clip_low=1.0, clip_high=0.0, beta=0.0, entropy_bonus=0.0, reference_every=1, overlong=fg.Overlong(1, 1))
     fg.kimi(beta=0.0, dual_clip=None)
     fg.dr_grpo(max_tokens=1)
     options = read_options("grpo", {"kl_in": "reward", "beta": 0.1})

@@ -11,7 +11,7 @@ from flowgrpo.contracts import Policy
 from flowgrpo.generate.sampler import decode, draw, feed, kept_set, logprobs, prefill, sampling, start_rows
 
 V, D, ROWS, PROMPT, STEPS = 600, 8, 4, 5, 12
-BANNED, WARM = (0, 3), 0.7
+BANNED, WARM = (1, 3), 0.7
 NO_STOP = jnp.full((ROWS, 2), -1, jnp.int32)
 
 
@@ -31,6 +31,7 @@ def hidden(params, tokens, _positions, segments, cache):
 TOY = Policy(None, hidden, lambda params, states: states @ params["out"])
 RANDOM = np.random.default_rng(0)
 PARAMS = {"embed": RANDOM.normal(size=(V, D)).astype("f"), "out": RANDOM.normal(size=(D, V)).astype("f")}
+PARAMS["out"][:, 0] *= 2  # that the first token is often the likeliest
 PROMPT_RS = RANDOM.integers(1, V, (ROWS, PROMPT)).astype("i")
 KEY_R = jax.random.split(jax.random.key(2), ROWS)
 

@@ -99,13 +99,15 @@ def test_what_is_restored_lies_as_the_template_does_and_runs_the_compiled_progra
 def test_what_is_saved_in_the_background_may_be_changed_and_read_at_once(tmp_path, monkeypatch):
     held, changed = np.arange(4), threading.Event()
     monkeypatch.setattr(checkpoint, "check_room", lambda *_: changed.wait(60))
-    with Checkpoints(tmp_path, background=True) as checkpoints, ThreadPoolExecutor(1) as readers:
-        checkpoints.save(1, {"held": held})
+    with Checkpoints(tmp_path, background=True, best="success") as checkpoints, ThreadPoolExecutor(3) as readers:
+        checkpoints.save(1, {"held": held}, {"success": 0.5})
         held += 1
-        read = readers.submit(checkpoints.restore, 1, {"held": held})  # waits until it is written
-        wait([read], timeout=0.1)
+        calls = (checkpoints.restore, 1, {"held": held}), (checkpoints.latest,), (checkpoints.best,)
+        reads = [readers.submit(*call) for call in calls]  # wait until it is written
+        wait(reads, timeout=0.1)
         changed.set()
-        assert read.result()["held"].tolist() == [0, 1, 2, 3]
+        restored, latest, best = (read.result() for read in reads)
+        assert (restored["held"].tolist(), latest, best) == ([0, 1, 2, 3], 1, 1)
 
 
 def test_ragged_parts_come_back_whatever_their_structure(tmp_path):
