@@ -189,6 +189,11 @@ def test_what_fits_no_row_can_be_dropped_and_is_no_matter_where_it_takes_no_part
     assert taken_by(fg.pack(LONG, weight_nt, ONE_NT, row_length=8, skip_no_signal=True)) == [0, 2]
 
 
+def test_a_split_trajectory_is_cut_only_where_a_row_is_full():
+    found = segments_in(pack_evenly([of_turns(2, 3, 1, 4)], too_long="split"))
+    assert [[turn for _, turn, *_ in segment] for segment in found] == [[0, 0], [1, 1, 1, 2], [3] * 4]
+
+
 @pytest.mark.parametrize(
     ("which", "settings", "message"),
     [

@@ -176,6 +176,20 @@ def test_a_worker_that_is_lost_gives_its_groups_back_and_is_not_believed_later()
     assert train == Command("train", (0,), version=0)
 
 
+def test_who_judges_is_given_work_however_busy_those_who_roll_out_are():
+    plan, state = schedule.synchronous(3, 1), State()
+    for name, pool in (("judge", REWARD), ("roller", ROLLOUT)):
+        state, commands = schedule.advance(plan, state, Event("joined", name, pool=pool))
+    judging = []
+    for _ in range(2):  # the second group waits for the judge, while the third keeps the roller busy
+        (roll,) = (command for command in commands if command.kind == "roll")
+        state, commands = schedule.advance(plan, state, Event("rolled", "roller", *roll.groups, roll.ticket, REWARD))
+        judging += [command for command in commands if command.kind == "judge"]
+    assert [command.groups for command in judging] == [(0,)]
+    state, commands = schedule.advance(plan, state, Event("judged", "judge", 0, judging[0].ticket))
+    assert [(command.kind, command.groups, command.worker) for command in commands] == [("judge", (1,), "judge")]
+
+
 def test_groups_are_dealt_out_among_the_workers_as_they_become_free():
     state = State()
     for name in "abc":

@@ -83,6 +83,7 @@ def test_a_long_unknown_name_is_not_repeated_in_full():
     [
         ('{"a": 1}', {"a": 1}),
         ('```json\n{"a": 1}\n```', {"a": 1}),
+        ('In {braces}:\n```JSON\n{\n"a": 1\n}\n```', {"a": 1}),
         ('Here they are:\n{"a": {"b": "}"}}\nDone.', {"a": {"b": "}"}}),
         ('<think>{"a": 2}</think>{"a": 1}', {"a": 1}),
         ("{}", {}),

@@ -57,6 +57,12 @@ def test_means_sum_to_one_and_weigh_chosen_tokens_of_valid_trajectories_only():
             assert name not in tuple(WAYS)[:4] or w_ntl.sum() == pytest.approx(float(seed < 4)), name
 
 
+@pytest.mark.parametrize("name", WAYS)
+def test_arrays_that_do_not_fit_are_named(name):
+    with pytest.raises(fg.BadInput, match=r"weights: .*group_n"):
+        WAYS[name](np.ones((3, 2, 4), bool), np.ones((3, 2), bool), np.zeros(2, int), np.ones(3, bool))
+
+
 def test_F2_excluded_segments_keep_their_place_in_the_denominators():
     """Tokens of older weights get weight 0; the newer ones keep theirs, and so does every other trajectory."""
     weight_ntl = np.random.default_rng(0).uniform(size=(3, 2, 5)).astype(np.float32)

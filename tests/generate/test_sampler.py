@@ -91,12 +91,12 @@ def test_a_draw_inverts_the_cumulated_distribution_in_a_fixed_order(size, banned
 
 
 def test_kept_sets_by_hand():
-    """Top-k 3; top-p .6 keeps two; min-p .4 keeps two; the first always stays, alone where it has all of top-p."""
-    cooled_rv = jnp.log(jnp.array([[0.15, 0.5, 0.1, 0.25]] * 4 + [[1e-12, 1.0, 1e-12, 1e-12]]))
+    """Top-k 3; top-p .6 keeps two; min-p .5 keeps two; the first always stays, alone where it has all of top-p."""
+    cooled_rv = jnp.log(jnp.array([[0.15, 0.5, 0.1, 0.25]] * 4 + [[1e-12, 1.0, 1e-12, 1e-12]])) + 2.0
     settings = sampling(5)._replace(
         top_k=jnp.array([3, 4, 4, 4, 4]),
         top_p=jnp.array([1.0, 0.6, 1.0, 0.0, 1.0]),
-        min_p=jnp.array([0.0, 0.0, 0.4, 0.0, 0.0]),
+        min_p=jnp.array([0.0, 0.0, 0.5, 0.0, 0.0]),
     )
     expected = [[1, 3, 0, -1], [1, 3, -1, -1], [1, 3, -1, -1], [1, -1, -1, -1], [1, -1, -1, -1]]
     np.testing.assert_array_equal(kept_set(cooled_rv, settings, 4), expected)
@@ -104,6 +104,13 @@ def test_kept_sets_by_hand():
     np.testing.assert_array_equal(drawn.token, [0, 3, 3, 1, 1])
     np.testing.assert_allclose(jnp.exp(drawn.logp), [0.15 / 0.9, 1 / 3, 1 / 3, 1.0, 1.0], rtol=1e-5)
     assert [float(x[0]) for x in sampling(1)] == [1.0, 64, 1.0, 0.0]  # what cuts nothing
+
+
+def test_what_can_not_be_sampled_is_in_no_kept_set_however_the_shares_add_up():
+    cooled_rv = np.random.default_rng(0).normal(size=(100, 7)).astype(np.float32)
+    cooled_rv[:, 3] = -np.inf
+    found_rk = np.sort(kept_set(jnp.array(cooled_rv), sampling(100), 7), axis=1)
+    np.testing.assert_array_equal(found_rk, [[-1, 0, 1, 2, 4, 5, 6]] * 100)
 
 
 # Many tokens ------------------------------------------------------------------------------------------

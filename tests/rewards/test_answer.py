@@ -194,7 +194,8 @@ def test_a_rule_of_ones_own_is_a_function_and_the_first_that_speaks_decides():
     assert reward.score(task("abc"), "cba").parts == {"backwards": 1.0}
     assert reward.score(task("abc"), "abc.").parts == {"exact": 1.0}
     assert reward.score(task("abc"), "ABC").reason.endswith("(backwards: read back)")
-    assert judge([TEXT], task(), "it is 7", ("it is 7", "7")) == ("text", RIGHT)  # the best over all readings
+    for answers in (("it is 7", "7"), ("8", "it is 7")):  # the best over all readings
+        assert judge([TEXT], task(), "it is 7", answers) == ("text", RIGHT)
     wrong = match_answers([EXACT]).score(task("abc"), "abd")
     assert wrong == Scored(0.0, "not the gold answer, in the last line: 'abd' (no rule)")
 
