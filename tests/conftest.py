@@ -61,6 +61,8 @@ def pytest_cmdline_main(config):
 # Compiled programs ------------------------------------------------------------------------------------
 
 MAPPINGS = Path("/proc/self/maps")
+# One process may read what another is just writing; JAX then warns, and compiles.
+HALF_WRITTEN = "ignore:Error reading persistent compilation cache entry"
 MANY = 8_000  # Linux aborts a process at 65,530 mappings of memory, of which a compiled program takes several
 
 
@@ -72,6 +74,8 @@ def pytest_configure(config):
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("compiled"))
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+        os.environ.setdefault("PYTHONWARNINGS", HALF_WRITTEN)
+    config.addinivalue_line("filterwarnings", HALF_WRITTEN)
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 import jax
 import pytest
@@ -146,3 +147,23 @@ except launch.BadInput as error:
     sys.exit(str(error))""")
     assert done.returncode == 1
     assert f"process {number} of 2 did not meet the others at 127.0.0.1:{port} within 1 s: start them" in done.stderr
+
+
+@pytest.mark.skipif("JAX_COMPILATION_CACHE_DIR" not in os.environ, reason="no folder keeps compiled programs")
+def test_a_program_that_another_process_is_just_writing_is_compiled_once_more():
+    """JAX warns of it, which `conftest` lets pass."""
+
+    def compile_anew() -> float:
+        def half_written(x):
+            return 3.0 * x
+
+        return float(jax.jit(half_written)(2.0))
+
+    assert compile_anew() == 6.0
+    files = list(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).glob("jit_half_written-*"))
+    for file in files:
+        file.write_bytes(file.read_bytes()[:100])
+    assert files
+    assert compile_anew() == 6.0
+    for file in files:
+        file.unlink()
