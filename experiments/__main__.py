@@ -1,4 +1,4 @@
-"""What there is to run, in a line each.
+"""List what there is to run, in a line each.
 
     python -m experiments
     python -m experiments quickstart

@@ -1,4 +1,4 @@
-"""What a run on the agent system is made of: settings, and the parts that they build.
+"""Settings of a run on the agent system, and the parts that they build.
 
 Settings are one flat dict, which `run.json` keeps beside a run's results. Without `model` they are those of the offline
 run: a small model that is made and warm-started here, the tasks of `offline_tasks`, roles of plain code. With one they
@@ -227,7 +227,7 @@ def make_env(text: Text, *, schemas: Sequence[Schema], settings: Mapping[str, An
 
 
 def _role(name: str, who: str) -> Role | Rule | None:
-    """What plays a role: plain code, or somebody who speaks."""
+    """Make what plays a role: plain code, or a `Role` that is spoken; None for an analyst of "none"."""
     if who == "none" and name == "analyst":
         return None
     if who != "rule":
@@ -243,7 +243,7 @@ def _check_role(name: str, who: str) -> None:
 
 
 def _speakers(settings: Mapping[str, Any], model: Model, stack: ExitStack) -> dict[str, Do]:
-    """Who speaks the roles that are not plain code: the frozen weights that the planner began with, or an endpoint."""
+    """Open a speaker for each role that is not plain code: the planner's first weights, frozen, or an endpoint."""
     asked = {name: settings[name] for name in ROLES if settings[name] not in ("rule", "none")}
     found: dict[str, Do] = {}
     if "model" in asked.values():

@@ -158,7 +158,7 @@ def dry_run(setup: HostedSetup) -> None:
 
 
 def dry_compile(settings: Mapping[str, Any], folder: Path) -> None:
-    """What the programs of the run take of a device, and a JSON line."""
+    """Print what the programs of the run take of a device, as a table and a JSON line."""
     if settings["model"] is None:
         with agent_setups.open_setup(settings, folder) as setup:
             config = setup.model.config

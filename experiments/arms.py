@@ -45,7 +45,7 @@ class Program(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """What is different in an arm; what it doesn't say is as in the study."""
+    """Differences of an arm from its study; what it doesn't say is as in the study."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)  # in the place of the preset's
     algorithm: Callable[[], fg.Algorithm] | None = None  # in the place of the one that settings name
@@ -62,7 +62,7 @@ class Begun(struct.PyTreeNode):
 
 
 class Seen(struct.PyTreeNode):
-    """What an arm shows of itself after so many updates."""
+    """Figures of an arm after so many updates: of its training, and of an examination."""
 
     figures: dict[str, Any]  # by update
     success: jax.Array  # on test tasks

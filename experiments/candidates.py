@@ -30,7 +30,7 @@ MOST_TENSOR = 8  # devices that one host commonly has
 
 @dataclass(frozen=True)
 class Machine:
-    """What one device has, and does at most."""
+    """Memory of one device, and the most that it computes, reads and sends a second."""
 
     memory: float  # bytes
     flops: float  # a second
@@ -40,7 +40,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run keeps beside its parameters."""
+    """Memory settings of a run: what it keeps beside its parameters, what is moved away, and where it decodes."""
 
     moments: float = 2.0  # numbers that the optimizer remembers of a parameter
     moment_bytes: float = 4.0

@@ -98,7 +98,7 @@ def _one(value: int) -> jax.Array:
 
 
 def shown(text: Text, ids: list[int]) -> str:
-    """What of an answer can be printed: without its stop token, and without an unfinished character."""
+    """Decode what can be printed of an answer: without its stop token, and without an unfinished character."""
     words = ids[:-1] if ids and ids[-1] in text.stop_ids else ids
     return text.decode(words).translate(CONTROLS).rstrip(UNFINISHED)
 
@@ -134,7 +134,7 @@ def speak(speaker: Speaker, conversation: Conversation, key: jax.Array, max_toke
 
 
 def messages(talks: bool) -> Iterator[str]:
-    """What is typed, line by line; the prompt is printed only where a person types."""
+    """Yield the lines that are typed, up to `/quit` or the end; the prompt is printed only where a person types."""
     while True:
         try:
             line = input("> " if talks else "").strip()

@@ -28,7 +28,7 @@ PATIENCE = 600.0  # seconds that a run is given to go on
 
 
 class Victim(NamedTuple):
-    """Who was killed, and what came after."""
+    """Process that was killed, and the seconds until it was replaced and until the run went on."""
 
     kind: str
     name: str
@@ -68,7 +68,7 @@ def run_cluster_soak(
 
 
 def differences(whole: Path, killed: Path) -> list[str]:
-    """What is not the same in two runs: metrics, parameters, or the trajectories of an update."""
+    """List what differs between two runs: metrics, parameters, or the trajectories of an update."""
     found = [] if (whole / METRICS).read_bytes() == (killed / METRICS).read_bytes() else [METRICS]
     if result_of(whole)["params_sha256"] != result_of(killed)["params_sha256"]:
         found.append("params_sha256")

@@ -1,4 +1,4 @@
-"""What a cluster's run measured: its events and trajectories flow in, the costs of a simulation flow out."""
+"""Measurements of a cluster's run, read from its log of events, and the costs of a simulation drawn from them."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What a cluster is doing, as a table in the terminal: the master flows in, lines flow out, every so many seconds."""
+"""Table of what a cluster is doing, printed in the terminal every so many seconds from the state of its master."""
 
 import sys
 import time
@@ -31,7 +31,7 @@ class Table:
         self._last = now
 
     def _workers(self, master: Master, took: float) -> list[str]:
-        """What each worker does, and how busy it is; tokens a second since the last table."""
+        """Format what each worker does, and how busy it is, a line each; tokens a second since the last table."""
         doing = {call.worker: f"{call.method} {call.what}" for call in master.staff.calls.values() if call.what}
         lines = [f"  {'worker':16}{'process':>9}{'CPU':>7}{'GPU':>7}{'tokens/s':>10}  at"]
         for name, seen in master.staff.seen.items():
@@ -44,7 +44,7 @@ class Table:
 
 
 def head(master: Master, left: float | None = None) -> list[str]:
-    """Where the run stands: queues, staleness, seconds that are left, and what the last update was like."""
+    """Format where the run stands: queues, staleness, the time `left` in seconds, and what the last update was like."""
     state, plan, figures = master.state, master.plan, master.figures
     phases = Counter(group.phase for group in state.groups.values())
     queues = ", ".join(f"{phases[phase]} {phase}" for phase in PHASES if phases[phase]) or "nothing under way"

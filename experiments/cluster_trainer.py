@@ -58,7 +58,7 @@ class ClusterTrainer:
         self._began = time.monotonic()
 
     def about(self) -> dict[str, Any]:
-        """Where it runs, and where the others could meet it."""
+        """Report its process and host, and the `address` at which the others could meet it."""
         return about() | {"address": f"{_own_address()}:{_free_port()}"}
 
     def meet(self, address: str) -> None:
@@ -107,7 +107,7 @@ class ClusterTrainer:
         return int(learner.version), self._part(learner.params)
 
     def _part(self, params: Any) -> Any:
-        """What is trained, on the host; whole, where it is divided among processes."""
+        """Copy what is trained to the host; whole, where it is divided among processes."""
         return jax.tree.map(_on_host, self.setup.planner.trained.take(params))
 
     def train(self, *stretches: Stretch) -> tuple[dict[str, Any], Any]:
@@ -122,7 +122,7 @@ class ClusterTrainer:
         return {**told, "version": version, "due": self.session.is_due(self._every), "known": known}, weights
 
     def _roll_out(self, run: loop.Run, told: Told) -> Rolled:
-        """What others have played, as the rollout of this update."""
+        """Make the rollout of this update from what other workers have played."""
         hosted = Hosted(self._given.played, (), Ledger(), 0, {})
         rolled = learned_from(self.setup, run, hosted)
         told.played(rolled.rollout.trajectories)
@@ -172,7 +172,7 @@ def _on_host(x: Any) -> Any:
 
 
 def _own_address() -> str:
-    """Where other hosts reach this one."""
+    """Look up the address at which other hosts reach this one; 127.0.0.1 where its name has none."""
     host = socket.gethostname()
     try:
         return socket.gethostbyname(host)

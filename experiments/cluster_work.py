@@ -1,4 +1,4 @@
-"""What the workers of a cluster run: the parts of a hosted run, each opened in a process of its own.
+"""Workers of a cluster, made from the parts of a hosted run, each opened in a process of its own.
 
     make = partial(make_worker, settings=settings, folder=folder, every=10)
     Master(crew, plan, shape, exams, make, folder).run()
@@ -38,7 +38,7 @@ ANY = "any"  # the domain whose reward workers judge what no others do
 def make_worker(
     pool: str, name: str, *, settings: Mapping[str, Any], folder: Path, every: int, loggers: Sequence[str] = ()
 ) -> Callable[[], Any]:
-    """What makes the worker of this name in its own process."""
+    """Choose the function that makes the worker of this name, to be called in its own process."""
     opens = {"settings": dict(settings), "folder": folder}
     if pool == TRAIN:
         return partial(_trainer, **opens, every=every, rank=int(name.rpartition("-")[2]), loggers=loggers)
@@ -77,13 +77,13 @@ def _configure(settings: Mapping[str, Any]) -> None:
 
 @contextmanager
 def open_player(settings: Mapping[str, Any], folder: Path) -> Iterator[Player]:
-    """What plays orders over an engine of its own."""
+    """Open the parts of a run as a player of orders, over an engine of its own."""
     with agent_setups.open_setup(settings, folder) as setup:
         yield player_of(setup)
 
 
 def player_of(setup: HostedSetup) -> Player:
-    """The same of parts that are open."""
+    """Make a player of orders from parts that are open, as `open_player` does."""
     width = Width(width_of(setup))  # over all orders that are played at once
     return Player(
         load=partial(_load, setup),

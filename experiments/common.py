@@ -1,4 +1,4 @@
-"""What every experiment does alike: the flags that all have, and how a run begins and ends.
+"""Common frame of every experiment: the flags that all have, and how a run begins and ends.
 
     if __name__ == "__main__":
         common.run(main)

@@ -1,4 +1,4 @@
-"""What a comparison comes to: runs flow in, a table, a picture and a page flow out."""
+"""Results of a comparison: a table, a picture and a page made from its runs."""
 
 import html
 import json

@@ -34,7 +34,7 @@ Runs = dict[Key, dict[str, Any]]
 
 
 def read_runs(folder: Path) -> Runs:
-    """What was run so far, by arm, environment and seed."""
+    """Read what was run so far, by arm, environment and seed; empty where there is no file yet."""
     path = folder / RUNS
     lines = list(read_metrics(path)) if path.exists() else []
     return {(line["arm"], line["env"], line["seed"]): line for line in lines}

@@ -1,4 +1,4 @@
-"""Where a run lies: the text of `--mesh` flows in, a mesh and a function that places trees on it flow out."""
+"""Devices of a run: the mesh that the text of `--mesh` describes, and a function that places trees on it."""
 
 from collections.abc import Callable
 from functools import partial

@@ -20,7 +20,7 @@ from flowgrpo.sandbox import Limits, Sandbox
 
 @dataclass(frozen=True, kw_only=True)
 class Means:
-    """What rewards are made with."""
+    """Sandbox, time limit and tolerance that rewards are made with."""
 
     sandbox: Sandbox
     seconds: float = 5.0  # of one check

@@ -1,4 +1,4 @@
-"""What the programs of a run take of a device: settings flow in, a table flows out, and no weight is ever made."""
+"""Table of what the programs of a run take of a device, computed from settings; no weight is ever made."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a run says at its end: what it wrote, and what can be done with it, one command a line."""
+"""Closing message of a run: what it wrote, and what can be done with it, one command a line."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def ending(written: str, then: Sequence[tuple[str, str]]) -> str:
-    """What was written, and (command, what it is for) of each next step."""
+    """Format the closing message: what was written, and a line for each next step, a (command, what it is for)."""
     width = max((len(command) for command, _ in then), default=0)
     steps = [f"    {command:<{width}}  # {why}" for command, why in then]
     return "\n".join(["", written, *(["next:", *steps] if steps else [])])
@@ -19,13 +19,13 @@ def command(name: str, **values: Any) -> str:
 
 
 def contents(folder: Path) -> str:
-    """What lies in a folder, by name."""
+    """List what lies in a folder, by name, with a slash behind folders; hidden files are left out."""
     paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     return ", ".join(f"{path.name}/" if path.is_dir() else path.name for path in paths)
 
 
 def after_training(folder: Path, settings: Mapping[str, Any]) -> str:
-    """What a run of reinforcement wrote, and its next steps."""
+    """Compose the closing message of a run of reinforcement: what it wrote, and its next steps."""
     tested = [(command("evaluate", workdir=folder), "tests it on fresh tasks")] if is_evaluated(settings) else []
     return ending(
         f"written to {folder}: {contents(folder)}",

@@ -88,7 +88,7 @@ def evaluate_pure(settings: Mapping[str, Any], folder: Path) -> tuple[int | None
 
 
 def evaluate_agent(settings: Mapping[str, Any], folder: Path) -> tuple[int | None, Tested]:
-    """The same of a run on the agent system, by domain, too."""
+    """Evaluate a run on the agent system: the best update, and how it and the warm start do, by domain, too."""
     with agent_setups.open_setup(settings, folder) as setup:
         session = open_session(hosted_work(setup), folder)
         best, final = session.best_params()

@@ -1,4 +1,4 @@
-"""Who gets the credit: every algorithm of the family, side by side, on one group of trajectories.
+"""Compare how every algorithm of the family gives credit, side by side, on one group of trajectories.
 
     python -m experiments.family
     python -m experiments.family --rewards=1,0,0,0 --turns=3,1,2,2 --tokens=4 --algorithms=flow_grpo,grpo,rloo
@@ -59,7 +59,7 @@ def make_group(rewards: list[float], turns: list[int], tokens: int) -> fg.Trajec
 
 
 def credit(algorithm: fg.Algorithm, trajectories: fg.Trajectories) -> list[dict]:
-    """What the algorithm gives each trajectory: advantage of its first and last turn, share, push."""
+    """Compute what the algorithm gives each trajectory: advantage of its first and last turn, share, push."""
     adv, weights = algorithm.advantages(trajectories), algorithm.weights(trajectories)
     batch = fg.rows_by_trajectory(trajectories, adv, weights)
     if algorithm.targets is not None:

@@ -1,4 +1,4 @@
-"""What is learned from a file of conversations, and how good a model is at it: the two methods of `finetune`."""
+"""The two methods of `finetune`: what is learned from a file of conversations, and how good a model is at it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,7 +25,7 @@ class Split(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """What is done with examples."""
+    """Functions that lay out the examples of a step, learn from them, and examine the parameters."""
 
     lay: Callable[[Sequence[Any]], fg.Batch]  # examples of a step -> their batch, always of one shape
     step: Callable[[LearnerState, fg.Batch], tuple[LearnerState, dict]]
@@ -43,7 +43,7 @@ class Method(NamedTuple):
 
 
 def split(settings: Mapping[str, Any], examples: Sequence[Any]) -> Split:
-    """What is learned and what is held out, which follows from the seed."""
+    """Split examples into those to learn from and those held out, by the seed; too long ones are left out."""
     length = settings["max_tokens"]
     fitting = [example for example in examples if _longest(example) <= length]
     count = max(round(settings["held_out"] * len(fitting)), 1)
@@ -66,7 +66,7 @@ def lesson_of(settings: Mapping[str, Any], model: Model, held: Sequence[Any], op
 
 
 def _computes(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What the update computes in, where it isn't the float32 of the parameters."""
+    """Choose `compute_dtype`, in which the update computes; None where it is the float32 of the parameters."""
     return {"compute_dtype": None if settings["dtype"] == "float32" else settings["dtype"]}
 
 

@@ -26,7 +26,7 @@ from flowgrpo.report.sinks import open_sinks
 
 
 class Place(NamedTuple):
-    """Where a run stands: what a checkpoint holds."""
+    """Point that a run has reached, as a checkpoint holds it."""
 
     state: LearnerState
     step: int
@@ -77,7 +77,7 @@ def finetune(settings: Mapping[str, Any], folder: Path, *, loggers: Sequence[str
 
 
 def _next(folder: Path) -> list[tuple[str, str]]:
-    """What can be done with the model."""
+    """List what can be done with the model: (command, what it is for)."""
     return [
         (command("chat", model=folder / "model"), "talks to it"),
         (command("agentflow", model=folder / "model", tasks="TASKS"), "trains it inside the agent system"),
@@ -134,12 +134,12 @@ def _validated(place: Place, seen: Mapping[str, float], metrics: Metrics, checkp
 
 
 def _tree(place: Place) -> dict[str, Any]:
-    """What a checkpoint holds."""
+    """Pack a place as the tree that a checkpoint holds."""
     return {"state": place.state, "resumed_at": list(place.resumed_at), "position": dict(place.position)}
 
 
 def _restore(checkpoints: Checkpoints, start: Place, steps: int, progress: Progress) -> Place:
-    """Where the newest checkpoint stands, or the start."""
+    """Restore the place of the newest checkpoint, or give the start where there is none."""
     step = checkpoints.latest()
     if step is None:
         return start

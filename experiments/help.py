@@ -1,4 +1,4 @@
-"""What --help prints: what a command does, as its docstring has it, and its flags under headings.
+"""Page that --help prints: what a command does, as its docstring has it, and its flags under headings.
 
     --queries=N      Queries of an update. (a positive integer; default 32)
     --env=lookup|maze
@@ -111,7 +111,7 @@ def is_required(flag: flags.Flag) -> bool:
 
 
 def _notes(flag: flags.Flag, left: str) -> list[str]:
-    """What is in brackets behind a sentence."""
+    """List the notes in brackets behind a flag's sentence: choices, bounds, repetition, requirement, default."""
     notes, switch = [], left.startswith("  --[no]")
     if isinstance(flag.parser, flags.EnumParser) and left.endswith("=NAME"):
         notes.append(f"one of {', '.join(flag.parser.enum_values)}")

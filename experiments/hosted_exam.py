@@ -17,7 +17,7 @@ from flowgrpo.rollout.records import Played
 def examine(
     setup: HostedSetup, params, key: jax.Array, split: str, *, tasks: int, samples: int = 1, first: int = 0
 ) -> Hosted:
-    """What these parameters do on so many tasks of a split, from the `first` on."""
+    """Play so many tasks of a split with these parameters, from the `first` on, `samples` times each."""
     setup.engine.swap(setup.planner.serve(params), 0)
     return play(setup, setup.exam_env, setup.tasks(split, first, tasks), key, samples=samples)
 

@@ -73,7 +73,7 @@ def draw_from(read: Tasks, seed: int) -> Draw:
 
 
 def make_residency(settings: Mapping[str, Any], folder: Path) -> Residency:
-    """Where models are that a stage doesn't use; what goes to the disk goes into the run's folder."""
+    """Make the residency that places models which a stage doesn't use; on the disk, they go into the run's folder."""
     if settings["offload"] not in OFFLOAD:
         raise BadInput(f"--offload={settings['offload']} is unknown; choose from {', '.join(OFFLOAD)}")
     elsewhere = OFFLOAD[settings["offload"]]

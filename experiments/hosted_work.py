@@ -146,7 +146,7 @@ def training_tasks(setup: HostedSetup, update: int) -> list[Task]:
 
 
 def learned_from(setup: HostedSetup, run: loop.Run, played: Hosted, timings: Mapping[str, Any] = {}) -> Rolled:
-    """What an update is made from: trajectories as arrays, with figures by domain; the first are recorded."""
+    """Make the rollout of an update: trajectories as arrays, with figures by domain; record the first groups."""
     played, update = in_order(played), int(run.update)  # as the rollout's arrays have them
     rollout, judged = dense(setup, played), valid(played.played)
     if setup.settings["control"] == "shuffled_rewards":
@@ -170,7 +170,7 @@ def _record_credit(path: Path, played: Sequence[Played], rows: Sequence[int], cr
 
 
 def held_out(played: Sequence[Played]) -> dict[str, float]:
-    """What a held-out check said beside the reward, and how far the reward lies above it, of those that have both."""
+    """Average a held-out check, and the gap of the reward above it, over trajectories that have both; {} for none."""
     checked = [one for one in played if one.scored is not None and CHECK in one.scored.parts]
     if not checked:
         return {}

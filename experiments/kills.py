@@ -50,7 +50,7 @@ class Moment(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """What a signal met."""
+    """Outcome of one signal: its moment, whether it landed, and the run's checkpoints before and after it."""
 
     moment: Moment
     landed: bool  # before the run had ended
@@ -178,7 +178,7 @@ def in_words(kill: Kill) -> str:
 
 
 def wrong_starts(kills: Sequence[Kill]) -> list[str]:
-    """Where a run did not go on from the newest checkpoint."""
+    """List the starts at which a run did not go on from the newest checkpoint, a sentence each."""
     return [
         f"a run went on from update {kill.said}, and the newest checkpoint was of {kill.began}"
         for kill in kills

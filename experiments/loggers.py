@@ -12,6 +12,6 @@ _LOGGERS = flags.DEFINE_list(
 
 
 def chosen_loggers() -> tuple[str, ...]:
-    """What the flag says, checked before anything is trained."""
+    """Read the names that the flag gives, checked before anything is trained; () for `none`."""
     names = [name.strip() for name in _LOGGERS.value if name.strip()]
     return () if names == ["none"] else check_sinks(names)

@@ -1,4 +1,4 @@
-"""What a run's settings say of an adapter: `lora_rank` (0 or absent: all parameters are trained), alpha, targets."""
+"""Adapter settings of a run: `lora_rank` (0 or absent: all parameters are trained), alpha, targets."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -231,5 +231,5 @@ def _pick(random: np.random.Generator, options: Sequence[str]) -> str:
 
 
 def _hash(combination: Combination) -> bytes:
-    """The same in every process and version."""
+    """Hash a combination to bytes that are the same in every process and version."""
     return hashlib.sha256(repr(combination).encode()).digest()

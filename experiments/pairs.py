@@ -56,13 +56,13 @@ def _read_pair(path: Path, number: int, domain: str, line: str) -> Pair:
 
 
 def matcher(call: Callable, *, seconds: float = 5.0) -> Callable[[Pair], Scored]:
-    """What this project's matchers say of a pair, by its domain."""
+    """Make a function that scores a pair with this project's matcher for its domain."""
     of_mathematics, of_schools = mathematics(call, seconds=seconds), school()
     return lambda pair: (of_mathematics if pair.domain in MATHEMATICS else of_schools).score(pair.task, pair.output)
 
 
 def math_verify_alone(call: Callable, pair: Pair, *, seconds: float = 5.0) -> float:
-    """What math-verify says without help; what it doesn't answer in time is wrong."""
+    """Score a pair by math-verify without help; what it doesn't answer in time, or fails on, is wrong."""
     try:
         return float(any(call(f"{CHILD}:verify_alone", gold, pair.output, seconds=seconds) for gold in pair.golds))
     except (CallFailed, TimeoutError):

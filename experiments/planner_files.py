@@ -1,4 +1,4 @@
-"""What `experiments.export` writes: a run's planner from its checkpoints, as a model folder or as an adapter."""
+"""Files that `experiments.export` writes: a run's planner from its checkpoints, as a model folder or an adapter."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -20,7 +20,7 @@ _WATCH = flags.DEFINE_float("watch_seconds", None, "Of an iteration, until it sa
 
 
 def planner_choices() -> dict[str, Any]:
-    """What the flags say, by the name of the setting; None is no choice."""
+    """Collect the values of the flags, by the name of the setting; None is no choice."""
     return {
         "dtype": _DTYPE.value,
         "remat": _REMAT.value,

@@ -39,7 +39,7 @@ PLANNER: dict[str, Any] = LORA | {
 
 
 class Planner(NamedTuple):
-    """What learns, and what is decoded with."""
+    """Parts of a planner: what learns, and what the engine decodes with."""
 
     policy: Policy  # of the update, settled on the mesh
     served: Policy  # of the engine
@@ -117,6 +117,6 @@ def _adapted(start: Model, lora: LoraConfig, settings: Mapping[str, Any]) -> tup
 
 
 def _serve(params: Any, *, compute_dtype: Any, mesh: Mesh | None) -> Any:
-    """What the engine decodes with; over a mesh, gathered on its first device."""
+    """Make the parameters that the engine decodes with; over a mesh, gathered on the first local device."""
     served = sampled(params, compute_dtype)
     return served if mesh is None else jax.device_put(served, jax.local_devices()[0])

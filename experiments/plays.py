@@ -24,7 +24,7 @@ def draw_tasks(env: fg.Env, split: str, *, count: int, seed: int = 0):
 
 
 def tabulate(env: fg.Env, plays: Play) -> dict[str, float]:
-    """What the episodes come to; shares in %."""
+    """Compute the figures of episodes: success, errors and right tools in %, turns and calls in the mean."""
     live, calls = np.asarray(plays.live), np.asarray(plays.live & (plays.step.tool >= 0))
     found = {
         "success": 100 * np.mean(plays.state.correct),

@@ -125,16 +125,16 @@ class Hard:
         return {"prompt_priority": float(np.mean(rank)), "tasks_seen": len(after) / len(self.pool)}
 
     def known(self, update: int) -> Known:
-        """What is known where an update begins."""
+        """Look up the success of the tasks as it is known where an update begins."""
         return self._known[update]
 
     def shown(self, update: int) -> Known:
-        """What an update has changed of that, as it is after it."""
+        """Select the known successes of tasks that an update has changed, as they are after it."""
         before, after = self._known[update], self._known[update + 1]
         return {number: success for number, success in after.items() if before.get(number) != success}
 
     def saved(self, update: int) -> dict[str, Any]:
-        """What a checkpoint of this update is to hold."""
+        """Pack what a checkpoint of this update is to hold."""
         return {"tasks": len(self.pool), "known": json.dumps(priorities.to_json(self._known[update]))}
 
     def restore(self, update: int, memory: Mapping[str, Any]) -> None:

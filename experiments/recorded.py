@@ -1,4 +1,4 @@
-"""What a run recorded: its `trajectories/` flow in, records with phase and advantages flow out, and a page of them."""
+"""Read what a run recorded in `trajectories/`, with phase and advantages, and write a page of it."""
 
 import json
 from collections.abc import Mapping
@@ -95,7 +95,7 @@ def _advantages(path: Path) -> dict[tuple[int, int], list[Any] | None]:
 
 
 def speller_of(settings: Mapping[str, Any], folder: Path, tokenizer: str | None = None) -> Spell:
-    """What the run's tokens read as: the words of its environment, or what its tokenizer says."""
+    """Make the function that spells the run's tokens: by the words of its environment, or by its tokenizer."""
     if "env" in settings:
         return word_speller(make_env(settings["env"]).words)
     source = tokenizer or settings["model"] or folder / START

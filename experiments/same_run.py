@@ -21,7 +21,7 @@ CLOCKS = ("minutes", "tokens_per_second", "resumed_at")  # of a result: what may
 
 
 def differences(one: Path, two: Path) -> dict[str, str]:
-    """What differs between two finished runs: by part, the first place."""
+    """Find what differs between two finished runs: by part, the first place."""
     parts = {
         "metrics": _in_lines(one / METRICS, two / METRICS),
         "result": _in_result(result_of(one), result_of(two)),
@@ -40,7 +40,7 @@ def _in_lines(one: Path, two: Path) -> str:
 
 
 def result_of(folder: Path) -> dict[str, Any]:
-    """What a finished run found."""
+    """Load the result of a finished run."""
     return json.loads((folder / RESULT).read_text())
 
 

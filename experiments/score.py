@@ -221,7 +221,7 @@ def make_judge(folder: str) -> Reward:
 
 
 def make_reward(tasks: Sequence[Task], sandbox: Sandbox) -> Reward:
-    """Who judges these tasks, as the flags have it."""
+    """Make the reward that judges these tasks, as the flags have it: a judge, or the router of domains."""
     if _JUDGE.value:
         return make_judge(_JUDGE.value)
     means = domains.Means(sandbox=sandbox, seconds=_SECONDS.value, tolerance=_TOLERANCE.value)

@@ -1,4 +1,4 @@
-"""What a run on self-verification shows: reward and truth side by side, their gap, and how good the judge is.
+"""Figures of a run on self-verification: reward and truth side by side, their gap, and how good the judge is.
 
 figures(played)            ->  Verified: the true accuracy with its interval, mean P("Yes"), calibration
 comparison(by_name)        ->  the table of several parameters on the same questions

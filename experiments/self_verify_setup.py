@@ -1,4 +1,4 @@
-"""What a run on self-verification is made of: settings, and the parts that they build.
+"""Settings of a run on self-verification, and the parts that they build.
 
 The model's starting weights are frozen as the judge. The reward of an answer is the judge's P("Yes"); whether the
 answer is right is found by a matcher, which the training never sees, and recorded as `correct`.

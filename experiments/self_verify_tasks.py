@@ -150,7 +150,7 @@ def make_start(folder: Path, settings: Mapping[str, Any], tell: Callable[[int, f
 
 
 def texts(seed: int) -> Iterator[str]:
-    """What the tokenizer is learned from: both kinds of prompts, and replies."""
+    """Yield the texts that the tokenizer is learned from: both kinds of prompts, and replies."""
     for task in make_tasks(seed, "train", SHOWN_FROM, 300):
         yield from (task.query, ask_alone(task, f"> {task.answers[0]}"), "user\n", "assistant\n", "Yes", "No")
 

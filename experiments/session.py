@@ -3,7 +3,7 @@
     session = Session(work, folder)
     session.restore() or session.warm_start(metrics);   session.train(metrics, every=10);   session.finish(...)
 
-A `Work` says what is done at each of these stages: `pure_work` for pure environments, `agent_work` for the agent
+A `Work` says what is done at each of these stages: `pure_work` for pure environments, `hosted_work` for the agent
 system. What `quickstart` and `agentflow` run, and what `evaluate` opens again.
 """
 
@@ -48,10 +48,10 @@ class Tested(NamedTuple):
 
 
 class Memory(Protocol):
-    """What a run knows beside its state, for its checkpoints."""
+    """Knowledge that a run has beside its state, and that its checkpoints hold."""
 
     def saved(self, update: int) -> Any:
-        """What a checkpoint of this update is to hold."""
+        """Pack what a checkpoint of this update is to hold."""
         ...
 
     def restore(self, update: int, memory: Any) -> None:
@@ -60,7 +60,7 @@ class Memory(Protocol):
 
 
 class Work(NamedTuple):
-    """What a run does at each stage; pure or not."""
+    """Functions of a run for each of its stages, and the settings they need; its environment may be pure or not."""
 
     name: str  # of the environment
     algorithm: str
@@ -81,7 +81,7 @@ class Work(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """Where a run stands, whole: one is never saved without the other."""
+    """Point that a run has reached, whole: one part is never saved without the other."""
 
     run: loop.Run
     position: Mapping[str, int]  # in the files of metrics
@@ -128,7 +128,7 @@ class Session:
         return self.work.place(self.work.trained.put(self.work.frozen(), jax.device_put(part)))
 
     def _part(self, run: loop.Run) -> loop.Run:
-        """What of a state is saved: all but what is frozen."""
+        """Take what is saved of a state: all but what is frozen."""
         return run.replace(learner=run.learner.replace(params=self.work.trained.take(run.learner.params)))
 
     def restore(self, *, may_differ: Sequence[str] = MAY_DIFFER) -> bool:
@@ -182,7 +182,7 @@ class Session:
         self.checkpoints.save(int(run.update), tree, note)
 
     def warm_start(self, metrics: Metrics) -> None:
-        """Whatever comes before reinforcement."""
+        """Run whatever comes before reinforcement, and begin with the parameters that it gives."""
         params = self.work.warm_start(self._told(metrics))
         with held():
             self.begin(params, metrics.position)

@@ -1,4 +1,4 @@
-"""What a run writes beside its metrics: figures flow in, lines and a result flow out."""
+"""Result, lines of metrics and table of a run, made from its figures."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ def median_speed(folder: Path) -> float | None:
 
 
 def shown(figures: Evaluation) -> dict[str, Any]:
-    """What of an evaluation goes into the metrics."""
+    """Select the figures of an evaluation that go into the metrics: all but `pass@k`."""
     return {name: value for name, value in figures.figures().items() if not name.startswith("pass@")}
 
 

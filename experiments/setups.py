@@ -1,4 +1,4 @@
-"""What a run on a pure environment is made of: settings that fit each environment, and the parts that they build.
+"""Settings of a run on a pure environment, fit for each environment, and the parts that they build.
 
 Settings are one flat dict, which `run.json` keeps beside a run's results, so that another command can build the same
 parts again.

@@ -1,4 +1,4 @@
-"""What a schedule would do on 1 to 10,000 workers, in virtual time, through the very functions that a master runs.
+"""Simulate a schedule on 1 to 10,000 workers, in virtual time, through the very functions that a master runs.
 
     python -m experiments.simulate
     python -m experiments.simulate --workers=10,100 --schedules=sync,partial --sigma=1.2
@@ -69,7 +69,7 @@ def plan_called(name: str, queries: int) -> schedule.Plan:
 
 
 def costs() -> Costs:
-    """What the flags say."""
+    """Make the costs of a simulation from the flags."""
     return Costs(
         lengths=partial(_lengths, median=_MEDIAN.value, sigma=_SIGMA.value, samples=_SAMPLES.value),
         token_seconds=_TOKEN.value,

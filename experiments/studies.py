@@ -37,7 +37,7 @@ WORLD: dict[str, Mapping[str, Any]] = {"lookup": {"hops": (2, 2)}}  # environmen
 
 
 class Study(NamedTuple):
-    """What is compared with what."""
+    """Question of a study, and the arms that are compared with its baseline."""
 
     question: str
     baseline: str  # the arm that the others are held against
@@ -85,7 +85,7 @@ def _clipped(low: float, high: float, beta: float = 0.0) -> Arm:
 
 
 def credit() -> Study:
-    """Who gets the credit for an outcome: every turn, the last one, each turn by its own pay, by state, or by a critic.
+    """Compare ways to credit an outcome: to every turn, the last one, each turn by its own pay, by state, by a critic.
 
     The critic's arm takes four steps an update, so `broadcast, 4 steps` does the same without a critic. Expected (IQM
     over 16 seeds, from 15 %): the broadcast outcome and GiGPO learn the task, 85 and 88 %, and can't be told apart; the

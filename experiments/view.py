@@ -1,4 +1,4 @@
-"""What a run's planner did, as one HTML page: every trajectory that was recorded, turn by turn and token by token.
+"""Show what a run's planner did as one HTML page: every recorded trajectory, turn by turn and token by token.
 
     python -m experiments.view --workdir=runs/quickstart-lookup-0
     python -m experiments.view --workdir=runs/agentflow-0 --out=agentflow.html

@@ -31,7 +31,7 @@ def add(buffer: Buffer, number: int, item: Any, *, version: int) -> Buffer:
 
 
 def take(buffer: Buffer, numbers: Iterable[int]) -> tuple[list[Kept], Buffer]:
-    """What is kept of these groups, in this order, and the buffer without them."""
+    """Take these groups out: give what is kept of them, in this order, and the buffer without them."""
     numbers = list(numbers)
     missing = [number for number in numbers if number not in buffer]
     if missing:

@@ -18,14 +18,14 @@ Metrics = dict[str, Array]
 
 
 class Observation(NamedTuple):
-    """What an environment says: `length` tokens at the start of a fixed number of slots l, padding after them."""
+    """Tokens that an environment shows the policy: `length` at the start of a fixed number of slots l, then padding."""
 
     tokens: Array  # l
     length: Array
 
 
 class Step(NamedTuple):
-    """What one turn of an environment gave, beside the next state.
+    """Result of one turn of an environment, without the next state.
 
         observation     what is said next, an Observation; of length 0 where the episode is over
         reward          float32: paid for this turn; 0 before the end, unless the Env has by_turn
@@ -121,7 +121,7 @@ class Policy(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What the policy under training says of a batch, per token."""
+    """Per-token scores of a batch under the policy that is being trained."""
 
     logp: AnyArray  # r s
     entropy: AnyArray | None = None  # r s, where an entropy bonus is paid
@@ -153,7 +153,7 @@ class Algorithm(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What a reward says: a value, or None and the reason why there is none. Invalid is never 0."""
+    """Result of a reward: a value, or None and the reason why there is none. Invalid is never 0."""
 
     value: float | None
     reason: str = ""
@@ -184,7 +184,7 @@ class Tool(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a host environment asks of the world outside: a tool, a frozen role, whatever its state can't answer."""
+    """Call of a host environment to the world outside: to a tool, a frozen role, whatever its state can't answer."""
 
     kind: str  # "tool" or "role"
     name: str
@@ -193,7 +193,7 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What the world answered."""
+    """Answer of the world outside to a `Call`."""
 
     text: str
     error: bool = False  # the caller's doing: unknown, malformed, refused, raised, too slow; an observation like any
@@ -204,7 +204,7 @@ Do = Callable[[Call], Result]
 
 
 class Said(NamedTuple):
-    """What a host environment says to the policy.
+    """Message of a host environment to the policy.
 
         tokens          ids, at least one
         appends         they come after all that was said and done before; else they are a context of their own
@@ -217,7 +217,7 @@ class Said(NamedTuple):
 
 
 class HostStep(NamedTuple):
-    """What one action in a host environment gave, beside the next state.
+    """Result of one action in a host environment, without the next state.
 
         said            a Said; None where it is done
         done            the episode is over
@@ -267,7 +267,7 @@ class HostEnv(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """What a generator answers: the tokens that it sampled, with what training needs of each.
+    """Answer of a generator to a `Request`: the tokens that it sampled, with what training needs of each.
 
     `finish_reason` is stop, length, budget, timeout or cancelled; the last three keep what was sampled so far.
     """
@@ -282,7 +282,7 @@ class Completion(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a generator is asked for: continue these tokens under this key.
+    """Request to a generator to continue these tokens under this key.
 
     `chosen` says which of them a generator sampled in earlier turns, so that a cache that was lost is
     computed again in the same way, to the same bits (E3). The completion ends with the first token among `stop_ids`,

@@ -26,7 +26,7 @@ def recorded(do: Do) -> tuple[Do, list[Effect]]:
 
 
 def replayed(log: Sequence[Effect], do: Do | None = None) -> Do:
-    """What `log` says, call by call in its order; after its end `do`, where there is one.
+    """Build a `Do` that gives the results in `log`, call by call in its order; after its end it calls `do`, if given.
 
     A call that differs from the recorded one is `BadInput`: what asks is not what was recorded.
     """

@@ -39,7 +39,7 @@ class Evaluation:
     tools: dict[str, float] | None = None  # share of each tool among the calls
 
     def figures(self) -> dict[str, Any]:
-        """The same under the names that metrics have: `success`, `pass@4`, `turns`, … ; what is None is left out."""
+        """Name the figures as metrics do: `success`, `pass@4`, `turns`, … ; those that are None are left out."""
         named = {name: value for name, value in vars(self).items() if name != "passed"}
         named |= {f"pass@{k}": value for k, value in self.passed.items()}
         return {name: value for name, value in named.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What comes before JAX's backend starts: XLA's flags, the compilation cache, other processes; and profiles of a run.
+"""Setup before JAX's backend starts: XLA's flags, the compilation cache, other processes; and profiles of a run.
 
     configure(compilation_cache="runs/cache", deterministic=True, cpu_devices=cores())
     join("10.0.0.1:9000", num_processes=2, process_id=0)

@@ -107,6 +107,6 @@ def filled(trajectories: Trajectories) -> tuple[Array, Array]:
 
 
 def scored_fields(trajectories: Trajectories) -> dict[str, AnyArray]:
-    """What has been scored before packing, under the names that a batch has for it."""
+    """Collect the fields that have been scored before packing, under the names that a batch has for them."""
     scored = {"logp_old": trajectories.logp_old, "logp_ref": trajectories.logp_ref, "value_old": trajectories.value}
     return {name: x_ntl for name, x_ntl in scored.items() if x_ntl is not None}

@@ -85,7 +85,7 @@ def start_run(params, optimizer, key: Array, *, reference=None, trained: Trained
 
 
 class Credit(NamedTuple):
-    """What an algorithm makes of trajectories."""
+    """Advantages, weights and targets that an algorithm computes from trajectories."""
 
     adv: Array
     weights: Array
@@ -93,7 +93,7 @@ class Credit(NamedTuple):
 
 
 class Learning(NamedTuple):
-    """What an iteration does after its rollout, wherever that came from; pure, to be jitted by the caller."""
+    """Stages of an iteration after its rollout, wherever that came from; pure, to be jitted by the caller."""
 
     appraise: Callable[[Run, Trajectories], Trajectories]  # scores what advantages read
     credit: Callable[[Trajectories], Credit]
@@ -268,7 +268,7 @@ def _one_program(run: Run, *, iteration: Iteration, env: Env, settings: Settings
 def three_programs(
     iteration: Iteration, env: Env, algorithm: Algorithm, settings: Settings, *, row_length: int | None = None
 ) -> Callable[[Run], tuple[Run, Metrics]]:
-    """The same with packing on the host: `step(run)`; each program is compiled once."""
+    """Build `step(run)`: a whole iteration, with packing on the host between programs that are each compiled once."""
     learn = make_learn(
         Learning(iteration.appraise, iteration.credit, iteration.update),
         algorithm,

@@ -84,7 +84,7 @@ def fill_rate(batch: Batch) -> float:
 
 
 def account(trajectories: Trajectories | Sequence[Trajectory], weights, batch: Batch, *, adv=None) -> Ledger:
-    """Where each generated token went between trajectories and batch (A6).
+    """Count every generated token by its fate between trajectories and batch (A6).
 
     Pass `adv` where the batch was packed with `skip_no_signal`. The check fails for tokens that weigh
     something and are missing for no known reason.
@@ -297,7 +297,7 @@ class OpenRows:
 
 
 class Index(NamedTuple):
-    """Where the tokens of a batch come from, and what only the layout knows."""
+    """Layout of a batch: the source of each of its tokens, and the fields that only the layout determines."""
 
     source: np.ndarray  # r * s: index into the flat order, 0 on padding
     padding: np.ndarray  # the slots that hold no token

@@ -35,7 +35,7 @@ EMPTY: Known = {}
 
 
 def seen(known: Known, number: int, success: float, *, decay: float = DECAY) -> Known:
-    """What is known after a group of this task, of which this share was right."""
+    """Update what is known of a task after a group of it, of which the share `success` was right."""
     if number < 0:
         raise BadInput(f"the number of the task is {number}, but counts from 0")
     if not 0 <= success <= 1:
@@ -46,7 +46,7 @@ def seen(known: Known, number: int, success: float, *, decay: float = DECAY) -> 
 
 
 def learned(known: Known, numbers: Sequence[int], success: Mapping[int, float]) -> Known:
-    """What is known after an update: the tasks of its groups, and by group the share that was right.
+    """Update what is known after a training update: the tasks of its groups, and by group the share that was right.
 
     A group that has no share, since nothing of it could be judged, changes nothing.
     """
@@ -83,12 +83,12 @@ def chosen(known: Known, seed: int, place: int, count: int, *, floor: float = FL
 
 
 def to_json(known: Known) -> dict[str, float]:
-    """What is known as JSON holds it."""
+    """Convert what is known to a JSON object, with the tasks' numbers as text."""
     return {str(number): known[number] for number in sorted(known)}
 
 
 def from_json(value: Mapping[str, float]) -> Known:
-    """What `to_json` wrote."""
+    """Read what is known from the JSON object that `to_json` wrote."""
     return {int(number): success for number, success in value.items()}
 
 

@@ -1,4 +1,4 @@
-"""Who does what when: one event after another flows in, commands to workers flow out. Pure; a master only obeys.
+"""Schedules that answer each event of a run with commands to workers. Pure; a master only carries them out.
 
     state, commands = advance(plan, state, Event("joined", worker="rollout-0", pool=ROLLOUT, room=2))
 
@@ -41,7 +41,7 @@ Kind = Literal["joined", "lost", "rolled", "cut", "judged", "trained"]
 
 
 class Plan(NamedTuple):
-    """What a schedule may do; its constructors are below."""
+    """Settings and limits of a schedule; its constructors are below."""
 
     name: str
     queries: int  # groups that an update learns from
@@ -132,7 +132,7 @@ def due(plan: Plan, group: Group) -> int:
 
 
 def _heard(state: State, event: Event) -> State:
-    """What an event changes by itself."""
+    """Apply to the state what an event changes by itself, before any command follows from it."""
     if event.kind == "joined":
         return joined(state, event.worker, event.pool, event.room)
     if event.kind == "lost":

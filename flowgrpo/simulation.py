@@ -30,7 +30,7 @@ class Costs(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What came of a simulated run."""
+    """Measurements of a simulated run; its seconds are of virtual time."""
 
     seconds: float
     updates: int

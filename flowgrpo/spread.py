@@ -126,7 +126,7 @@ def sum_rows(function: Callable, mesh: Spread, shared, rows, wanted_r: Array) ->
 
 
 def _total(shared, rows, wanted_r: Array, *, function: Callable, axis: str) -> tuple:
-    """What all devices together make of their own rows."""
+    """Apply `function` to this device's own rows; over all devices, add up its sums and keep the largest."""
     sums, largest = function(shared, rows, wanted_r)
     return jax.lax.psum(sums, axis), jax.lax.pmax(largest, axis)
 

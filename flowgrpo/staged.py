@@ -41,7 +41,7 @@ from flowgrpo.types import BadInput, Batch, Trajectories
 
 
 class Told(NamedTuple):
-    """Who a rollout tells how far it is; both calls return at once."""
+    """Callbacks by which a rollout reports how far it is; both return at once."""
 
     played: Callable[[Trajectories], None]  # all turns are there; outcomes need not be
     ask: Callable[[Pending], None]  # a function that says what is awaited
@@ -61,7 +61,7 @@ Step = Callable[[loop.Run], tuple[loop.Run, dict[str, Any]]]
 
 
 class Parts(NamedTuple):
-    """What a step is made of."""
+    """Functions, settings and resources that a step is made of."""
 
     roll_out: RollOut
     release: Callable[[], int]  # the sampler's memory -> bytes that were freed
@@ -274,7 +274,7 @@ def _learn(run: loop.Run, batch: Batch, parts: Parts) -> tuple[loop.Run, Metrics
 
 
 def _appraisal(policy: Policy, algorithm: Algorithm, settings: loop.Settings, critic, banned, slots, mesh):
-    """What of reference and critic the algorithm needs, scored before packing; None where it needs neither."""
+    """Build the scoring by reference and critic that the algorithm needs before packing; None if it needs neither."""
     needs = algorithm.needs & {"logp_ref", "value"}
     if not needs:
         return None
@@ -287,7 +287,10 @@ def _appraisal(policy: Policy, algorithm: Algorithm, settings: loop.Settings, cr
 
 
 def _appraise(params, reference, trajectories: Trajectories, *, appraise, apart: bool) -> dict:
-    """What was scored; contexts that are all rendered afresh are rows of their own, and not parts of longer ones."""
+    """Score trajectories under reference and critic, and collect the fields that were scored.
+
+    With `apart`, contexts that are all rendered afresh are rows of their own, and not parts of longer ones.
+    """
     turns_nt = jnp.asarray(trajectories.turns)
     found = appraise(params, reference, turn_by_turn(trajectories) if apart else trajectories)
     scored = {"logp_ref": found.logp_ref, "value": found.value}
@@ -356,7 +359,7 @@ def _found(residency: Residency, run: loop.Run) -> loop.Run:
 
 
 def _accounted(trajectories: Trajectories, credit: loop.Credit, batch: Batch, algorithm: Algorithm) -> dict[str, Any]:
-    """Where the tokens went, and how full the rows are that hold any."""
+    """Count the tokens by fate and the rows that hold any, and measure how full those rows are."""
     ledger = account(trajectories, credit.weights, batch, adv=credit.adv if algorithm.skips else None)
     filled_rs = np.asarray(batch.segments) > 0
     used_r = filled_rs.any(axis=1)

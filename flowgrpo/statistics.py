@@ -1,4 +1,4 @@
-"""What a few runs of each arm say: scores flow in, an estimate with its interval flows out (rliable's method).
+"""Estimates from the scores of a few runs of each arm, with their intervals (rliable's method).
 
     iqm(scores_se)                                  the mean of the middle half of all runs
     interval(iqm, scores_se)                        between which it lies, by resampling the runs of each environment

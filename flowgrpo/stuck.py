@@ -1,4 +1,4 @@
-"""What an iteration is at, and for how long: stages flow in, their seconds flow out; a word where one takes too long.
+"""Timing of an iteration's stages, in seconds, and a warning with those still open where it takes too long.
 
     watch = Watch(600.0)
     with watch.iteration(12):
@@ -56,7 +56,7 @@ class Watch:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """What happens in the block is this stage; several may be open, in several threads."""
+        """Time the block as this stage; several may be open, in several threads."""
         self.begin(name)
         try:
             yield
@@ -74,7 +74,7 @@ class Watch:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
 
     def ask(self, pending: Pending) -> None:
-        """Who is asked what this iteration waits for."""
+        """Register a function to ask what this iteration waits for."""
         self._pending.append(pending)
 
     @property
@@ -83,7 +83,7 @@ class Watch:
         return dict(self._seconds)
 
     def sentence(self, number: int, seconds: float) -> str:
-        """Where the iteration is, in one sentence."""
+        """Describe in one sentence which stages of the iteration are open, for how long, and what it waits for."""
         now = time.monotonic()
         stages = ", ".join(f"{name} for {now - began:.0f} s" for name, began in self._open.copy().items())
         awaited = [word for pending in self._pending for word in pending()]

@@ -221,7 +221,7 @@ def _encodable(place: str, field: str, text: str) -> str:
 
 
 def _metadata(place: str, content: Mapping[str, Any], names: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """What isn't id, query, answers or domain, under our names; images as paths of files that are there."""
+    """Collect what isn't id, query, answers or domain, under our names; images as paths of files that are there."""
     used = {field for name, field in names.items() if name in OWN} | {"metadata"}
     more = content.get("metadata", {})
     if not isinstance(more, Mapping):

@@ -67,7 +67,7 @@ def batch_at(tasks: Tasks | Sequence[Task], seed: int, cursor: int, size: int) -
 
 
 def permuted(place: int, count: int, key: bytes) -> int:
-    """Where a permutation of `count` numbers, chosen by the key, sends `place`."""
+    """Map `place` by a permutation of `count` numbers, which the key chooses."""
     wide = isqrt(count - 1) + 1
     high = -(-count // wide)  # rows of `wide` numbers that hold them all
     while True:  # the orbit of a number below count comes back below count

@@ -167,7 +167,7 @@ def _integers(values: Iterable[Any], what: str) -> list[int]:
 
 
 def _glue(text: Text, messages: Messages) -> str:
-    """What the template writes between an assistant's words and its next ones, when `messages` stand between them."""
+    """Render what the template writes between an assistant's words and its next ones, with `messages` between them."""
     before = ({"role": "user", "content": "x"}, {"role": "assistant", "content": PLACEHOLDER})
     _, found, glue = _render(text, before, messages).rpartition(PLACEHOLDER)
     if not found:
@@ -314,5 +314,5 @@ def _first_token(text: Text, string: str) -> int | None:
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says first, for a message of one sentence."""
+    """Take the first line of an error, or its type where it says nothing, for a message of one sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

@@ -1,4 +1,4 @@
-"""What flows: tasks and ragged records on the host, `Trajectories` and `Batch` as pytrees.
+"""Data types of a run: tasks and ragged records on the host, `Trajectories` and `Batch` as pytrees.
 
     tasks -> rollout -> Trajectories -> rewards -> advantages -> pack -> Batch -> update
 
@@ -26,7 +26,7 @@ AnyArray = jax.Array | np.ndarray  # NumPy on the host, jax.Array where it is co
 
 
 class BadInput(ValueError):
-    """What was given can't be used; the message is one sentence that names the place and the mend."""
+    """Error for input that can't be used; the message is one sentence that names the place and the fix."""
 
 
 # How a trajectory ends --------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ class Status(IntEnum):
 
 
 class Ending(NamedTuple):
-    """What follows from a status."""
+    """Consequences of a status for its trajectory, and the reason."""
 
     counts: bool  # takes part in statistics and loss (F5)
     bootstraps: bool  # a critic's value stands for what would have come after
@@ -201,7 +201,8 @@ def check_axes(tree: Trajectories | Batch) -> None:
 
 
 def check_arguments(function: str, **arrays: AnyArray) -> None:
-    """The same for arguments, whose names end in their axes: `check_arguments("f", outcome_n=..., turns_nt=...)`."""
+    """Raise `BadInput` unless every axis letter has one size over all arguments, whose names end in their axes:
+    `check_arguments("f", outcome_n=..., turns_nt=...)`."""
     _check_sizes(f"{function}: ", {name: (tuple(name.rsplit("_", 1)[1]), value) for name, value in arrays.items()})
 
 
@@ -232,7 +233,7 @@ def _axes_of(annotation) -> tuple[str, ...]:
 
 
 class Fate(IntEnum):
-    """What became of a generated token (A6). The name says whether it was trained, masked or dropped."""
+    """Fate of a generated token (A6): its name says whether the token was trained, masked or dropped."""
 
     TRAINED = 0
     MASKED_INVALID = 1  # its trajectory has no valid reward (F5)
@@ -245,7 +246,7 @@ class Fate(IntEnum):
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where every generated token went. Ledgers add; `check` holds them to law A6."""
+    """Count of all generated tokens, by the fate of each. Ledgers add; `check` holds them to law A6."""
 
     generated: int = 0
     fates: Mapping[Fate, int] = field(default_factory=dict)

@@ -1,10 +1,10 @@
-"""What is under way in a cluster: groups and workers, as a value that is never changed in place.
+"""Groups and workers under way in a cluster, as a value that is never changed in place.
 
     state, ticket = taken(state, "rollout-0")                          # it has a group more; the command's ticket
     state = changed(state, {7: group._replace(phase="rolling", worker="rollout-0", ticket=ticket)})
 
-What `schedule` decides with, and what a checkpoint holds of it. How many groups are in which phase is counted along, so
-that an event costs little where there are thousands.
+`schedule` decides by this value, and a checkpoint holds it without its workers. How many groups are in which phase is
+counted along, so that an event costs little where there are thousands.
 """
 
 from collections.abc import Iterable, Mapping
@@ -105,7 +105,7 @@ def removed(state: State, numbers: Iterable[int]) -> State:
 
 
 def released(state: State) -> State:
-    """What is held may go on."""
+    """Let the groups that are held go on: they wait for a worker again."""
     if not state.counts.get("held"):
         return state
     held = {n: group._replace(phase="waiting") for n, group in state.groups.items() if group.phase == "held"}

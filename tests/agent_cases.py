@@ -66,7 +66,7 @@ def ids(text: Text, words: str, end: bool = True) -> list[int]:
 
 
 class Played(NamedTuple):
-    """What an episode was: one more state and prompt than steps."""
+    """Record of an episode: one more state than steps, and a prompt for each state but one in which it ended."""
 
     states: list[Any]
     said: list[Said]

@@ -46,7 +46,7 @@ class Ref:
 
 
 class ThreadCrew:
-    """What `RayCrew` does, in threads. What is killed answers nothing any more, whatever it goes on doing."""
+    """Stand-in for `RayCrew`, in threads; a killed worker answers no call that is open, whatever it goes on doing."""
 
     def __init__(self, before: Callable[[str, str, int], None] = lambda *_: None):
         """`before(worker, method, calls)` runs in the worker's thread before each call, and may raise or hang."""

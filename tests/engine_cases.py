@@ -1,4 +1,4 @@
-"""What the tests of the engine share: requests, conversations, and a way to read ids."""
+"""Helpers shared by the tests of the engine: requests, conversations, and a way to read ids."""
 
 from collections.abc import Sequence
 

@@ -80,7 +80,7 @@ def play(env: fg.Env, act: Callable, tasks=None, *, seed: int = 0) -> Play:
 
 
 def player(env: fg.Env, name: str) -> Callable:
-    """What one of `PLAYERS` does: the oracle, demonstrations, random words, or any integers of any number."""
+    """Make the `act` of one of `PLAYERS`: the oracle, demonstrations, random words, or any integers of any number."""
     rng, slots = np.random.default_rng(0), env.sizes.action
 
     def random_words(*_):

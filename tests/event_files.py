@@ -7,7 +7,7 @@ from flowgrpo.report.events import masked_crc
 
 
 def records(data: bytes) -> list[bytes]:
-    """What a file holds, whose checksums are right."""
+    """Split the bytes of an event file into its records, and assert that their checksums are right."""
     found = []
     while data:
         (size,) = struct.unpack("<Q", data[:8])

@@ -178,5 +178,5 @@ def loss_and_slopes(algorithm: fg.Algorithm, case: Case, batch: fg.Batch):
 
 
 def metrics_of(algorithm: fg.Algorithm, case: Case, batch: fg.Batch) -> dict[str, float]:
-    """What the loss says of itself."""
+    """Compute the metrics that the loss of a batch reports, by name."""
     return {name: float(value) for name, value in loss_program(algorithm)(case, padded(batch))[2].items()}

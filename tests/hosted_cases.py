@@ -1,4 +1,4 @@
-"""What the tests of hosted rollouts share: an engine without a model, a host environment with a tool, and sums.
+"""Helpers for tests of hosted rollouts: an engine without a model, a host environment with a tool, and token sums.
 
 The engine answers with tokens that follow from key and context alone, in a thread and by futures that can be cancelled,
 as the real one does, at once or in parts; it can be made to wait, to fail and to close.
@@ -152,7 +152,7 @@ def _step(state, tokens, do, *, appends):
 
 
 def answer(call: Call) -> Result:
-    """What the tool and the role say: a number that follows from the call."""
+    """Answer as the tool and as the role, with a number that follows from the call."""
     number = sum(map(ord, json.dumps(dict(call.arguments)))) + sum(call.seed)
     return Result(f"{20 + number % 7}", error=number % 5 == 0)
 

@@ -119,7 +119,7 @@ def returns_to_go(rewards, gamma):
 
 
 def payments(member):
-    """What each turn was paid; what the outcome holds beyond it falls to the last turn."""
+    """List what each turn was paid; what the outcome holds beyond their sum falls to the last turn."""
     paid = [turn["reward"] for turn in member["turns"]]
     paid[-1] += member["outcome"] - sum(paid)
     return paid

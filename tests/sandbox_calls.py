@@ -1,4 +1,4 @@
-"""What the tests call in the sandbox; imported there, without JAX."""
+"""Function that the tests call in the sandbox; imported there, without JAX."""
 
 
 def run(program, *arguments):

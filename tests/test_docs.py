@@ -1,4 +1,4 @@
-"""What the guides say is run: their Python page by page, their commands by the flags that exist, their links."""
+"""Tests of the guides: Python is run page by page, commands name flags that exist, links lead somewhere."""
 
 import ast
 import re
@@ -97,7 +97,7 @@ def test_links_lead_somewhere():
 
 
 def sentences() -> list[str]:
-    """What the page of troubles says that commands say: the parts that no name or number interrupts."""
+    """List the messages of commands that the page of troubles quotes, in parts that no name or number interrupts."""
     page = PAGES["docs/troubleshooting.md"].split("## It does not learn")[0]
     said = " … ".join(re.findall(r"^\| `([^`]+)`", page, re.MULTILINE))
     parts = re.split(r"…|NAME|RUN|'x'|\b\d\b|FINISHED|None|\bnan\b|\bpass do\b|ppo|\[", said)

@@ -1,6 +1,7 @@
 """The structure: imports run downwards, the pure core stays pure, and importing has no effect."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -97,3 +98,10 @@ def test_public_names_carry_docstrings():
     public = {name: value for name, value in vars(fg).items() if not name.startswith("_")}
     bare = [name for name, value in public.items() if callable(value) and not getattr(value, "__doc__", None)]
     assert not [name for name in bare if name != "Generate"]
+
+
+def test_no_docstring_opens_with_a_word_that_leaves_the_reader_to_guess():
+    """A function's first line is imperative ("Count the rows."), not "What is counted." or "The same of rows."."""
+    opening = re.compile(r'^\s*r?"""(What|Who|Where|The same)\b.*', re.MULTILINE)
+    paths = [path for folder in ("flowgrpo", "experiments", "tests") for path in (ROOT / folder).rglob("*.py")]
+    assert not [f"{path}: {found[0].strip()}" for path in paths for found in opening.finditer(path.read_text())]

@@ -1,4 +1,4 @@
-"""What is set before the backend starts: XLA's flags, the compilation cache, profiles; and when it is too late."""
+"""Settings from before the backend starts: XLA's flags, the compilation cache, profiles; and when it is too late."""
 
 import os
 import socket

@@ -36,7 +36,7 @@ compiled = jax.jit(reduce_all, static_argnums=2)
 
 
 def of_entries(x) -> dict:
-    """What NumPy gives for these entries in double precision; 0 where that has no meaning."""
+    """Compute the reductions of these entries with NumPy in double precision; 0 where one has no meaning."""
     kinds = enumerate(("variance", "unbiased", "third"))
     found = {name: x.var(ddof=ddof) if len(x) > ddof else 0.0 for ddof, name in kinds}
     mean = x.mean() if len(x) else 0.0

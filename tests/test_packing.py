@@ -72,7 +72,7 @@ def segments_in(batch: fg.Batch) -> list[list[tuple]]:
 
 
 def segments_of(records, taken, row_length: int) -> list[list[tuple]]:
-    """The same from the records: turns that append stay together as long as a row holds them."""
+    """List (trajectory, turn, slot, position) by segment of records; turns that append share one if it fits a row."""
     found = []
     for i in taken:
         parts, appends, position = [], records[i].appends, itertools.count()

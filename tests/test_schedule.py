@@ -130,7 +130,7 @@ def test_S2_the_same_events_give_the_same_commands(name):
 
 
 def commands_of(plan: Plan, *events: tuple) -> list[list[tuple]]:
-    """What is to be done after each event, as (kind, groups, version); worker `a` has room for nine."""
+    """List the commands after each event, as (kind, groups, version); worker `a` has room for nine."""
     state, found = State(), []
     for event in (("joined", "a"), *events):
         state, commands = schedule.advance(plan, state, Event(*event, pool=ROLLOUT if len(event) == 2 else "", room=9))

@@ -18,7 +18,7 @@ EACH = spread.PerDevice("data", 3)
 
 
 def spread_over(function, mesh, *given):
-    """What `function(mesh, ...)` gives, compiled in the way that the mesh is meant for."""
+    """Call `function(mesh, ...)`, compiled in the way that the mesh is meant for."""
     if mesh is not EACH:
         return jax.jit(partial(function, mesh))(*given)
     mapped = jax.pmap(lambda _, given: function(mesh, *given), "data", in_axes=(0, None), devices=jax.devices()[:3])

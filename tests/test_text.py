@@ -189,7 +189,7 @@ WORDS = st.text("the capital Pr7.!é\n", min_size=1, max_size=20).map(str.strip)
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
 def test_A5_a_conversation_keeps_its_prefix_and_holds_exactly_what_was_sampled(texts, name, data):
-    """Whatever ids were sampled, ids of special tokens included, and whether or not they end in a stop token."""
+    """This holds for any sampled ids, ids of special tokens included, whether or not they end in a stop token."""
     text, style = texts[name], STYLES[name]
     conversation = start(text, [USER])
     tokens, chosen = render(text, [USER]), [False] * len(render(text, [USER]))

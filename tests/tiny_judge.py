@@ -26,7 +26,7 @@ def judge_text(style: str = "qwen2.5") -> Text:
 
 @cache
 def sly_text() -> Text:
-    """The same kind of tokenizer where <TOOL>, too, is read as the control token <tool>."""
+    """Build a tokenizer like that of `judge_text` that reads <TOOL>, too, as the control token <tool>."""
     backend = Tokenizer.from_str(judge_text().tokenizer.backend_tokenizer.to_str())
     backend.normalizer = normalizers.Lowercase()
     backend.add_tokens([AddedToken("<tool>", normalized=True)])

@@ -28,7 +28,7 @@ def init(key):
 
 
 def hidden(params, tokens, positions=None, _segments=None, cache=None):
-    """What follows a token depends on that token, and on where it stands."""
+    """Compute the hidden state at each token, which depends on that token and its position alone."""
     place = jnp.zeros_like(tokens) if positions is None else jnp.asarray(positions)
     shift = 0.1 * jnp.sin(place.astype(jnp.float32))[:, :, None]
     x = params["embed"][tokens] + shift.astype(params["embed"].dtype)

@@ -13,7 +13,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie.", required=T
 
 
 def wait(_stage: str, _update: int) -> None:
-    """What takes its time."""
+    """Sleep 0.05 s, so that a run takes its time."""
     time.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""What there is to measure, in a line each.
+"""List the benchmarks in a line each, or print all about the one that is named.
 
 python -m experiments.benchmarks
 python -m experiments.benchmarks decode

@@ -1,4 +1,4 @@
-"""What this machine can do at most, and how much work a model asks of it; other benchmarks report their share.
+"""Measure the most that this machine can do, of which other benchmarks report their share, and count a model's work.
 
     python -m experiments.benchmarks.ceilings
 
@@ -58,7 +58,7 @@ TINY = DecoderConfig(
 
 
 class Ceilings(NamedTuple):
-    """What the machine does at most."""
+    """Highest measured rates of the machine, in arithmetic and in memory traffic."""
 
     flops: float  # floating-point operations a second, in a float32 matrix product
     bandwidth: float  # bytes a second, read and written

@@ -1,4 +1,4 @@
-"""What a cluster costs where it gains nothing: one worker of each kind beside a single process, on the same cores.
+"""Cost of a cluster where it gains nothing: one worker of each kind against a single process, on the same cores.
 
     python -m experiments.benchmarks.cluster
     python -m experiments.benchmarks.cluster --queries=4 --samples=4 --updates=3 --repeats=1

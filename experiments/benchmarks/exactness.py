@@ -167,7 +167,7 @@ def measure_widths(subject: Subject) -> tuple[list[dict], list[dict]]:
 
 
 def bits(completions: Sequence[Completion]) -> list[tuple]:
-    """What must be equal."""
+    """Extract the tokens and log-probabilities of completions, which must be equal to the bit."""
     return [(list(done.tokens), list(done.logp)) for done in completions]
 
 

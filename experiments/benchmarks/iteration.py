@@ -140,7 +140,7 @@ def laid_out(setup: setups.Setup, credit: Callable, trajectories: Trajectories) 
 
 
 def numbers(metrics: Metrics) -> dict[str, float]:
-    """What describes the trajectories."""
+    """Select the metrics that describe the trajectories, as floats."""
     return {name: float(metrics[name]) for name in ("tokens", "turns", "success", "mixed_groups")}
 
 

@@ -59,7 +59,7 @@ KEPT = "MALLOC_MMAP_THRESHOLD_"  # glibc gives larger blocks back to the system 
 
 
 class Memory(NamedTuple):
-    """What loading took."""
+    """Memory and time that loading took."""
 
     beyond: int  # bytes beside the parameters, at most
     held: int  # bytes of the parameters, on all devices

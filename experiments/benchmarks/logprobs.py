@@ -85,7 +85,7 @@ def measure_speed(name: str, model: Model, rate: float) -> list[dict]:
 
 
 def plain_total(policy: Policy, params: Params, tokens: Array) -> Array:
-    """The same sum by the plain formula, which makes all logits at once."""
+    """Sum all log-probabilities as `total` does, but by the plain formula, which makes all logits at once."""
     logits, _ = policy.apply(params, tokens)
     logp = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)[:, :-1]
     return jnp.sum(jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1))

@@ -1,4 +1,4 @@
-"""What is gained by what isn't done twice: the cache of a trajectory's turns, and one vmap over seeds.
+"""Gain from not doing work twice: by the cache of a trajectory's turns, and by one vmap over seeds.
 
 `iteration` calls both, and says what to expect. A rollout appends to its cache from turn to turn; against it stands
 every turn with its whole context in a fresh cache, in a program of that context's length, and without the environment.
@@ -58,7 +58,7 @@ def measure_prefill(setup: Setup, params: Params, repeats: int) -> dict:
 
 
 def context(played: Trajectories, turn: int) -> tuple[np.ndarray, np.ndarray]:
-    """What each trajectory knew before it answered in this turn, nothing where it had ended: tokens_ns, real_ns."""
+    """Collect each trajectory's context before its answer of this turn, none where it had ended: tokens_ns, real_ns."""
     length_nt, rows = np.asarray(filled(played)[0]), []
     for n in range(len(played.group)):
         parts = [played.tokens[n, t, : length_nt[n, t]] for t in range(turn)]

@@ -221,7 +221,7 @@ def code_checks(index: int) -> Check:
 
 
 def hanging_check(index: int) -> Check:
-    """The same, with code that never ends."""
+    """Pair the task of `code_checks` with code that never ends."""
     return code_checks(index)[0], f"```python\n{NEVER}```"
 
 
@@ -235,7 +235,7 @@ def drawing_checks(index: int) -> Check:
 
 
 def check_values(name: str, scored: list[fg.Scored]) -> None:
-    """What is measured is real: right answers score 1, wrong ones less."""
+    """Check that what is measured is real: right answers score 1, wrong ones less; else raise `AssertionError`."""
     if not all(one.value is not None and (one.value == 1.0) == (i % 2 == 0) for i, one in enumerate(scored)):
         raise AssertionError(f"{name}: the first answers are right, wrong, right, wrong, but score {scored}")
 

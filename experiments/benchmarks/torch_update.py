@@ -1,4 +1,4 @@
-"""The same update by PyTorch: transformers' model of the same shape, a clipped surrogate, a clip of the norm, AdamW.
+"""Make our update in PyTorch: transformers' model of the same shape, a clipped surrogate, a clip of the norm, AdamW.
 
 As TRL has it: logits, log-probabilities of the tokens that were sampled, token by token, and the mean entropy without a
 gradient; rows in micro-batches whose gradients add up, as here.

@@ -111,7 +111,7 @@ def mean_seen(batch: Batch) -> float:
 
 
 def product() -> Work:
-    """What everything is measured by: a product on every device."""
+    """Make the work that everything is measured by: a product on every device, taken `TIMES` times in a run."""
     mesh, each = data_mesh(), (jax.device_count(), SIZE, SIZE)
     a, b = (jax.random.normal(jax.random.key(seed), each) for seed in range(2))
     multiply: Callable[..., jax.Array] = _multiply
@@ -179,7 +179,7 @@ def measure_speed(name: str, length: int) -> dict[str, Any]:
 
 
 def measure_memory(name: str, length: int) -> dict[str, Any]:
-    """What an update of a process of its own was expected to hold, and held; MiB."""
+    """Measure the memory that an update in a process of its own was expected to hold, and held; MiB."""
     flags_of = [f"--model={name}", f"--rows={_ROWS.value}", f"--length={length}", f"--micro_rows={_MICRO.value}"]
     command = [sys.executable, "-m", "experiments.benchmarks.resident", *flags_of]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

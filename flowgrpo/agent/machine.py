@@ -42,7 +42,7 @@ NO_PLAN = Plan("", "", "")
 
 
 class System(NamedTuple):
-    """Who speaks, and within what bounds."""
+    """Roles of an agent system, and the bounds within which they speak."""
 
     text: Text  # to read actions
     frame: Frame
@@ -114,7 +114,7 @@ def _others(system: System, state: AgentState, do: Do) -> AgentState:
 
 
 def _parse(system: System, state: AgentState, words: str) -> Any:
-    """What the words of the role at this stage mean."""
+    """Parse the words of the role at this stage into its value, or `Malformed`."""
     role = system.roles[state.stage]
     assert isinstance(role, Role)  # only a role has words
     return role.parse(state, clean(words))
@@ -183,5 +183,5 @@ def _failed(state: AgentState, reason: str) -> AgentState:
 
 
 def _seed(state: AgentState, speaker: str) -> tuple[int, ...]:
-    """What is random in an answer follows from the trajectory's key, the turn, and who answers (E3)."""
+    """Compute a call's seed: what is random in an answer depends on trajectory key, turn and speaker only (E3)."""
     return (*state.seed, state.turn, SPEAKERS.index(speaker))

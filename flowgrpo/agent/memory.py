@@ -21,7 +21,7 @@ WHOLE, BRIEF, BARE = range(3)  # how much of a record is shown
 
 @dataclass(frozen=True)
 class Record:
-    """What one turn did and what came of it. `tool` is "" where the action could not be read."""
+    """Action and outcome of one turn. `tool` is "" where the action could not be read."""
 
     turn: int  # from 1 on
     sub_goal: str

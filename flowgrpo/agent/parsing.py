@@ -68,12 +68,12 @@ def parse_verdict(_state: AgentState, text: str) -> Verdict | Malformed:
 
 
 def parse_words(_state: AgentState, text: str) -> str | Malformed:
-    """What an analyst or a generator says, as it is."""
+    """Parse the words of an analyst or a generator: the text after the thoughts, without outer white space."""
     return spoken(text).strip() or Malformed("nothing was said")
 
 
 def spoken(text: str) -> str:
-    """What comes after the thoughts; "" where the thoughts have no end."""
+    """Extract the text after the thoughts; "" where the thoughts have no end."""
     _, closed, said = text.rpartition("</think>")
     return "" if "<think>" in said else said if closed else text
 

@@ -22,7 +22,7 @@ Tokens = tuple[int, ...]
 
 
 class Frame(NamedTuple):
-    """What holds for every prompt."""
+    """Settings that all prompts share."""
 
     text: Text  # guarded
     memory_tokens: int
@@ -68,7 +68,7 @@ def _first(frame: Frame, state: AgentState, role: Role, seen: str) -> Tokens:
 
 
 def _next(frame: Frame, state: AgentState, role: Role, talk: Conversation, seen: str) -> Tokens:
-    """What stands between the last action and the next one; it follows from the last token and the messages."""
+    """Render the tokens between the last action and the next one, from the last token and the messages alone."""
     # An action without a token is closed as one that was cut.
     last = talk.tokens[-1] if talk.chosen[-1] else frame.text.pad_id
     return _plainly(frame.text, role.follow(state, seen), partial(_glue, Conversation((last,), (True,))))
@@ -83,7 +83,7 @@ def _glue(last: Conversation, text: Text, messages: Messages) -> Tokens:
 
 
 def _plainly(text: Text, messages: Messages, write: Callable[[Text, Messages], Tokens]) -> Tokens:
-    """What `write` gives; every character encoded apart where it holds other control tokens than the template's.
+    """Tokenise messages by `write`; every character apart where it finds other control tokens than the template's.
 
     A tokenizer that folds case, say, finds control tokens that no pattern does.
     """
@@ -96,7 +96,7 @@ def _plainly(text: Text, messages: Messages, write: Callable[[Text, Messages], T
 
 
 def _fit(frame: Frame, memory: Memory, limit: int, write: Callable[[str], Tokens]) -> Tokens | None:
-    """What `write` makes of as much of the memory as `limit` tokens leave room for; None where it is too much."""
+    """Write the prompt with as much memory as `limit` tokens leave room for; None where it is too long without any."""
     count, budget = partial(count_tokens, frame.text), frame.memory_tokens
     while True:
         seen = render(memory, budget=budget, count=count)

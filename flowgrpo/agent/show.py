@@ -40,7 +40,7 @@ def show(text: Text, state: AgentState, turns: Sequence[Turn] = (), *, prompt: i
 
 
 def _turn(text: Text, state: AgentState, spoken: list, number: int, prompt: int) -> Iterator[str]:
-    """What was said in one turn of the planner, and what came of it."""
+    """Yield the lines of one turn of the planner: all that was said in it, and what came of it."""
     for (role, at), turn in spoken:
         if at == number:
             yield from _action(text, role, turn, prompt)

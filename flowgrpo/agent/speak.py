@@ -1,4 +1,4 @@
-"""Who speaks the roles that are not trained: calls flow in, results flow out.
+"""Speakers of the roles that are not trained: functions from a `Call` to a `Result`.
 
     do = either(tools_do, {"verifier": speaker(text, engine.generate), "generator": remote_speaker(complete)})
 
@@ -90,7 +90,7 @@ def _speak(text: Text, generate: Generate, most: int, settings: Mapping[str, Any
 
 
 def _words(text: Text, completion: Completion) -> str:
-    """What was written, without the stop token and without ids that are no text."""
+    """Decode a completion, without the stop token and without ids that are no text."""
     tokens: Sequence[int] = [int(i) for i in completion.tokens]
     whole = bool(tokens) and tokens[-1] in text.stop_ids
     return text.decode(i for i in (tokens[:-1] if whole else tokens) if i < text.vocab_size)

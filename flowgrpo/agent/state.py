@@ -23,7 +23,7 @@ ANALYST, PLANNER, EXECUTOR, VERIFIER, GENERATOR, DONE = "analyst", "planner", "e
 
 
 class Plan(NamedTuple):
-    """What the planner chose."""
+    """Choice of the planner in one turn."""
 
     sub_goal: str
     tool: str
@@ -31,20 +31,20 @@ class Plan(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the verifier said."""
+    """Decision of the verifier, with its reason."""
 
     stop: bool
     reason: str = ""
 
 
 class Malformed(NamedTuple):
-    """What a role said could not be read, and why."""
+    """Stand-in for a role's value where its words could not be read, with the reason."""
 
     reason: str
 
 
 class Budget(NamedTuple):
-    """What is left."""
+    """Turns and tokens that a trajectory has left."""
 
     turns: int  # of the planner
     tokens: int  # of the next prompt, at most

@@ -50,7 +50,7 @@ def group_sum(x_m: AnyArray, id_m: AnyArray, mask_m: AnyArray) -> Array:
 
 
 class GroupStatistics(NamedTuple):
-    """What each member is told of its group."""
+    """Statistics of a group, given to each of its members."""
 
     count: Array  # valid members
     mean: Array
@@ -150,7 +150,7 @@ def row_group_advantage(
 
 
 def paid_rewards(trajectories: Trajectories, outcome_n: AnyArray) -> Array:
-    """What each turn was paid, so that the turns of a trajectory sum to its outcome -> reward_nt.
+    """Compute the reward of each turn, so that the turns of a trajectory sum to its outcome -> reward_nt.
 
     An environment that pays by turn keeps its payments; what the outcome holds beyond them (all of it,
     where there is an outcome only) falls to the last turn.

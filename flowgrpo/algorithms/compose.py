@@ -89,7 +89,7 @@ def _of_the_newest(trajectories: Trajectories, *, weights: Callable[[Trajectorie
 
 
 def needs_of(options: Options) -> frozenset[str]:
-    """What must be scored before the loss, for these options."""
+    """List which of `logp_ref`, `logp_old` and `entropy` must be scored before the loss, for these options."""
     needs = {
         "logp_ref": options.kl_in_loss or options.kl_in_reward,
         "logp_old": options.correction is not None,

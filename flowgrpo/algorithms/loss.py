@@ -47,8 +47,9 @@ def clip_surrogate(tokens: Tokens, *, clip_low, clip_high, dual_clip=None) -> tu
 
 
 def sequence_clip_surrogate(tokens: Tokens, *, clip_low, clip_high, dual_clip=None) -> tuple[Array, Array]:
-    """The same with rho = exp(mean of log rho over the sequence), shared by its tokens (GSPO, Zheng et al., 2025).
+    """Compute `min(rho A, clip(rho, 1 - low, 1 + high) A)` with one rho for all tokens of a sequence.
 
+    As `clip_surrogate`, with rho = exp(mean of log rho over the sequence) (GSPO, Zheng et al., 2025).
     The value is the sequence's; the gradient of each token is that of its own log-probability.
     """
     mean_rs = stop_gradient(tokens.sequence_sum / jnp.maximum(tokens.sequence_count, 1.0))
@@ -176,7 +177,7 @@ def with_first_pass(batch: Batch, logp_rs: AnyArray, *, by: tuple[str, ...], cor
 
 
 def read_tokens(scores: Scores, batch: Batch) -> Tokens:
-    """What a surrogate reads, with 0 in every slot that carries no loss."""
+    """Collect the token fields that a surrogate reads, with 0 in every slot that carries no loss."""
     live_rs = batch.live
     zeros_rs = jnp.zeros(live_rs.shape, jnp.float32)
     return Tokens(

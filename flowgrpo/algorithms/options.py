@@ -1,4 +1,4 @@
-"""What combines with any member of the family, checked once when an algorithm is built.
+"""Options that the members of the family share, checked once when an algorithm is built.
 
 A number that may be vmapped (`beta`, `entropy_bonus`, a clip width) is never looked at with a Python
 `if` while it is traced: a plain Python 0 means "absent", anything else is present.

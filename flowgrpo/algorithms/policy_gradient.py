@@ -82,7 +82,7 @@ def flow_grpo(*, clip_low=0.2, clip_high=0.2, beta=0.001, eps=1e-6, **options) -
 
 
 def flow_grpo_released(*, clip_low=0.2, clip_high=0.3, beta=0.001, dual_clip=3.0, eps=1e-6, **options) -> Algorithm:
-    """What AgentFlow's released code computes (F9): z-scores over turn rows, token mean, dual clip.
+    """Build the algorithm of AgentFlow's released code (F9): z-scores over turn rows, token mean, dual clip.
 
     A group whose rows are all equal, or that has one row, is 0 here; there it keeps rounding noise or R.
     """

@@ -21,7 +21,7 @@ class Lost(Exception):
 
 
 class Crew(Protocol):
-    """What a master needs of whatever runs its workers."""
+    """Interface through which a master starts, calls and ends its workers, whatever runs them."""
 
     def start(self, name: str, make: Callable[[], Any], *, threads: int) -> None:
         """A worker in a process of its own: what `make()` gives there. One of that name is forgotten."""
@@ -36,7 +36,7 @@ class Crew(Protocol):
         ...
 
     def get(self, ref: Any) -> Any:
-        """What a reference stands for; `Lost`, or what the call raised."""
+        """Fetch the value behind a reference; raise `Lost` where it is gone, or the error that the call raised."""
         ...
 
     def kill(self, name: str) -> None:

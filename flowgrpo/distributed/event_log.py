@@ -1,4 +1,4 @@
-"""What happened in a cluster, in the order in which the master heard of it: appended line by line (S2)."""
+"""Log of a cluster's events in the order in which the master heard of them, appended line by line (S2)."""
 
 import json
 import os

@@ -224,7 +224,7 @@ class Master:
             self.buffer = buffer.drop(self.buffer, command.groups)
 
     def _keep(self, doing: Doing, version: int) -> None:
-        """What was made of a group is in the buffer, unless another was asked for it meanwhile."""
+        """Put a call's stretch into the buffer, unless its group is gone or was given out again meanwhile."""
         group = self.state.groups.get(doing.group)
         if group is not None and group.ticket == doing.ticket:
             self.buffer = buffer.add(self.buffer, doing.group, doing.data, version=version)
@@ -283,7 +283,7 @@ class Master:
         self.examiner.begin("validation", self.exams.validation, self.loads, validated)
 
     def _memory(self) -> dict[str, Any]:
-        """What a checkpoint holds of the master: the schedule after this update, its buffer, what the result tells."""
+        """Collect the master's part of a checkpoint: schedule after this update, buffer, tasks, the result's facts."""
         state = trained(self.state) if is_training(self.state) else self.state
         held = {str(number): self._text(self.buffer[number].item) for number in state.groups if number in self.buffer}
         there = {number: text for number, text in held.items() if text}

@@ -1,4 +1,4 @@
-"""What flows between master and workers: an order flows in, a stretch of trajectories flows out.
+"""Messages between master and workers: orders to the workers, stretches of trajectories back from them.
 
 The master sees a `Slip` of each stretch, and passes the stretch itself on by reference.
 """
@@ -28,7 +28,7 @@ class Stretch(NamedTuple):
 
 
 class Slip(NamedTuple):
-    """What the master needs to know of a stretch."""
+    """Summary of a stretch, as much as the master needs to know of it."""
 
     pid: int
     whole: bool

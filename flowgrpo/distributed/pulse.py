@@ -1,4 +1,4 @@
-"""What a worker says when it is asked how it is: what it is at, and how busy its processor and its GPUs are."""
+"""Reports of workers that are asked for their state: current work, and how busy the processor and the GPUs are."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ def take_pulse(words: Sequence[str] = ()) -> Pulse:
 
 @lru_cache(maxsize=1)
 def _recent_share(devices: str, _period: float) -> float | None:
-    """What was said once in this period."""
+    """Measure `gpu_share` once in a period of `FRESH` seconds; later calls in it get the cached value."""
     return gpu_share(devices)
 
 

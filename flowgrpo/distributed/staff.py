@@ -84,7 +84,7 @@ class Gone(NamedTuple):
 
 @dataclass
 class Seen:
-    """What is known of a worker."""
+    """Known state of a worker: its process, its failed starts, its last pulse."""
 
     pid: int = -1
     host: str = ""
@@ -169,13 +169,13 @@ class Staff:
         self.calls[refs[0]] = Doing(worker, method, time.monotonic(), data, **about)
 
     def call_trainers(self, method: str, *given: Any, returns: int = 1) -> None:
-        """The same call to all trainers: none gets the next before all have answered."""
+        """Begin one call on all trainers; it is answered once all have, and the next one has to wait for that."""
         joint = Joint(self.shape.trainers)
         for name in self.of(TRAIN):
             self.call(name, method, *given, returns=returns, joint=joint)
 
     def news(self) -> Iterator[Answer | Gone]:
-        """What is heard now, or within a pulse; whoever is told may call, and replace, meanwhile."""
+        """Yield what is heard now or within `PULSE` seconds; the caller may call and replace workers meanwhile."""
         for ref in self.crew.wait(list(self.calls), PULSE):
             doing = self.calls.pop(ref, None)
             if doing is not None:  # or else of a worker that was replaced meanwhile
@@ -227,7 +227,7 @@ class Staff:
                 self.call(name, "pulse")
 
     def _overdue(self, now: float) -> Iterator[Gone]:
-        """Who is silent, and who judges too long; what else takes long is named."""
+        """Yield the workers that are silent or have judged for too long; report other calls that take long."""
         for ref, doing in list(self.calls.items()):
             if ref not in self.calls:
                 continue  # of a worker that was replaced just now

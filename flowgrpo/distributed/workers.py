@@ -1,4 +1,4 @@
-"""What each kind of worker does: ordinary objects, which a crew puts into processes of their own.
+"""Workers of each kind: ordinary objects, which a crew puts into processes of their own.
 
     RolloutWorker   an engine and an agent system:   order -> stretch
     RewardWorker    rewards:                         stretch -> the same, judged
@@ -26,7 +26,7 @@ LOADING = 600.0  # seconds that an order waits for its weights
 
 
 class Player(NamedTuple):
-    """What a rollout worker is made of."""
+    """Functions that a rollout worker is made of."""
 
     load: Callable[[Any, int], None]  # the trained part of the parameters, and their version
     play: Callable[[Order, Stretch, Callable[[Callable[[], list[str]]], None]], Stretch]  # (order, begun, on_start)
@@ -34,7 +34,7 @@ class Player(NamedTuple):
 
 
 class Judge(NamedTuple):
-    """What a reward worker is made of."""
+    """Parts that a reward worker is made of."""
 
     reward: Reward
     solved: Callable[[Scored], bool]
@@ -51,7 +51,7 @@ class RolloutWorker:
         self._orders = 0
 
     def about(self) -> dict[str, Any]:
-        """Where it runs."""
+        """Report the process id and the host of this worker."""
         return about()
 
     def load(self, params: Any, version: int, loads: int) -> int:
@@ -79,7 +79,7 @@ class RolloutWorker:
         return self._slip(stretch, lengths(begun), time.monotonic() - began), stretch
 
     def _slip(self, stretch: Stretch, before: Mapping[tuple[int, int], int], seconds: float) -> Slip:
-        """What to say of a stretch; `before` has the tokens of its trajectories that were there already."""
+        """Summarise a stretch; `before` has the number of tokens of its trajectories that were there already."""
         whole = not stretch.unfinished
         return Slip(
             pid=os.getpid(),
@@ -92,7 +92,7 @@ class RolloutWorker:
         )
 
     def pulse(self) -> Pulse:
-        """What is under way."""
+        """Report the state of this process, with the pending work of every order under way."""
         return take_pulse([word for ask in list(self._asked.values()) for word in ask()])
 
 
@@ -106,7 +106,7 @@ class RewardWorker:
         self._calls = 0
 
     def about(self) -> dict[str, Any]:
-        """Where it runs."""
+        """Report the process id and the host of this worker."""
         return about()
 
     def judge(self, stretch: Stretch, refused: str = "") -> tuple[int, Stretch]:
@@ -123,7 +123,7 @@ class RewardWorker:
         return os.getpid(), Stretch(tuple(judged))
 
     def _verdicts(self, played: Sequence[Played], refused: str) -> dict[int, Scored]:
-        """What is said of each that awaits a verdict; of a group at once."""
+        """Score the trajectories that await a verdict, a group at once; each `Scored` by the trajectory's index."""
         groups: dict[int, list[int]] = {}
         for index, one in enumerate(played):
             if awaits_verdict(one):
@@ -136,13 +136,13 @@ class RewardWorker:
         return found
 
     def pulse(self) -> Pulse:
-        """What is under way."""
+        """Report the state of this process, with the judgements under way and their seconds so far."""
         now = time.monotonic()
         return take_pulse([f"{what} for {now - since:.0f} s" for since, what in list(self._since.values())])
 
 
 class Begun(NamedTuple):
-    """Where a trainer stands."""
+    """Position from which a trainer begins: that of its checkpoint, or of the warm start."""
 
     update: int
     due: bool  # an examination
@@ -151,13 +151,13 @@ class Begun(NamedTuple):
 
 
 class Trainer(Protocol):
-    """What a trainer does; several of them make the same calls in the same order, as one `jax.distributed` group.
+    """Interface of a trainer; several of them make the same calls in the same order, as one `jax.distributed` group.
 
     Weights are the part of the parameters that is trained, on the host.
     """
 
     def about(self) -> dict[str, Any]:
-        """Where it runs, and the `address` at which the others could meet it."""
+        """Report the process id, the host and the `address` at which the others could meet this trainer."""
         ...
 
     def meet(self, address: str) -> None:

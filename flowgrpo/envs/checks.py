@@ -149,7 +149,7 @@ def _check_oracle(env: Env, plays: Play, split: str) -> None:
 
 
 def _check_play(env: Env, plays: Play, player: str) -> None:
-    """What holds of every episode, whoever plays it."""
+    """Check the rules that bind every episode, whoever plays it, and those that bind only some players."""
     step, live, over = plays.step, plays.live, ~plays.live
     ends = live & step.done
     right = (step.correct & ends).any(axis=1)

@@ -1,4 +1,4 @@
-"""What pure environments share: the two special tokens, finished states that absorb, tokens in fixed slots.
+"""Common parts of pure environments: the two special tokens, finished states that absorb, tokens in fixed slots.
 
 An environment is an `Env` (see `contracts`): pytrees and pure functions of one example, so that a whole rollout
 compiles, and vmaps over trajectories, seeds and settings.

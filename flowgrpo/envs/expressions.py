@@ -56,7 +56,7 @@ class Expression(struct.PyTreeNode):
 
 
 class Habits(NamedTuple):
-    """What a plan depends on, beside the task."""
+    """Choices that a plan depends on, beside the task."""
 
     order: Array
     swaps: Array  # 3: the operation's operands are swapped
@@ -93,7 +93,7 @@ def write(task: Expression) -> tuple[Array, Array]:
 
 
 def combination(task: Expression) -> Array:
-    """What no two splits share: template, operators and operand letters."""
+    """Collect the numbers that decide the split, and that no two splits share: template, operators, operand letters."""
     letters = jnp.where(jnp.arange(4) < jnp.asarray(OPERANDS)[task.template], task.letters[:4], -1)
     return jnp.concatenate([task.template[None], task.operators, letters])
 

@@ -87,7 +87,7 @@ class World:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What each token means."""
+        """Word that each token stands for, in the order of their ids."""
         names = _names(TOOLS, "tool", self.tools) + _names(RELATIONS, "relation", self.relations)
         return (*SPECIAL, "?", "none", "error", "answer", *names, *_names(PEOPLE, "entity", self.entities))
 
@@ -121,7 +121,7 @@ class State(struct.PyTreeNode):
 
 
 class Action(NamedTuple):
-    """What the tokens of a turn ask for; neither a call nor an answer where they are malformed."""
+    """Action that the tokens of a turn ask for; neither a call nor an answer where they are malformed."""
 
     calls: Array
     answers: Array

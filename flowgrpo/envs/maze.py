@@ -94,7 +94,7 @@ def step(state: State, tokens: Array, length: Array, *, width: int, pay) -> tupl
 
 
 def look(state: State, *, width: int, taken: Array | None = None) -> Observation:
-    """What is here and behind each door; a key that was `taken` before this turn is nowhere."""
+    """Show what is here and behind each door; a key that was `taken` before this turn is nowhere."""
     task, taken = state.task, state.has_key if taken is None else taken
 
     def lies_in(room):

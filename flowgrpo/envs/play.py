@@ -62,7 +62,7 @@ def play_oracle(env: Env, key: Array, state) -> tuple:  # noqa: ARG001
 
 
 def play_demonstration(env: Env, key: Array, state) -> tuple:
-    """What a warm start imitates."""
+    """Choose the environment's demonstrated action, which a warm start imitates."""
     return env.demonstrate(key, state)
 
 

@@ -49,7 +49,7 @@ def shared(own: list[Piece], other: list[Piece], common: int) -> int:
 
 
 def rest(pieces: list[Piece], held: int, *, chunk: int) -> list[Piece]:
-    """What is still to be computed after the first `held` tokens, at most `chunk` tokens at a time."""
+    """Split what is still to be computed after the first `held` tokens into pieces of at most `chunk` tokens."""
     left = []
     for piece in pieces:
         for start in range(max(piece.start, held), piece.end, chunk):

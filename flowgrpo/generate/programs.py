@@ -15,7 +15,7 @@ from flowgrpo.generate.sampler import Rows, decode, prefill, start_rows
 
 
 class Turn(NamedTuple):
-    """Where a request's row goes on."""
+    """State from which a request's row goes on decoding."""
 
     token: int  # its last token, which is not in the cache
     key: Any

@@ -319,7 +319,7 @@ class _Pool:
         return completion_of(body, job.request)
 
     def _failure(self, job: _Job, error: Exception) -> RemoteFailure:
-        """What an attempt's error means: try again after a lost connection or a timeout, not otherwise."""
+        """Turn an attempt's error into a `RemoteFailure`: retry after a lost connection or a timeout, not otherwise."""
         if isinstance(error, RemoteFailure):
             return error
         if job.cut or isinstance(error, TimeoutError):

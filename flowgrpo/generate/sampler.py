@@ -37,7 +37,7 @@ class Sampling(NamedTuple):
 
 
 def sampling(rows: int, *, temperature=1.0, top_k=MAX_KEPT, top_p=1.0, min_p=0.0) -> Sampling:
-    """The same settings for every row."""
+    """Make the settings of `rows` rows, the same for every row."""
     warm, mass, share = (jnp.full(rows, x, jnp.float32) for x in (temperature, top_p, min_p))
     return Sampling(warm, jnp.full(rows, top_k, jnp.int32), mass, share)
 
@@ -54,7 +54,7 @@ class Rows(struct.PyTreeNode):
 
 
 class Sampled(struct.PyTreeNode):
-    """What a stretch of decoding gave, step by step (axis u); `live` says which rows sampled at a step."""
+    """Result of a stretch of decoding, step by step (axis u); `live` says which rows sampled at a step."""
 
     token: Int[Array, "u r"]
     logp: Float[Array, "u r"]

@@ -12,7 +12,7 @@ from flowgrpo.generate.sampler import MAX_KEPT, Sampling
 
 @dataclass(eq=False)
 class Slot:
-    """What a slot's cache is known to hold, and the job that decodes in it."""
+    """Known content of a slot's cache, and the job that decodes in it."""
 
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     pieces: list[Piece] = field(default_factory=list)
@@ -51,7 +51,7 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def columns(slots: Sequence[Slot]) -> tuple[np.ndarray, Sampling, np.ndarray]:
-    """What a stretch needs to know: rows that decode [r], how they draw, their stop ids padded with -1 [r m]."""
+    """Collect the inputs of a stretch: rows that decode [r], how they draw, their stop ids padded with -1 [r m]."""
     going_r = np.array([slot.job is not None for slot in slots])
     drawn = Sampling(*(np.ones(len(slots), dtype) for dtype in (np.float32, np.int32, np.float32, np.float32)))
     drawn.top_k[:] = MAX_KEPT

@@ -1,4 +1,4 @@
-"""Where a stop string ends a completion: sampled ids and a way to read them flow in, how many of them stay flows out.
+"""Find where a stop string ends a completion: how many of its sampled ids stay, given a way to read them.
 
 A completion ends with the first token at which the text of its sampled tokens contains a stop string. Text is read
 only to find that token (A5): the ids stay as they were sampled, and the prompt's text takes no part.

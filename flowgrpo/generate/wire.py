@@ -22,7 +22,7 @@ ENDED: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}  # what
 
 
 class TextRequest(NamedTuple):
-    """What a remote model is asked for: an answer to `messages`, or a continuation of `prompt`."""
+    """Request to a remote model: for an answer to `messages`, or for a continuation of `prompt`."""
 
     messages: Sequence[Mapping[str, Any]] | None = None
     prompt: str | None = None
@@ -44,7 +44,7 @@ class TokenLogprob(NamedTuple):
 
 
 class TextCompletion(NamedTuple):
-    """What a remote model answered; `error` is one sentence wherever `finish_reason` isn't stop or length."""
+    """Answer of a remote model; `error` is one sentence wherever `finish_reason` isn't stop or length."""
 
     text: str
     finish_reason: FinishReason
@@ -127,7 +127,7 @@ def retry_after(header: str) -> float:
 
 
 def words_of(body: bytes) -> str:
-    """What a server says of its failure."""
+    """Extract from a response body what the server says of its failure."""
     try:
         said = json.loads(body)
     except (ValueError, RecursionError):
@@ -178,7 +178,7 @@ def _prompt_logprobs(answer) -> Iterator[TokenLogprob]:
 
 
 def get_path(value, *path: str | int, kind: type) -> Any:
-    """What lies at `path`, which must be there and of that kind; a whole number is a float too, NaN is none."""
+    """Read the value at `path`, which must be there and of that kind; a whole number is a float too, NaN is none."""
     name = ".".join(map(str, path))
     for step in path:
         try:

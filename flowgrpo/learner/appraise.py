@@ -77,7 +77,7 @@ def _appraise(
 
 
 def _rows(score: Score, params, batch: Batch, *, micro_rows: int, compute_dtype: Any, mesh: Spread) -> Array:
-    """What a score gives as `logp`, of the rows that hold a chosen token."""
+    """Compute a score's `logp` for the rows that hold a chosen token, 0 in the others -> [r s]."""
     params = params if compute_dtype is None else cast(params, compute_dtype)
     chosen_r = jnp.asarray(batch.chosen & (batch.segments > 0)).any(axis=1)
     return score_rows(score, params, batch, chosen_r, micro_rows, mesh)

@@ -93,7 +93,7 @@ class Checkpoints:
             pending.result()
 
     def note(self, step: int) -> dict[str, Any]:
-        """What was noted with a checkpoint."""
+        """Read the note that was saved with a checkpoint."""
         self._settle()
         return self._content(step)["note"]
 
@@ -105,7 +105,7 @@ class Checkpoints:
         return self._fit(step, self._read(step, ""), template)
 
     def part(self, step: int, place: str, template: Any = ...) -> Any:
-        """The same of a place in the tree, such as `run/learner/params`; nothing else is read."""
+        """Restore one place in the tree, such as `run/learner/params`, as `restore` does; nothing else is read."""
         leaves = [leaf._replace(path=leaf.path[place.count("/") + 1 :]) for leaf in self._read(step, place)]
         if not leaves:
             raise BadInput(f"{self._path(step)} holds nothing at {place}: it was saved by a run of another kind")
@@ -148,7 +148,7 @@ class Checkpoints:
         return self.folder / f"{step:08d}"
 
     def _content(self, step: int) -> dict[str, Any]:
-        """What `checkpoint.json` says."""
+        """Load a checkpoint's `checkpoint.json` and verify its checksum."""
         try:
             content = json.loads((self._path(step) / CONTENT).read_text())
             if content.pop("crc32") != _checksum(content):

@@ -51,7 +51,7 @@ def with_critic(valuation: Valuation | None, key: Array, params: Any) -> Any:
 
 
 def actor_critic(trained: Trained = WHOLE) -> Trained:
-    """What is trained of a policy, and all of its critic."""
+    """Build the `Trained` of an `ActorCritic`: the part of the policy that `trained` takes, and all of its critic."""
     return Trained(partial(_take, trained=trained), partial(_put, trained=trained))
 
 
@@ -65,7 +65,7 @@ def _put(params: ActorCritic, part: ActorCritic, *, trained: Trained) -> ActorCr
 
 
 def without_critic(part: Any) -> Any:
-    """What a reference keeps of a part."""
+    """Drop the critic from a trained part, as a reference keeps none; a part without a critic stays as it is."""
     return part._replace(critic=None) if isinstance(part, ActorCritic) else part
 
 

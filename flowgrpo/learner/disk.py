@@ -25,7 +25,7 @@ def check_room(folder: Path, size: int) -> None:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, without the long way there; Orbax tells of a full disk by a ValueError."""
+    """Summarise an error in a few words, also where Orbax reports a full disk by a long ValueError."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return next((name for name in map(os.strerror, FULL) if name in str(error)), str(error)[:200])

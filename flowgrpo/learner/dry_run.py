@@ -43,7 +43,7 @@ STOPS = 4  # ids that end a turn
 
 
 class Program(NamedTuple):
-    """What one compiled program takes of one device: bytes, operations, and the seconds that compiling took."""
+    """Cost of one compiled program on one device: bytes, operations, and the seconds that compiling took."""
 
     name: str
     arguments: int
@@ -66,7 +66,7 @@ class Program(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is to be run, and on what."""
+    """A run to compile without its weights: model, job, algorithm and optimizer, and the mesh to run on."""
 
     config: DecoderConfig
     job: Job

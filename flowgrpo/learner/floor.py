@@ -1,4 +1,4 @@
-"""What a model needs at least, by formula: a shape and a mesh flow in, bytes and operations of one device flow out.
+"""Lower bounds on what a model needs, by formula from its shape and a mesh: bytes of one device, operations of all.
 
     memory:  parameters + gradients + optimizer + activations + a chunk of logits
     work:    2 operations a weight and token forward, twice that backward, once more where layers are computed again

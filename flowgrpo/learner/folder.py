@@ -103,7 +103,7 @@ def check_run(folder: Path, settings: Mapping[str, Any], *, may_differ: Sequence
 
 
 def identity(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What a run's bits depend on, as JSON holds it."""
+    """Collect what a run's bits depend on, its settings and machine, as JSON holds it."""
     return json.loads(json.dumps({"settings": dict(settings), "machine": machine()}, default=str))
 
 
@@ -125,7 +125,7 @@ def check_same(
 
 
 def differing(there: Mapping[str, Any], here: Mapping[str, Any], may_differ: Sequence[str] = ()) -> list[str]:
-    """What differs between two mappings, in words: `seed: there 0, here 1`."""
+    """List in words the differences between two mappings, but for `may_differ`: `seed: there 0, here 1`."""
     nothing = object()
     return [
         f"{name}: there {_shown(there, name)}, here {_shown(here, name)}"
@@ -161,7 +161,7 @@ def _processor() -> str:
 
 
 def read_run(folder: str | os.PathLike) -> dict[str, Any]:
-    """What a run was started with: `settings`, and the `machine`."""
+    """Load from `run.json` the `settings` that a run was last started with, and the `machine`."""
     path = Path(folder) / RUN
     try:
         there = json.loads(path.read_text())

@@ -87,7 +87,7 @@ def _parts(array: jax.Array) -> list[tuple[Any, int, int]]:
 
 
 def _stats() -> list[dict[str, int]]:
-    """What each local device says of its memory; empty where one says nothing."""
+    """Collect the memory statistics of each local device; empty where one gives none."""
     found = [device.memory_stats() for device in jax.local_devices()]
     return [one for one in found if one] if all(found) else []
 

@@ -130,7 +130,7 @@ def _claim(stored: dict[Path, Leaf], path: Path, like: Any) -> Any:
 
 
 def _take_abstract(leaf: Leaf) -> Leaf:
-    """The same as `_take` for a template's leaf, whose values don't matter."""
+    """Add the kind to a template's leaf like `_take`; an array is `jax`, by shape and dtype: values don't matter."""
     like = leaf.value
     if isinstance(like, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
         return leaf._replace(kind="jax", value=jax.ShapeDtypeStruct(like.shape, like.dtype))
@@ -138,7 +138,7 @@ def _take_abstract(leaf: Leaf) -> Leaf:
 
 
 def describe(leaf: Leaf) -> str:
-    """What a leaf must agree in with the template's: dtype and shape, or the type."""
+    """Describe in a text what a leaf must share with the template's: dtype and shape, or the type."""
     if leaf.kind.startswith("key:"):
         key = jax.eval_shape(lambda: jax.random.key(0, impl=leaf.kind[4:]))
         return f"{key.dtype}[{','.join(map(str, leaf.value.shape[: -_key_rank(leaf)]))}]"
@@ -153,7 +153,7 @@ def _key_rank(leaf: Leaf) -> int:
 
 
 def _value(leaf: Leaf) -> Any:
-    """What the leaf was, on the default device where it was JAX's."""
+    """Rebuild the leaf's original value, on the default device where it was JAX's."""
     value = leaf.value
     if leaf.kind == "weak" and (zero := jnp.asarray(ZEROS[value.dtype.kind])).dtype == value.dtype:
         return jnp.broadcast_to(zero, value.shape).at[...].set(value)

@@ -37,7 +37,7 @@ class Coded(NamedTuple):
 
 
 class CodedMoments(NamedTuple):
-    """What is remembered: the parameters' tree twice, with `Coded` for every array."""
+    """Optimizer state: a count of steps, and the parameters' tree twice, with `Coded` for every array."""
 
     count: Array
     mu: Any
@@ -102,7 +102,7 @@ def encode(x: Array, dtype, chance: Array) -> Coded:
 
 
 def decode(coded: Coded) -> Array:
-    """What the codes stand for, as float32."""
+    """Convert codes to the numbers that they stand for, as float32."""
     code = coded.code.astype(jnp.float32)
     octaves = (jnp.abs(code) - jnp.iinfo(coded.code.dtype).max) / OCTAVE
     octaves += _spread(coded.exponent, code.shape).astype(jnp.float32)

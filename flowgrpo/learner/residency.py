@@ -1,4 +1,4 @@
-"""Where each model is in each stage: models flow in by name, and out where the table has them, the same to the bit.
+"""Keep each model, held by name, where a table has it in each stage (device, host or disk), the same to the bit.
 
     with Residency(places(HOST)) as residency:
         residency.hold("optimizer", state.optimizer)     # a version, wherever its arrays lie
@@ -243,7 +243,7 @@ def _check_whole(name: str, tree: Any) -> None:
 
 
 def pinned(sharding: Any) -> Any:
-    """The same division of an array, in pinned host memory."""
+    """Convert a sharding to one that divides an array alike in pinned host memory."""
     kinds = [memory.kind for memory in next(iter(sharding.addressable_devices)).addressable_memories()]
     if PINNED not in kinds:
         raise BadInput(f"this device has no {PINNED} memory (it has {', '.join(kinds)}): offload nothing here")
@@ -251,7 +251,7 @@ def pinned(sharding: Any) -> Any:
 
 
 def place_of(tree: Any) -> Place:
-    """Where the arrays of a tree are, all of them."""
+    """Find the one place where all arrays of a tree are; raise `BadInput` where there are several."""
     found = {_place(leaf) for leaf in jax.tree.leaves(tree)}
     if len(found) > 1:
         raise BadInput(f"a model lies in {' and '.join(sorted(found))} at once: bring its arrays to one place")

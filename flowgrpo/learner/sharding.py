@@ -246,7 +246,7 @@ def jit_update(update: Callable, shardings: Any, *, donate: bool = False) -> Cal
 
 
 def pmap_update(make: Callable[..., Callable], devices: Sequence[Any] | None = None) -> Callable:
-    """The same by `jax.pmap` for those who want it: `update(states, batch, ref_params=None) -> (states, metrics)`.
+    """Compile `update(states, batch, ref_params=None) -> (states, metrics)` by `jax.pmap`; see also `jit_update`.
 
     `make(mesh=...)` makes an update, as `partial(make_update, policy, algorithm, optimizer)` does. `states` holds the
     state of every device along a first axis (`stack`; `jax.tree.map(lambda x: x[0], states)` is one of them).

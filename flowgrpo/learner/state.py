@@ -1,4 +1,4 @@
-"""What a learner carries from update to update.
+"""The state that a learner carries from update to update.
 
 State is one frozen pytree: it can be donated, vmapped over seeds, sharded and saved as it is.
 """

@@ -1,4 +1,4 @@
-"""What a traced program multiplies: a jaxpr flows in, operations and bytes of its matrix products flow out.
+"""Count the operations and bytes of the matrix products of a traced program, from its jaxpr.
 
 XLA's own cost analysis meets the body of a loop once, however often it runs. Here a product within a loop counts as
 often as the loop runs: a scan says how often, and of a loop that ends on a condition the caller says it, by depth.

@@ -106,7 +106,7 @@ def make_score(
 
 
 def in_dtype(score: Score, dtype: Any) -> Score:
-    """The same of parameters that are cast first; None leaves them as they are."""
+    """Make a score cast its parameters to `dtype` first; None leaves them as they are."""
     return score if dtype is None else partial(_score_in, score=score, dtype=dtype)
 
 
@@ -203,7 +203,7 @@ def _own(batch: Batch) -> Array:
 
 
 class Moved(NamedTuple):
-    """What a step changes."""
+    """The trained part of the parameters and the optimizer's memory, which a step changes."""
 
     part: Any  # of the parameters: what is trained
     memory: Any  # the optimizer's

@@ -1,4 +1,4 @@
-"""What an update says of itself beside its algorithm's metrics: scores and a batch flow in, figures flow out.
+"""Figures about an update beside its algorithm's metrics, computed from scores and a batch.
 
     kl_old              mean of  rho - 1 - log rho,  rho = pi_theta / pi_old: how far the steps went
     kl                  to the reference (k3), where the algorithm has no term of its own but the batch has logp_ref
@@ -37,7 +37,7 @@ FAR = 20.0  # a log-ratio beyond is taken for this one: exp of it is finite
 
 
 class Watch(NamedTuple):
-    """What is told apart; static."""
+    """Settings of `observe`: how many turns are told apart; static."""
 
     turns: int = 8  # the last stands for all later ones, too
 
@@ -74,7 +74,7 @@ def _of_turn(turn: Array, *, algorithm: Algorithm, scores: Scores, batch: Batch,
 
 
 def _own(scores: Scores, batch: Batch) -> Metrics:
-    """What can be said without knowing the algorithm."""
+    """Sum up `kl_old`, and `kl` where there is a reference, which need no knowledge of the algorithm."""
     live_rs, weight_rs = batch.live, masked.fill(batch.weight, batch.live)
     seen = {"kl_old": _k3(_log_ratio(scores, batch))}
     if batch.logp_ref is not None:
@@ -147,7 +147,10 @@ def batch_signal(batch: Batch) -> Metrics:
 
 
 def signal(trajectories: Trajectories, adv: AnyArray, weights: AnyArray) -> Metrics:
-    """The same over all valid trajectories: a group that was filtered, or drawn and not taken, says nothing, too."""
+    """Measure how advantages are spread over all valid trajectories, as `batch_signal` does over a batch.
+
+    A group that was filtered, or drawn and not taken, counts as one without signal, too.
+    """
     adv_ntl = jnp.asarray(adv).reshape(*jnp.shape(adv), *(1,) * (3 - jnp.ndim(adv)))
     own_ntl = trajectories.actions & trajectories.valid[:, None, None]
     group_ntl = jnp.broadcast_to(dense_ids(trajectories.group)[:, None, None], own_ntl.shape)

@@ -1,4 +1,4 @@
-"""What people wrote, as trajectories: preferences and demonstrations flow in from JSONL, batches flow out.
+"""Preferences and demonstrations that people wrote: read from JSONL as trajectories, and laid out in batches.
 
     {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}                                           a preference
     {"messages": [{"role": "user", ...}], "chosen": [{"role": "assistant", ...}, ...], "rejected": ...}      another
@@ -134,7 +134,7 @@ def _demonstration(line: Line) -> Trajectory:
 
 
 def _prompt(line: Line, *names: str) -> Messages | None:
-    """What is answered, from the first of these fields that is there."""
+    """Read the messages to be answered from the first of these fields that is there; None where none is."""
     name = next((name for name in names if name in line.content), None)
     if name is None:
         return None
@@ -193,7 +193,7 @@ def _trajectory(line: Line, name: str, prompt: Messages, answer: Messages, *, ou
 
 
 def _exchanges(line: Line, name: str, answer: Messages) -> list[tuple[Messages, str]]:
-    """What each message of the assistant comes after, since the one before, and its words."""
+    """Split an answer into pairs, one a message of the assistant: the messages since the one before, and its words."""
     exchanges: list[tuple[Messages, str]] = []
     context: Messages = []
     for number, message in enumerate(answer):

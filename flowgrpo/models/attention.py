@@ -84,7 +84,7 @@ def _attend_backward(config: DecoderConfig, kept: tuple, d_out: Array) -> tuple:
 
 
 def _back(d_q: Array, part: Part, *, grouped, d_mixed, weight, through, config) -> tuple[Array, tuple[Array, Array]]:
-    """What one block adds to the gradient of the queries, and the gradients of its keys and values."""
+    """Add one block's share to the gradient of the queries, and compute the gradients of its keys and values."""
     k, v = (x.astype(grouped.dtype) for x in part[:2])
     seen, product = part[2][:, None, None], partial(jnp.einsum, preferred_element_type=jnp.float32)
     logits = _logits(grouped, k, part[2], config)
@@ -145,7 +145,7 @@ def _fused(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig, *, 
 
 
 def attend_cache(q: Array, block_of: Callable[[Array], Part], blocks: Array, config: DecoderConfig) -> Array:
-    """The same over the first `blocks` blocks of a cache; `block_of` gives keys, values and mask of one of them.
+    """Attend to the first `blocks` blocks of a cache, like `attend`; `block_of` gives keys, values and mask of one.
 
     A block that a row does not see changes nothing of it, not even a bit, so a row's result does not depend on how far
     other rows are filled (E3).

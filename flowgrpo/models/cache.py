@@ -27,14 +27,14 @@ def make_cache(rows: int, slots: int, *, config: DecoderConfig, dtype=jnp.float3
 
 
 class Place(NamedTuple):
-    """Where tokens go in a cache, and how much of it is filled."""
+    """Slots of a cache that tokens go to, and how many of its blocks are filled."""
 
     slots: Array  # r s
     blocks: Array  # how many are filled in any row of these tokens
 
 
 class View(NamedTuple):
-    """What a layer needs to know beside its parameters."""
+    """Positions and segments of queries and keys, and the place in a cache: a layer's inputs beside its parameters."""
 
     positions: Array  # r s
     segments: Array  # r s

@@ -45,7 +45,7 @@ def make_critic(config: DecoderConfig, *, dtype=jnp.float32, remat: bool = False
 
 
 def trunk_config(config: DecoderConfig) -> DecoderConfig:
-    """The same decoder with tied embeddings: it declares no matrix for logits, and the trunk computes none."""
+    """Tie a decoder's embeddings for a trunk: the config declares no matrix for logits, and the trunk computes none."""
     return replace(config, tied=True)
 
 

@@ -245,7 +245,7 @@ def _step(carry, layer: Params, *, view: View, config: DecoderConfig, attend: At
 
 
 def layer_data(config: DecoderConfig) -> dict[str, np.ndarray]:
-    """What differs between layers and is no parameter: window, angles and their magnitude."""
+    """Stack what differs between layers and is no parameter: index, window, angles and their magnitude."""
     unbounded = np.iinfo(np.int32).max
     return {
         "index": np.arange(config.num_layers, dtype=np.int32),

@@ -105,7 +105,7 @@ def text_source(raw: Mapping[str, Any], where: str = "config.json") -> Source:
 
 
 def decoder_config(source: Source, where: str = "config.json") -> DecoderConfig:
-    """What the decoder needs to know of a text model's config."""
+    """Convert a text model's config to the `DecoderConfig` that holds what the decoder needs to know of it."""
     from transformers import AutoConfig
 
     fields = {key: value for key, value in copy.deepcopy(source).items() if key != "model_type"}

@@ -133,7 +133,7 @@ def _dtype(dtype) -> np.dtype:
 
 
 class _Slot(NamedTuple):
-    """Where a tensor of a file belongs among the parameters."""
+    """Place of a file's tensor among the parameters, and the shape that it has in the file."""
 
     name: str
     layer: int | None

@@ -154,7 +154,7 @@ def _tower(part) -> Tower:
 
 
 def _preparation_file(folder: Path) -> tuple[Mapping[str, Any], str]:
-    """What says how images are prepared, and where it stands; new folders hold it within processor_config.json."""
+    """Read the settings that prepare images, and where they stand; new folders hold them in processor_config.json."""
     path = folder / "preprocessor_config.json"
     if path.exists() or not (folder / "processor_config.json").exists():
         return read_json(path), str(path)

@@ -49,7 +49,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What the low-rank product is multiplied with."""
+        """Factor that the low-rank product is multiplied with."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 

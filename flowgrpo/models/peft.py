@@ -102,7 +102,7 @@ def load_adapter(path: str | Path, config: DecoderConfig, *, dtype=jnp.float32) 
 
 
 class _Slot(NamedTuple):
-    """Where a tensor of a file belongs in an adapter, and the shape that it has in the file."""
+    """Place of a file's tensor in an adapter, and the shape that it has in the file."""
 
     name: str
     layer: int
@@ -121,7 +121,7 @@ def _tensors(config: DecoderConfig, lora: LoraConfig) -> dict[str, _Slot]:
 
 
 def _modules(config: DecoderConfig, targets: tuple[str, ...]) -> dict[tuple[int, str], str]:
-    """What transformers calls the module of each layer and projection."""
+    """Map each layer and projection to the name of its module in transformers."""
     return {
         (layer, target): TENSORS[target].name.format(n=layer).removesuffix(".weight")
         for layer in range(config.num_layers)

@@ -19,7 +19,7 @@ EDGES = (("shortest_edge",), ("height", "width"))  # how a size may be given
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is done to an image; None leaves a step out."""
+    """Steps that prepare an image, with their settings; None leaves a step out."""
 
     size: int | tuple[int, int] | None  # of the shorter edge, or height and width
     resample: int  # Pillow's number of a filter; 3 is bicubic
@@ -30,7 +30,7 @@ class Preparation:
 
 
 def read_preparation(source: Mapping[str, Any], where: str, *, kind: str, side: int) -> Preparation:
-    """What a preprocessor_config.json says, checked to give images of `side` pixels; CLIP crops unless told not to."""
+    """Parse a preprocessor_config.json, which must give `side` x `side` pixels; CLIP crops unless told not to."""
 
     def given(key: str) -> Any:
         if source.get(key) is None:

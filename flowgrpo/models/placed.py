@@ -21,7 +21,7 @@ Read = Callable[[int, int], np.ndarray]
 
 
 class Part(NamedTuple):
-    """What one device holds of an array."""
+    """Part of an array that one device holds."""
 
     device: Any  # None: the default one, to which the array is not bound
     index: tuple[slice, ...]  # with start and stop, one an axis

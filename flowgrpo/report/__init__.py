@@ -1,1 +1,1 @@
-"""What a run tells: metrics and clocks in files, a line in the terminal, curves."""
+"""Reports of a run: metrics and clocks in files, a line in the terminal, curves."""

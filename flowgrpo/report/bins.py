@@ -24,7 +24,7 @@ def ratio_edges() -> list[float]:
 
 
 def ratio_place(ratio: float) -> float:
-    """Where a ratio lies, in bins from rho = 1 on."""
+    """Convert a ratio to its place on the axis of bins: in bins from rho = 1 on, negative below it."""
     return math.asinh(math.log(ratio) / NEAR) / RATIO_STEP
 
 

@@ -72,7 +72,7 @@ def take(history: History, line: Line) -> bool:
 
 
 def examine(history: History, limits: Limits) -> list[Finding]:
-    """What is wrong now."""
+    """Run all checks on the figures so far, and list what is wrong now."""
     found = [check(history, limits) for check in CHECKS]
     return [one for one in found if one is not None]
 

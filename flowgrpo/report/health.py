@@ -30,7 +30,7 @@ WORSE = 2.0  # times as bad as when it was told last, from which it is told agai
 
 
 def findings(lines: Iterable[Line], limits: Limits | None = None) -> list[Finding]:
-    """What is wrong at the end of these lines."""
+    """List what is wrong at the end of these lines of metrics; without `limits`, by the default ones."""
     history: History = {}
     for line in lines:
         take(history, line)
@@ -44,13 +44,13 @@ def warnings_of(lines: Iterable[Line], limits: Limits | None = None) -> list[dic
 
 
 class Watcher:
-    """What has been seen of a run, and what it was told."""
+    """Figures of a run so far, with the severity at which each check last warned of it."""
 
     def __init__(self, limits: Limits):
         self._limits, self._history, self._told = limits, {}, {}
 
     def look(self, line: Line) -> list[dict[str, Any]]:
-        """What is to be said after this line: what begins, and what has become much worse."""
+        """Take in a line, and list the warnings due: what begins, and what is `WORSE` times as bad as last told."""
         if not take(self._history, line):
             return []
         found = examine(self._history, self._limits)

@@ -81,7 +81,7 @@ def spread(title: str, updates: np.ndarray, counts_ub: np.ndarray, edges: np.nda
 
 
 def _blocks(updates: np.ndarray, counts_ub: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where blocks of updates begin, and the last ends, and the counts of each; `COLUMNS` of them at most."""
+    """Add updates up in `COLUMNS` blocks at most: where each begins, and the last ends, and the counts of each."""
     size = -(-len(updates) // COLUMNS)
     at = np.arange(0, len(updates), size)
     return np.append(updates[at] - 0.5, updates[-1] + 0.5), np.add.reduceat(counts_ub, at, axis=0)

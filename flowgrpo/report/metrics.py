@@ -1,4 +1,4 @@
-"""What a run writes while it goes: `metrics.jsonl`, which is the same whenever the run is, and `timings.jsonl`, clocks.
+"""Write the figures of a run as it goes: `metrics.jsonl`, equal for equal runs, and `timings.jsonl`, from clocks.
 
     with Metrics(folder, position) as metrics:      # the position of the checkpoint that the run goes on from
         metrics.write({"phase": "train", "update": 12, "success": 0.54}, {"seconds": 0.21})
@@ -36,7 +36,7 @@ OF_TOKENS = {  # figures of the tokens that an update learned from
 
 
 class Sink(NamedTuple):
-    """Who else is given the lines of a run."""
+    """Destination beside the files that is given the lines of a run."""
 
     write: Callable[[Line, Line], Any]  # a line of metrics as it is in the file, and what was timed
     close: Callable[[], Any]
@@ -72,7 +72,7 @@ class Metrics:
 
     @property
     def position(self) -> dict[str, int]:
-        """Where the files end now: what a checkpoint must hold to go on from here."""
+        """End of each file now, in bytes: what a checkpoint must hold to go on from here."""
         return {name: file.tell() for name, file in self._files.items()}
 
     def write(self, metrics: Mapping[str, Any], timings: Mapping[str, Any] | None = None) -> None:

@@ -35,7 +35,7 @@ SMOOTHED = 40  # updates from which a line is drawn as a moving mean, over the f
 
 
 class Told(NamedTuple):
-    """What a run wrote."""
+    """Metrics and timings that a run wrote, with its title."""
 
     lines: Sequence[Line]
     timings: Sequence[Line]

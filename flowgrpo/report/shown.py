@@ -19,7 +19,7 @@ SURPRISE = 5.0  # a log-probability below minus this is shown like it
 
 
 class ShownCall(NamedTuple):
-    """What was asked of the world, and what it answered."""
+    """One call to the world, a tool or a role: what was asked, and what it answered."""
 
     kind: str  # "tool" or "role"
     name: str
@@ -107,7 +107,10 @@ def columns(shown: Sequence[Shown]) -> dict[str, Any]:
 
 
 def scales(shown: Sequence[Shown]) -> dict[str, float | None]:
-    """Where the colours of each quantity end; None where it is nowhere known. Of ratios, the largest |log|."""
+    """Compute where the colour scale of each quantity ends; None where it is nowhere known.
+
+    For advantages this is the 0.99 quantile of the absolute values, for ratios that of |log|.
+    """
     turns = [turn for one in shown for turn in one.turns if np.any(turn.chosen)]
     given = {name: [_chosen(turn, name) for turn in turns if getattr(turn, name) is not None] for name in QUANTITIES}
     found = {name: np.concatenate(parts) for name, parts in given.items() if parts}
@@ -125,7 +128,7 @@ def scales(shown: Sequence[Shown]) -> dict[str, float | None]:
 
 
 def _detail(one: Shown, strings: Table, tokens: Table) -> dict[str, Any]:
-    """What is read of a trajectory once it is opened, or is counted."""
+    """Encode the part of a trajectory that the page reads once it is opened, or is counted."""
     return {
         "answers": [strings(answer) for answer in one.answers],
         "reason": strings(one.reason),

@@ -1,4 +1,4 @@
-"""Where the lines of a run go beside its files: TensorBoard, Weights & Biases, trackio.
+"""Send the lines of a run to loggers beside its files: TensorBoard, Weights & Biases, trackio.
 
     openers = open_sinks(["tensorboard", "wandb"], config=settings, say=progress.say)
     with Metrics(folder, position, sinks=openers) as metrics:  ...
@@ -57,7 +57,7 @@ def _is_installed(name: str) -> bool:
 
 
 def open_sinks(names: Sequence[str], *, config: Mapping[str, Any], say: Callable[[str], None]) -> list[Opener]:
-    """What opens each sink, for `Metrics`; `config` is what a run was started with, `say` prints a sentence."""
+    """Make openers of the sinks for `Metrics`; `config` is what a run was started with, `say` prints a sentence."""
     openers = {
         TENSORBOARD: tensorboard,
         "wandb": partial(wandb, config=config),
@@ -177,7 +177,7 @@ def _send(line: Line, timings: Line, *, sent: "Sent", log: Callable) -> None:
 
 
 class Sent:
-    """What a remote run is called, and the last update of each phase that it has; in `loggers.json`."""
+    """Record of a remote run in `loggers.json`: its id, and the last update of each phase that it has."""
 
     def __init__(self, folder: Path, name: str):
         self._path, self._name = Path(folder) / SENT, name

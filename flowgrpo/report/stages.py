@@ -1,4 +1,4 @@
-"""Where the time of a run went, from its `timings.jsonl`: tokens a second, and the stages of each update.
+"""Draw how a run spent its time, from its `timings.jsonl`: tokens a second, and the stages of each update.
 
     rollout   ->   rewards (what is still awaited)      ->   credit   ->   pack   ->   train
                    inference: reference, critic
@@ -94,7 +94,7 @@ def _timeline(axis: Any, rows: Sequence[Line]) -> None:
 
 
 def _spans(line: Line) -> dict[str, tuple[float, float]]:
-    """Where each stage begins in its update, and how long it takes."""
+    """Compute when each stage begins in its update, and how long it takes; seconds."""
     seconds = {name: line.get(f"{name}_seconds", 0.0) for name in STAGES}
     judged = seconds["rollout"] + max(seconds["inference"], seconds["rewards"])
     starts = {"rollout": 0.0, "inference": seconds["rollout"], "rewards": seconds["rollout"], "credit": judged}
@@ -119,7 +119,7 @@ def _colour(name: str) -> str:
 
 
 def _limit(values: Sequence[float]) -> float:
-    """Where an axis of seconds ends: the first updates, which compile, and other rare ones reach beyond it."""
+    """Choose the end of an axis of seconds: the first updates, which compile, and other rare ones reach beyond it."""
     ordered = sorted(values)
     middle, high = ordered[len(ordered) // 2], ordered[len(ordered) * 9 // 10]
     return min(1.08 * ordered[-1], max(CUT * middle, 1.5 * high)) if len(values) > 3 else 1.08 * ordered[-1]

@@ -44,7 +44,7 @@ def match_answers(rules: Sequence[Rule], *, find: Callable[[str], Found] = find_
 
 
 def score_answer(rules: Sequence[Rule], find: Callable[[str], Found], task: Task, output: str) -> Scored:
-    """What `match_answers` says of one output; `reason` and `parts` name the rule that decided."""
+    """Score one output for `match_answers`; `reason`, and for a right answer `parts`, names the rule that decided."""
     golds = [gold for gold in task.answers if gold.strip()]
     if not golds:
         return Scored(None, f"task {task.id!r} has no gold answer: give it one")
@@ -101,7 +101,7 @@ def exact(task: Task, gold: str, answer: str) -> Scored | None:  # noqa: ARG001
 
 
 def same_text(task: Task, gold: str, answer: str) -> Scored | None:  # noqa: ARG001
-    """The same words, where case, accents, articles, plurals and punctuation don't count."""
+    """Compare words without case, accents, articles, plurals and punctuation; None where gold has no words."""
     gold_words = bare(plain(gold))
     return verdict(gold_words == bare(plain(answer))) if gold_words else None
 

@@ -50,7 +50,7 @@ def read_count(text: str) -> int | None:
 
 
 def sort_corners(box_bf: np.ndarray) -> np.ndarray:
-    """The same boxes with x1 <= x2 and y1 <= y2."""
+    """Reorder the corners of boxes so that x1 <= x2 and y1 <= y2 -> [b 4]."""
     first, second = box_bf[:, :2], box_bf[:, 2:]
     return np.concatenate([np.minimum(first, second), np.maximum(first, second)], axis=1)
 
@@ -72,7 +72,7 @@ def inside(point_bf: np.ndarray, gold_gf: np.ndarray) -> np.ndarray:
 
 
 def best_match(worth_bg: np.ndarray) -> np.ndarray:
-    """What each pair is worth where every box has at most one partner, and the sum is largest -> [pairs]."""
+    """Pair boxes, each with at most one partner, so that the summed worth is largest -> worth of each pair [pairs]."""
     from scipy.optimize import linear_sum_assignment
 
     return worth_bg[linear_sum_assignment(worth_bg, maximize=True)]

@@ -54,7 +54,7 @@ class Verdict(NamedTuple):
 
 
 class Records(NamedTuple):
-    """What the candidate's runs wrote: encoded values, names of exceptions, and what became of the rest."""
+    """Output of the candidate's runs: encoded values, names of exceptions, and what became of the rest."""
 
     values: dict[int, str]
     raised: dict[int, list[str]]

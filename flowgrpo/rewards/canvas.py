@@ -36,7 +36,7 @@ row_yx, column_yx = np.mgrid[0:SIZE, 0:SIZE]
 
 
 class Drawn(NamedTuple):
-    """What commands came to."""
+    """Picture that commands drew, with the numbers of lines drawn and malformed."""
 
     pixels_yx: np.ndarray  # indices into `COLORS`
     commands: int  # lines that were drawn

@@ -53,7 +53,7 @@ def _options_in(query: str) -> dict[str, str]:
 
 
 def _label_at(query: str, letter: str, start: int) -> tuple[int, int] | None:
-    """Where the label of an option begins and where its text begins."""
+    """Find an option's label from `start` on -> (start of the label, start of the text); None where there is none."""
     for at in range(start, len(query) - 2):
         opened = at > 0 and query[at - 1] == "("
         before = query[at - 1 - opened] if at - opened > 0 else " "
@@ -63,7 +63,7 @@ def _label_at(query: str, letter: str, start: int) -> tuple[int, int] | None:
 
 
 def choice(task: Task, gold: str, answer: str) -> Scored | None:
-    """The same letters as gold; says nothing where gold names none, or where neither letters nor options are named."""
+    """Compare the letters that gold and answer name, as such or by an option's text; None where one mentions none."""
     options = options_of(task)
     wanted = _wanted(plain(gold), options)
     if not wanted:

@@ -71,7 +71,7 @@ def code(
 
 
 def _score(settings: Settings, credit: Callable[[int, int], float], task: Task, output: str) -> Scored:
-    """What the tests of a task say of one answer."""
+    """Score one answer by its task's tests; invalid where they can't be used or the sandbox fails."""
     try:
         cases, calls = read_tests(task)
         plan = plan_of(task, calls, settings.tolerance)

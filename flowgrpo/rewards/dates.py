@@ -37,7 +37,7 @@ HOURS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
 
 
 class Date(NamedTuple):
-    """What of a date is known."""
+    """A date as far as it is known; None stands for an unknown year or day."""
 
     year: int | None
     month: int
@@ -45,7 +45,7 @@ class Date(NamedTuple):
 
 
 def read_date(text: str) -> frozenset[Date]:
-    """What a whole plain text may mean as a date; nothing where it is none."""
+    """Read a whole plain text as a date -> every date that it may mean; empty where it is none."""
     if len(text) > MOST:
         return frozenset()
     numbers = _of_numbers(text.lower().replace(" ", ""))

@@ -39,7 +39,7 @@ def find_answer(output: str) -> Found:
 
 
 def readings(found: Found) -> tuple[str, ...]:
-    """What may be meant by an answer: all of it, and what a sentence says after its last `=` or `is`.
+    """List the readings of an answer: all of it, and the part of a sentence after its last `=`, `is` or the like.
 
     A sentence that hedges is read only whole, so that naming two answers is naming none.
     """
@@ -80,7 +80,7 @@ def denies(text: str) -> bool:
 
 
 def _after(lower: str, marks: tuple[str, ...]) -> int:
-    """Where the text goes on after the last of these marks; 0 where none is in it."""
+    """Find the index after the last of these marks in the text; 0 where none is in it."""
     return max((lower.rfind(mark) + len(mark) for mark in marks if mark in lower), default=0)
 
 
@@ -132,7 +132,7 @@ def _closing_braces(text: str) -> dict[int, int]:
 
 
 def _marked(text: str) -> Found | None:
-    """What follows the last `####`, or the last `answer` that a link follows."""
+    """Find the line after the last `####`, else after the last of `LEADS` (such as `answer`) that a link follows."""
     lower = text.translate(ASCII_LOWER)
     hashes = lower.rfind("####")
     if hashes >= 0 and text[hashes + 4 :].strip():
@@ -150,7 +150,7 @@ def _marked(text: str) -> Found | None:
 
 
 def _linked(lower: str, at: int) -> int:
-    """Where the text goes on after a link (`:`, `is`) that begins here, stars aside; -1 where there is none."""
+    """Find the index after a link (`:`, `is`) that begins at `at`, stars aside; -1 where there is none."""
     start = at + (lower[at : at + 1] == "s")
     rest = lower[start : start + 40].lstrip(" *")
     link = next((link for link in LINKS if rest.startswith(link)), None)

@@ -22,7 +22,7 @@ KINDS = {**KINDS, list: "a list", dict: "an object", type(None): "null"}
 
 
 class Place(NamedTuple):
-    """Where a piece begins and ends, or why it isn't there as it should be."""
+    """Start and end of a piece in an output, or the reason why it isn't there as it should be."""
 
     start: int = 0
     end: int = 0

@@ -145,7 +145,7 @@ def verdict_ids(text: Text, word: str) -> tuple[int, ...]:
 
 
 def _next_logp(policy: Policy, params, tokens_rs: Array, length_r: Array) -> Array:
-    """What follows the last token of each row, in float32 -> [r v]."""
+    """Compute the log-probabilities of the token after the last one of each row, in float32 -> [r v]."""
     real_rs = jnp.arange(tokens_rs.shape[1])[None, :] < length_r[:, None]
     states = policy.hidden(params, tokens_rs, None, real_rs.astype(jnp.int32), None)[0]
     last_rd = jnp.take_along_axis(states, jnp.maximum(length_r - 1, 0)[:, None, None], axis=1)[:, 0]
@@ -245,7 +245,7 @@ def _vote(prompts: TokenLists, *, text: Text, generate: Generate, requests, leas
 
 
 def _requests(prompt: Sequence[int], *, samples: int, seed: int, settings: Mapping[str, Any]) -> list[Request]:
-    """The same prompt under several keys, which follow from the seed and the prompt."""
+    """Make `samples` requests of one prompt, each with its own key, which follows from the seed and the prompt."""
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(np.asarray(prompt, np.int32).tobytes()))
     return [Request(prompt, jax.random.fold_in(key, i), **settings) for i in range(samples)]
 

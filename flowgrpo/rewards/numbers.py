@@ -86,7 +86,7 @@ def read_number(text: str) -> Number | None:
 
 
 def read_plain(text: str) -> Number | None:
-    """The same for a text that is `plain` already."""
+    """Read the number that a whole `plain` text is, as `read_number` does of any text; None where it is none."""
     text = text.strip()
     if not text or len(text) > MOST:
         return None

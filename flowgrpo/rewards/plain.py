@@ -1,4 +1,4 @@
-"""What is run inside the sandbox when code is judged by calls, and the plain data that goes between the runs.
+"""Programs that run inside the sandbox when code is judged by calls, and the plain data that goes between the runs.
 
     run_candidate   the model's code and the steps of a plan flow in; a line for each value or exception flows out
     run_tests       the tests' own code and the candidate's values flow in; a line for each verdict flows out
@@ -187,5 +187,5 @@ def _verdict(value) -> str:
 
 
 def _blame(kind: str) -> str:
-    """Who is at fault for an exception: the tests, but for what is derived from the candidate's values."""
+    """Name the record of an exception: the tests' fault, but for "derived", which comes from the candidate's values."""
     return {"derive": "derived", "given": "unplain"}.get(kind, "broken")

@@ -1,4 +1,4 @@
-"""What rewards put before a model: text as data, made short, never as control tokens; ragged lists in fixed shapes.
+"""Model input of rewards: text as data, made short, never as control tokens; ragged lists in fixed shapes.
 
     guard(text)                     -> a Text that breaks up every control token that data spells
     shorten(text, string, budget)   -> at most `budget` tokens of it; a mark stands for the middle that is left out
@@ -67,7 +67,7 @@ def shorten(text: Text, string: str, budget: int, *, shape: Callable[[str], str]
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first, for a reason of one sentence."""
+    """Shorten an error to the first line of its message, else the name of its type, for a reason of one sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

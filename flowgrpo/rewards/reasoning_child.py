@@ -1,4 +1,4 @@
-"""What reasoning-gym's verifiers say, in a process that can be killed: a task and an answer flow in, a score flows out.
+"""Scores of answers to tasks by reasoning-gym's verifiers, computed in a process that can be killed.
 
 The warm interpreter of the sandbox loads this module once and is forked for every call. It imports nothing of flowgrpo.
 """
@@ -21,7 +21,7 @@ class _Undrawn:
     """Finds blanks for what draws: a dependency imports it, it wants a home to write to, and verifiers don't draw."""
 
     def find_spec(self, name: str, *_) -> ModuleSpec | None:
-        """Where Python asks for a module; None leaves it to others."""
+        """Answer Python's search for a module with a blank if it draws; None leaves it to other finders."""
         drawn = name.split(".")[0] in ("matplotlib", "mpl_toolkits")
         return ModuleSpec(name, self, is_package=True) if drawn else None  # type: ignore
 

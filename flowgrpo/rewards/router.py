@@ -62,7 +62,7 @@ def _score_many(
 
 
 def _together(domain: str, member: Reward, tasks: list[Task], outputs: list[str]) -> list[Scored]:
-    """What a member says of all its tasks."""
+    """Score all tasks of a member in one call; all invalid where it raises or gives a wrong number of scores."""
     try:
         scored = member.many(tasks, outputs)
     except Exception as error:

@@ -47,7 +47,7 @@ def read_truth(text: str) -> bool | None:
 
 
 def truth(task: Task, gold: str, answer: str) -> Scored | None:  # noqa: ARG001
-    """The same of yes and no, true and false; says nothing where one of the two is neither."""
+    """Compare answers of yes or no, true or false; None where one is neither, or gold has more than one word."""
     wanted, given = read_truth(plain(gold)), read_truth(plain(answer))
     if wanted is None or len(words(plain(gold))) > 1 or given is None:
         return None
@@ -113,9 +113,11 @@ def _cut(text: str, sign: str) -> list[str]:
 
 
 def same_list(task: Task, gold: str, answer: str, *, rules: Sequence[Rule]) -> Scored | None:
-    """The same parts, each by the given rules, in order where gold is a pair `(1, 2)` or the question asks for it.
+    """Compare two lists part by part, each by the given rules.
 
-    Says nothing where gold is no list, or where brackets differ in what they may mean, as `(1, 2)` and `[1, 2]` do.
+    Order counts where gold is a pair `(1, 2)`, where either is a chain `1 < 2`, or where the question asks for it. None
+    where gold is no list or a part can't be judged; wrong where brackets differ in what they may mean, as `(1, 2)` and
+    `[1, 2]` do.
     """
     spelled = plain(gold)
     kind, wanted = split_list(spelled)

@@ -33,7 +33,10 @@ class Unsplittable(BadInput):
 
 @dataclass
 class Plan:
-    """What is run where. Numbers lead from an item to its value, its verdict or its line."""
+    """Division of tests between two runs, the candidate's and the tests' own.
+
+    Numbers lead from an item to its value, its verdict or its line.
+    """
 
     steps: list[tuple[int | None, str]] = field(default_factory=list)  # (number of the value or None, source)
     given: list[tuple[str, int, str]] = field(default_factory=list)  # setups, and what the candidate is handed
@@ -60,7 +63,7 @@ class Plan:
 
 
 class Scope:
-    """What names hold, statement by statement."""
+    """Kinds of the things that names hold, brought up to date statement by statement, with the `Plan` so far."""
 
     def __init__(self, entry_points: Collection[str], kept: Collection[str]):
         self.plan = Plan()

@@ -40,7 +40,7 @@ def combine(components: Components, *, optional: Collection[str] = ()) -> Reward
 def _combine_many(
     components: Components, optional: frozenset[str], tasks: Sequence[Task], outputs: Sequence[str]
 ) -> list[Scored]:
-    """What each component says of all outputs, summed for each output."""
+    """Score all outputs by each component, and add up the weighted scores of each output."""
     columns = {name: reward.many(tasks, outputs) for name, (reward, _) in components.items()}
     weights = {name: weight for name, (_, weight) in components.items()}
     rows = ({name: column[place] for name, column in columns.items()} for place in range(len(outputs)))

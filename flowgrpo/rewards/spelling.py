@@ -92,7 +92,7 @@ def unlatex(text: str) -> str:
 
 
 def _command(text: str, at: int) -> tuple[str, int, bool]:
-    """What stands for the command whose name begins at `at`, where the text goes on, and whether a wrapper opened."""
+    """Translate the command whose name begins at `at` -> (replacement, index after it, whether a wrapper opened)."""
     end = at
     while end < len(text) and text[end] in string.ascii_letters:
         end += 1
@@ -150,7 +150,7 @@ def american(word: str) -> str:
 
 
 def bare(text: str) -> str:
-    """What is left of a plain text where case, accents, articles, plurals and punctuation don't count."""
+    """Strip a plain text of what doesn't count: case, accents, articles, plurals, punctuation, British spelling."""
     found = [_trimmed(word) for word in words(text.replace("-", " ") if not _signed(text) else text)]
     kept = [american(singular(word)) for word in found if word not in ARTICLES and word]
     return " ".join(kept or found)

@@ -72,7 +72,7 @@ def symbolic_rule(call: Call, *, seconds: float = 5.0) -> Rule:
 def _symbolic(
     compare: Callable[[str, str], str], readable: Callable[[str], bool], task: Task, gold: str, answer: str
 ) -> Scored | None:
-    """What math-verify says of one gold and one answer: gold is read first, so that what fails then is the answer."""
+    """Judge one gold and one answer by math-verify; gold is read first, so that what fails then is the answer."""
     if not mathematical(gold):
         return None
     try:

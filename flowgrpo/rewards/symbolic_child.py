@@ -1,4 +1,4 @@
-"""What math-verify says, in a process that can be killed: two strings flow in, a verdict flows out.
+"""Verdicts of math-verify on pairs of strings, reached in a process that can be killed.
 
 The warm interpreter of the sandbox loads this module once and is forked for every call. It imports nothing of flowgrpo,
 and math-verify only where it is called.
@@ -51,7 +51,7 @@ def compare(gold: str, answer: str) -> str:
 
 
 def verify_alone(gold: str, output: str) -> bool:
-    """What math-verify says of a whole output without any help: what the matcher is measured against."""
+    """Decide whether math-verify accepts a whole output without any help: the baseline of the matcher."""
     from math_verify import parse, verify
 
     wanted = parse(f"${gold}$", parsing_timeout=0)

@@ -33,7 +33,7 @@ class Quantity(NamedTuple):
 
 
 def units_of(text: str) -> tuple[Unit, ...]:
-    """What a spelling of a unit can mean; nothing where it is in no table."""
+    """Look up the units that a spelling can mean; empty where it is in no table."""
     text = text.strip().rstrip(".")
     text = text.replace("**", "^").replace("^{2}", "^2").replace("^{3}", "^3").replace(" ^", "^")
     for spelled, short in (
@@ -99,7 +99,7 @@ def _one_quantity(text: str) -> Quantity | None:
 
 
 def _borders(text: str) -> Iterator[int]:
-    """Where a unit may begin."""
+    """Yield each index of the text at which a unit may begin."""
     for at in range(1, len(text)):
         before, mark = text[at - 1], text[at]
         begins = mark.isalpha() or mark in "°$€£¥₹¢\"'"
@@ -154,7 +154,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def same_quantity(task: Task, gold: str, answer: str) -> Scored | None:
-    """The same amount in units of one dimension; says nothing where one of the two is no quantity."""
+    """Compare two amounts in units of one dimension; None where one of the two is no quantity."""
     (gold_name, gold), (name, answer) = named(plain(gold)), named(plain(answer))
     wanted, given = read_quantity(gold), read_quantity(answer)
     if wanted is None or given is None or (name != gold_name and name and gold_name):

@@ -32,7 +32,7 @@ class Rollout(struct.PyTreeNode):
 
 
 class Turn(struct.PyTreeNode):
-    """What is recorded of a turn, for all trajectories; `exists` says for which it counts."""
+    """Record of a turn, for all trajectories; `exists` says for which it counts."""
 
     tokens: Int[Array, "n l"]
     chosen: Bool[Array, "n l"]
@@ -46,7 +46,7 @@ class Turn(struct.PyTreeNode):
 
 
 class Going(struct.PyTreeNode):
-    """Where the trajectories stand between two turns."""
+    """State of the trajectories between two turns."""
 
     rows: Rows
     states: object  # of the environment, n of them
@@ -181,7 +181,7 @@ def _real(said: Observation) -> Array:
 
 
 def _given(going: Going) -> tuple[Array, Array]:
-    """What the cache is fed between two actions: the token sampled last, which it lacks, and the observation."""
+    """Join the tokens to feed between two actions: that sampled last, which the cache lacks, and the observation."""
     tokens_ns = jnp.concatenate([going.rows.token[:, None], going.said.tokens], axis=1)
     return tokens_ns, jnp.pad(_real(going.said), ((0, 0), (1, 0)), constant_values=True)
 

@@ -20,7 +20,7 @@ from flowgrpo.types import COUNTS, BadInput, Status, Trajectory, Turn
 
 
 class Following(NamedTuple):
-    """What a call of the environment gave, checked."""
+    """Result of a call of the environment, a reset or a step, checked."""
 
     state: Any
     said: tuple[int, ...]  # nothing where it is done
@@ -39,7 +39,7 @@ def call_reset(env: HostEnv, key, task, do: Do) -> Following:
 
 
 def call_step(env: HostEnv, state, action: Sequence[int], do: Do) -> Following:
-    """The same for a step."""
+    """Step the environment with an action; raise where what it gives can't be used, as `call_reset` does."""
     state, now = _pair(env, "step", "(state, HostStep(said, done))", HostStep, env.step(state, action, do))
     if now.reward is not None and not math.isfinite(now.reward):
         raise BadInput(f"{env.name} paid {now.reward}: a reward must be finite")
@@ -53,7 +53,7 @@ def call_step(env: HostEnv, state, action: Sequence[int], do: Do) -> Following:
 
 
 def _pair(env: HostEnv, name: str, form: str, kind: type, given: Any) -> tuple:
-    """What a function gave, where it is a state and one of this kind."""
+    """Check that the function `name` gave a state and a value of this kind, and return both; raise otherwise."""
     if isinstance(given, kind) or not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], kind)):
         found = f"({', '.join(type(x).__name__ for x in given)})" if type(given) is tuple else type(given).__name__
         raise BadInput(f"{env.name}: {name} must give {form}, and gave {found}")
@@ -99,7 +99,7 @@ class Course:
         return self.following.state
 
     def heard(self, following: Following) -> None:
-        """What a reset or a step gave, with all effects that were not yet counted."""
+        """Add the result of a reset or a step, with all effects not yet counted; end the course where it has ended."""
         step, first = following.step, self.following is None
         self.lens.append(len(self.log) - sum(self.lens))
         if step is not None:
@@ -133,7 +133,7 @@ class Course:
         self.chosen = self.chosen[:kept] + [False] * len(following.said)
 
     def request(self, key, temperature: float, budget: int | None) -> Request:
-        """What the engine is asked for now: an action, or its rest, of at most `budget` more tokens."""
+        """Make the engine's next request: for an action, or for the rest of one, of at most `budget` more tokens."""
         return Request(
             tokens=tuple(self.tokens),
             key=key,

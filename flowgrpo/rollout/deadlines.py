@@ -38,7 +38,7 @@ NOTHING = Fired(_find_nothing, _note_nothing)
 
 
 def late_of(fired: Fired, key: Sequence[int]) -> Late | None:
-    """Where a deadline stopped the trajectory of this key."""
+    """Look up where a deadline stopped the trajectory of this key; None where none did."""
     found = fired.find(["late", *key])
     return None if found is None else Late(*found)
 

@@ -54,7 +54,7 @@ def shuffled_rewards(trajectories: Trajectories, key: Array, *, samples: int) ->
 
 
 def summarise(rollout: Rollout, *, samples: int) -> Metrics:
-    """What a batch of trajectories was like; of those that are valid, but for the tokens."""
+    """Compute figures of a batch of trajectories: of those that are valid, but `tokens` and `chosen_tokens` of all."""
     trajectories = rollout.trajectories
     valid_n = trajectories.valid
     turns_nt = jnp.asarray(trajectories.turns) & valid_n[:, None]

@@ -1,4 +1,4 @@
-"""What the world answered in a rollout, in a file as it comes: a run that was killed hears the same again (S1).
+"""Keep each answer of a tool, role or reward in a file as it comes, so that a killed run gets the same again (S1).
 
     journal = Journal(folder, 10)       # a run that goes on from the checkpoint of update 10
     do, reward, fired = journal.effects(do), journal.verdicts(reward), journal.deadlines()
@@ -138,7 +138,7 @@ class _Page:
         self._file.seek(end)
 
     def find(self, asked: str) -> Any:
-        """What was answered to this when the file was opened, each answer once; None where nothing is left."""
+        """Take an answer to this that the file held when it was opened, each one once; None where nothing is left."""
         with self._lock:
             answers = self._known.get(asked)
             return answers.popleft() if answers else None
@@ -163,5 +163,5 @@ class _Page:
 
 
 def _key(asked: Any) -> str:
-    """What stands for a question, which may be long."""
+    """Hash a question, which may be long, to the short string that stands for it."""
     return blake2b(json.dumps(asked, sort_keys=True, default=float).encode(), digest_size=16).hexdigest()

@@ -192,7 +192,7 @@ def tool_of(call: Call | None) -> str:
 
 
 def _ask(member: Member, submit: Submit, temperature: float, budget: int | None) -> Completion | None:
-    """What the policy chooses; None where the context has grown too long to ask."""
+    """Ask the engine for the policy's action and wait for it; None where the context has grown too long to ask."""
     course = member.course
     member.check_late(len(course.log))
     request = course.request(key_of(member.keys[1 + len(course.turns)]), temperature, budget)

@@ -20,7 +20,7 @@ class Standing(NamedTuple):
 
 
 def as_host(env: Env) -> HostEnv:
-    """The same environment, played action by action on the host; its task is a pytree of one task.
+    """Wrap a pure environment to be played action by action on the host; its task is a pytree of one task.
 
     Every step pays what the pure one pays: roll it out with `by_turn=env.by_turn`.
     """

@@ -1,4 +1,4 @@
-"""What a hosted rollout leaves of each trajectory: ids, effects and verdict, as a value and as one line of JSON.
+"""Records of hosted rollouts: each trajectory's ids, effects and verdict, as a value and as one line of JSON.
 
 A `Played` holds all that its environment was told and asked for, so that `replay` can go through it again without an
 engine and without tools (A2). Tokens are ids as they were sampled; nothing is recovered from text (A5).
@@ -78,7 +78,7 @@ class Unfinished:
 
 
 class Hosted(NamedTuple):
-    """What a rollout gave: first what was resumed, then the new trajectories, each in the order given."""
+    """Result of a rollout: first what was resumed, then the new trajectories, each in the order given."""
 
     played: tuple[Played, ...]
     unfinished: tuple[Unfinished, ...]  # which a later rollout can resume
@@ -88,7 +88,7 @@ class Hosted(NamedTuple):
 
 
 def given_up(unfinished: Sequence[Unfinished]) -> Ledger:
-    """What becomes of the tokens of trajectories that nobody will resume (A6)."""
+    """Account for the tokens that the policy chose in trajectories that nobody will resume: all are dropped (A6)."""
     count = sum(int(np.sum(turn.chosen)) for one in unfinished for turn in one.spoken)
     return Ledger(count, {Fate.DROPPED_CANCELLED: count})
 
@@ -116,7 +116,7 @@ def rollout_of(
 
 
 def _with_a_turn(trajectory: Trajectory) -> Trajectory:
-    """What `collate` takes: one that has no turn, and so no outcome, gets an empty one, which is masked afterwards."""
+    """Give a trajectory without a turn, and so without outcome, an empty one for `collate`; it is masked afterwards."""
     if trajectory.turns:
         return trajectory
     status = Status.ABORTED if COUNTS[trajectory.status] else trajectory.status
@@ -167,7 +167,7 @@ def from_json(line: str | bytes) -> Played:
 
 
 def unfinished_to_json(unfinished: Unfinished) -> str:
-    """The same of a trajectory that can be resumed, for `unfinished_from_json`."""
+    """Write an unfinished trajectory as one line of JSON for `unfinished_from_json`; its task as `to_json` needs it."""
     record = {item.name: getattr(unfinished, item.name) for item in fields(unfinished)}
     begun = unfinished.begun
     return _write(record | {"begun": None if begun is None else _begun_to_json(begun)})
@@ -196,7 +196,7 @@ def _write(record: dict[str, Any]) -> str:
 
 
 def _read(line: str | bytes, make: Callable[[dict[str, Any]], Any]) -> Any:
-    """What `make` makes of a line's record, in which what all records hold is as it was."""
+    """Parse a line of JSON and have `make` build the value, once the fields that all records have are restored."""
     try:
         record = json.loads(line)
         common = {

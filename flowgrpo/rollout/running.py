@@ -112,7 +112,7 @@ class Run:
         )
 
     def pending(self) -> list[str]:
-        """What is under way, in words, the longest first; may be called from any thread."""
+        """Describe in words what is under way, the longest first; may be called from any thread."""
         now = time.monotonic()
         # Copies, which are made at once: the rollout's own thread changes these while they are read.
         playing, judging = list(self.playing), list(self.judging)
@@ -291,7 +291,11 @@ class Run:
             self._end_late(member, member.late)
 
     def _end_late(self, member: Member, late: Late) -> None:
-        """What was started did not return: a tool that the policy called is its doing, all else is not (F5)."""
+        """End a stopped member, or give it back unfinished where it was in no reset or step.
+
+        A step that did not return, by itself or for a tool that the policy called, is the policy's doing (TIMEOUT);
+        all else is not (TOOL_FAILURE, F5).
+        """
         self.unused += late.dropped
         if late.phase in ("reset", "step"):
             own = late.phase == "step" and (member.call is None or member.call.kind == "tool")

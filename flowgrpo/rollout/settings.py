@@ -43,7 +43,7 @@ class Settings:
 
 
 class Told(NamedTuple):
-    """Who is told of what, in the caller's thread; `hosted` says when."""
+    """Callbacks that tell of trajectories, called in the caller's thread; `_rollout` in `hosted` says when."""
 
     on_done: Callable[[Played], None] | None = None
     on_played: Callable[[Hosted], None] | None = None

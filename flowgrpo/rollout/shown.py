@@ -30,7 +30,7 @@ Spell = Callable[[Sequence[int]], list[str]]  # ids -> the text of each; togethe
 
 
 def speller(text: Text) -> Spell:
-    """What each token reads as after others; where several make one character, the first of them has it."""
+    """Make a `Spell` that gives each token's text after others; where several make one character, the first has it."""
     before = text.encode("a")[-1:]
     start = text.decode(before)
 
@@ -63,7 +63,7 @@ def _complete(ids: Sequence[int], pieces: list[str], first: int, read: Callable[
 
 
 def word_speller(words: Sequence[str]) -> Spell:
-    """The same for a vocabulary of whole words, such as that of a pure environment."""
+    """Make a `Spell` for a vocabulary of whole words, such as that of a pure environment."""
     return lambda ids: [f"{words[int(i)]} " for i in ids]
 
 
@@ -127,7 +127,7 @@ def _turn(
 
 
 def _calls(played: Played) -> list[list[ShownCall]]:
-    """What was asked before the first turn, and by each turn; the last one has what its step was asking for."""
+    """List the calls before the first turn, then those of each turn; the last also has those of a step that was cut."""
     turns = len(played.trajectory.turns)
     ends = list(accumulate(played.lens))[: turns + 1]
     ends = [*ends, *[len(played.log)] * (turns + 1 - len(ends))]

@@ -71,7 +71,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _parents() -> list[tuple[int, Path]]:
-    """Where this process is, in the hierarchies that count memory."""
+    """List the control groups of this process, in hierarchies that count memory, as (version, folder)."""
     found = []
     with contextlib.suppress(OSError):  # no /proc: not Linux
         own = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What becomes of a fork of the zygote: the first process of a run, and below it the process of the program.
+"""The processes that a fork of the zygote becomes: the first process of a run, and below it that of the program.
 
     zygote -> first process (process 1 of a pid namespace) -> program -> whatever it starts
 
@@ -160,7 +160,7 @@ def _limit(request: Mapping[str, Any]) -> None:
 
 
 def _die_first(proc: int) -> None:
-    """Where memory runs out, let the kernel take this run rather than the zygote."""
+    """Have the kernel kill this run rather than the zygote where memory runs out."""
     own = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=proc)
     os.write(own, b"1000")
     os.close(own)

@@ -37,7 +37,7 @@ _APART = (
 
 
 def interpreter_paths() -> list[str]:
-    """Where this interpreter, its standard library and the shared libraries of the system lie."""
+    """List the paths of this interpreter, its standard library and the shared libraries of the system."""
     libraries = ["/lib", "/lib64", "/usr/lib", "/usr/lib64"]
     own = [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]
     standard = [path for path in sys.path if os.path.isdir(path)]

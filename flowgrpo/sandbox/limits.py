@@ -1,4 +1,4 @@
-"""What a run may use, how it ended, and what contains it: the values that the sandbox takes and gives."""
+"""Limits, outcome and isolation of a run: the values that the sandbox takes and gives."""
 
 import math
 from dataclasses import dataclass, fields
@@ -9,8 +9,8 @@ from flowgrpo.types import BadInput
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use. Memory is beyond what a bare interpreter takes, and counts for each process of a run;
-    for all of them together where `Isolation.memory` says so."""
+    """Resources that one run may use. Memory is beyond what a bare interpreter takes, and counts for each process of a
+    run; for all of them together where `Isolation.memory` says so."""
 
     seconds: float = 5.0  # wall clock; each process may also use that much CPU, and a second or two more
     memory: int = 512 << 20
@@ -37,7 +37,7 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True)
 class Isolation:
-    """What keeps a program from the host; `str` says it plainly."""
+    """Measures that keep a program from the host; `str` describes them in words."""
 
     active: bool  # everything that `str` lists; else nothing but deadlines and the limits of a process
     user: str = ""  # whose rights a program has outside, which is none inside

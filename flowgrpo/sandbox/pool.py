@@ -54,7 +54,7 @@ class Sandbox:
 
     @property
     def isolation(self) -> Isolation:
-        """What is active; the first look starts a worker to find out."""
+        """Isolation that is active; the first access starts a worker to find out."""
         if self._isolation is None:
             with self._slots:
                 self._put((), self._take(()))
@@ -196,7 +196,7 @@ def _ran(answer: Answer) -> Ran:
 
 
 def _returned(function: str, answer: Answer, seconds: float) -> Any:
-    """What a call returned; raises what became of it otherwise."""
+    """Decode the value that a call returned; `TimeoutError` or `CallFailed` where it did not return."""
     if answer.how == "timeout":
         raise TimeoutError(f"{function} did not return within {seconds:g} s")
     if answer.how == "output":

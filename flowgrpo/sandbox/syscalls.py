@@ -1,6 +1,7 @@
-"""What the sandbox asks of the Linux kernel and Python has no name for, through libc.
+"""Linux system calls that the sandbox needs, most of which Python has no name for, through libc.
 
-Every function raises `OSError`, with the name of the call, where the kernel refuses. Nothing here decides anything.
+Every function but `ask_for_short_turns` raises `OSError`, with the name of the call, where the kernel refuses. Nothing
+here decides anything.
 Standard library only: this runs in the zygote, which never imports the rest of the package.
 """
 

@@ -66,7 +66,7 @@ class Worker:
 
     @property
     def memory_bound(self) -> str:
-        """What bounds the memory of a run as a whole."""
+        """Control group that bounds the memory of a run as a whole, in words; empty where there is none."""
         return f"a control group (version {self._group.version})" if self._group else ""
 
     @property
@@ -246,7 +246,7 @@ class Streams:
                 pass
 
     def texts(self) -> tuple[bytes, bytes]:
-        """What was kept of stdout and of stderr."""
+        """Return the bytes that were kept of stdout and of stderr."""
         stdout, stderr = self._kept.values()
         return bytes(stdout), bytes(stderr)
 

@@ -169,7 +169,7 @@ def _watch(pid: int, deadline: float, ended: socket.socket, control: socket.sock
 
 
 def _how(told: socket.socket, why: str, status: int) -> dict[str, Any]:
-    """What the pool is told: why the child was killed, or what it said before it ended, or how it ended unsaid."""
+    """Compose the report to the pool: why the child was killed, or its last message, or else its wait status."""
     with told:
         if why:
             return {"how": why}

@@ -1,1 +1,1 @@
-"""What agents call: functions that return a `Tool`, and the set that runs them."""
+"""Tools for agents to call: functions that return a `Tool`, and the set that runs them."""

@@ -29,7 +29,7 @@ SHOWN = 80  # characters of a value in a sentence
 
 
 def check_arguments(schema: Mapping[str, Any], arguments: Any) -> str:
-    """What is wrong with the arguments of a call, in one sentence; "" where nothing is. `schema` is that of a tool.
+    """Say in one sentence what is wrong with the arguments of a call; "" where nothing is. `schema` is that of a tool.
 
     JSON types are strict: true is no integer, 3.0 neither. At the top, arguments that a schema doesn't name are
     unknown unless it says `additionalProperties`.
@@ -47,7 +47,7 @@ def check_arguments(schema: Mapping[str, Any], arguments: Any) -> str:
 
 
 def fault(schema: Any, value: Any, place: str, root: Mapping[str, Any], depth: int = 0) -> str:
-    """What is wrong with a value; "" where nothing is, or where the schema isn't understood."""
+    """Describe the first fault of a value in words; "" where it has none, or where the schema isn't understood."""
     if schema is False:
         return f"{place} isn't allowed"
     if not isinstance(schema, Mapping) or depth > DEEPEST:
@@ -71,7 +71,11 @@ def fault(schema: Any, value: Any, place: str, root: Mapping[str, Any], depth: i
 
 
 def _options_fault(options: list, value: Any, place: str, following: Callable) -> str:
-    """What is wrong where one of several schemas must fit: of the types, or else in the first whose type does."""
+    """Describe the fault of a value that must fit one of several schemas; "" where it does.
+
+    It is that of the types, or else that in the first schema whose type fits; where not every schema names one type,
+    that in the first of all.
+    """
     wrongs = [following(option, value, place) for option in options]
     if not wrongs or not all(wrongs):
         return ""
@@ -83,7 +87,7 @@ def _options_fault(options: list, value: Any, place: str, following: Callable) -
 
 
 def _resolve(root: Mapping[str, Any], target: str) -> Any:
-    """What a local reference names; None where it names nothing."""
+    """Resolve a local `$ref` ("#/...") in the schema `root`; None where it names nothing, or isn't local."""
     found: Any = root
     for step in target.removeprefix("#").strip("/").split("/") if target.startswith("#/") else ():
         found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
@@ -153,7 +157,7 @@ def _items_fault(schema: Mapping[str, Any], value: list, place: str, following: 
 
 
 def _bound_fault(schema: Mapping[str, Any], value: Any, place: str) -> str:
-    """What bounds of a number, or of the length of a string, are not kept."""
+    """Describe the first bound of a number, or of the length of a string, that is not kept; "" where all are."""
     if isinstance(value, str):
         bounds = schema.get("minLength"), schema.get("maxLength")
         return _size_fault(*bounds, len(value), f"{place} must have", "characters")

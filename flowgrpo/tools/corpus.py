@@ -23,7 +23,7 @@ class Document(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """What is searched."""
+    """Collection of documents to search."""
 
     documents: tuple[Document, ...]
 

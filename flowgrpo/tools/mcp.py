@@ -103,7 +103,7 @@ class McpTools:
     # The connection -----------------------------------------------------------------------------------
 
     def _ask(self, question: Callable) -> Any:
-        """What the server answers, within the deadline."""
+        """Put a question, a coroutine function of the client, and wait for the answer until the deadline."""
         began = time.monotonic()
         until, connection = began + self._seconds, None
         try:
@@ -139,7 +139,7 @@ class McpTools:
             self._lock.release()
 
     def _failure(self, cause: BaseException, connection: "Connection | None", began: float) -> Exception:
-        """What went wrong, in words. A connection that broke, or on which nothing is heard, is given up."""
+        """Make the exception that says what went wrong; end a connection that broke, or on which nothing is heard."""
         code = getattr(cause, "code", None)
         if code == INVALID_PARAMS:
             return ToolError(sentence(cause) or "The server refused the arguments.")

@@ -36,7 +36,7 @@ class Http(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """What a task of the event loop keeps open."""
+    """Open connection to a server, kept by a task of the event loop: its client, and the event that ends it."""
 
     client: "Client"
     end: Any  # anyio.Event

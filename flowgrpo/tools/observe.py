@@ -1,4 +1,4 @@
-"""What a policy is shown of what a tool returned: any value flows in, bounded clean text flows out."""
+"""Turn any value that a tool returned into the bounded, clean text that a policy is shown."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def clean(text: str) -> str:
 
 
 def sentence(error: BaseException, most: int = LONGEST_SENTENCE) -> str:
-    """What an exception says, bounded; "" where it says nothing, or can't."""
+    """Get the message of an exception as clean text of at most `most` characters; "" where it has none, or raises."""
     try:
         return observation(str(error).strip(), most)
     except BaseException:  # its own words raise, and may raise anything

@@ -32,7 +32,7 @@ WORD = re.compile(r"\w+")
 
 
 class _Index(NamedTuple):
-    """What a query is held against."""
+    """Passages that a query is compared with, and the scorer that ranks them."""
 
     passages: Sequence[Passage]
     scorer: Any  # bm25s.BM25
@@ -115,7 +115,7 @@ def _bm25s() -> ModuleType:
 
 
 def _selection(name: str) -> Any:
-    """What the stand-in stands for."""
+    """Load the real `bm25s.selection`, which the stand-in replaces, and get the attribute `name` from it."""
     if name.startswith("__"):
         raise AttributeError(name)
     import bm25s

@@ -38,7 +38,7 @@ class ToolError(ValueError):
 
 
 class Counts(NamedTuple):
-    """What became of the calls of a tool."""
+    """Numbers of calls of a tool, by what became of them, and the seconds in the tool."""
 
     calls: int = 0
     errors: int = 0
@@ -84,7 +84,7 @@ class Toolset:
 
     @property
     def counts(self) -> Mapping[str, Counts]:
-        """What became of the calls, by tool, up to now."""
+        """Numbers of calls up to now, by tool, each by what became of them."""
         with self._lock:
             return dict(self._counts)
 

@@ -94,7 +94,7 @@ def test_a_single_observation_is_bounded():
 
 
 def test_counting_costs_little_whatever_a_tool_said():
-    """What is counted is bounded by the budget, not by the observation."""
+    """The texts that are counted are bounded by the budget, not by the observation."""
     counted = []
 
     def count(string: str) -> int:

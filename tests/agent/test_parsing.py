@@ -1,4 +1,4 @@
-"""What roles say, read: lenient in case and spaces, strict in substance; what can't be read has a reason (A4)."""
+"""Parsing of roles' words: lenient in case and spaces, strict in substance; what can't be read has a reason (A4)."""
 
 import pytest
 from agent_cases import ADD, ECHO, SCHEMAS

@@ -1,4 +1,4 @@
-"""Who speaks the roles: what a model says is a result, and a model that is down, slow or silent is a failure."""
+"""Speakers of the roles: what a model says is a result; one that is down, slow or gives no answer is a failure."""
 
 from typing import NamedTuple
 

@@ -199,7 +199,7 @@ def test_a_query_that_does_not_fit_ends_with_a_reason(rendering):
 
 
 def test_the_glue_is_that_of_the_whole_conversation():
-    """What is appended follows from the last token alone; the whole conversation gives the same."""
+    """The appended tokens follow from the last token alone, and are those that the whole conversation gives."""
     text = agent_text("gemma")
     env = agent_system(text, schemas=[ECHO], rendering=appending, max_tokens=100)
     played = play(env, text, [ids(text, "nonsense", end=False), plan("echo", "hi")])

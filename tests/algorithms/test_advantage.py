@@ -32,7 +32,7 @@ def every_normalizer(outcome_n, group_n, valid_n):
 
 
 def normalized(outcome, group=None) -> dict[str, np.ndarray]:
-    """What each normalizer gives, for up to twelve valid trajectories; the rest is invalid, and of the first group."""
+    """Apply each normalizer to up to twelve valid trajectories; the rest is invalid, and of the first group."""
     size, group = len(outcome), group or [0] * len(outcome)
     outcome_n, group_n = np.zeros(N, np.float32), np.full(N, group[0])
     outcome_n[:size], group_n[:size] = outcome, group

@@ -30,7 +30,7 @@ def assert_same(found, expected):
 
 
 def advantages(name: str, trajectories: fg.Trajectories) -> np.ndarray:
-    """What the outcomes alone give: at the reference, where KL is 0, and without a punishment of length."""
+    """Compute advantages from the outcomes alone: at the reference, where KL is 0, and without a penalty on length."""
     algorithm = fg.dapo() if name == "dapo" else MEMBERS[name]
     return np.asarray(signal(algorithm)(trajectories.replace(logp_ref=trajectories.logp_old))[0])
 

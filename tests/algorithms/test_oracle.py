@@ -99,7 +99,7 @@ def ragged(x_ntl, mask_ntl) -> list[list]:
 
 
 def scores_by_model(oracle, case: Case, logp_ntl, entropy_ntl, mask_ntl):
-    """What a trainer asks for log-probabilities: `model` is the name of who is scored."""
+    """Make the function that a trainer asks for log-probabilities: `model.name` says which model's are looked up."""
     given = {"policy": logp_ntl, "old": case.trajectories.logp_old, "reference": case.trajectories.logp_ref}
     scored = {name: completions(oracle, x_ntl, mask_ntl) for name, x_ntl in given.items()}
     entropy_rs = completions(oracle, entropy_ntl, mask_ntl)
@@ -146,7 +146,7 @@ def trainer(oracle, reward_n, group_n, generated: tuple, **settings) -> Off:
 
 
 def generated_batch(kind, made: Off) -> dict:
-    """What this kind of trainer hands from generation to loss: masks, advantages, normaliser, correction."""
+    """Run this kind of trainer between generation and loss -> masks, advantages, normaliser, correction."""
     return kind._generate_and_score_completions(made, [{"prompt": "?"}] * len(made._generate()[0]))
 
 
@@ -276,7 +276,7 @@ def trl_dpo(oracle, case: Case, beta: float) -> tuple:
     inputs = {"input_ids": ids_rs, "attention_mask": oracle.torch.ones_like(ids_rs), "completion_mask": mask_rs}
 
     def outputs(logp_rs, *, labels, **_):
-        """What a model with a fused head returns: nothing where a token is no label."""
+        """Imitate the output of a model with a fused head: 0 where a token is no label."""
         own_rs, zeros_rs = labels[:, 1:] != -100, oracle.torch.zeros_like(logp_rs)
         logp_rs = oracle.torch.where(own_rs, logp_rs, zeros_rs)
         return Off(log_probs=logp_rs, entropy=zeros_rs, mean_logits=zeros_rs, is_top1=own_rs)

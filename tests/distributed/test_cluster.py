@@ -28,7 +28,7 @@ def own_devices(monkeypatch):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory) -> str:
-    """What one run has compiled, the next finds."""
+    """Return the flag of a compilation cache that the runs share: what one has compiled, the next finds."""
     return f"--compilation_cache={tmp_path_factory.mktemp('compiled')}"
 
 

@@ -135,7 +135,7 @@ def test_S1_who_plays_is_replaced_with_the_trainers_and_who_judges_is_not(tmp_pa
 
 
 def test_S1_a_checkpoint_holds_all_that_was_rolled_out(tmp_path):
-    """What awaits its verdict too, and the first parts of what is going on."""
+    """A checkpoint also holds groups that await their verdict, and the first parts of those that are under way."""
     work, met = Work(hangs=lambda _: time.sleep(0.05)), set()
 
     def before(_worker, method, _calls):
@@ -190,7 +190,7 @@ def test_S1_a_master_that_is_killed_goes_on_from_the_checkpoint_with_its_buffer(
 
 
 def test_S1_the_result_tells_of_all_masters_and_not_of_the_last_alone(tmp_path):
-    """Who rolled out, and how stale an update was, up to the checkpoint from which the last one went on."""
+    """Rollout pids and the staleness of updates are kept up to the checkpoint from which the last master went on."""
     work = Work()
     killed_at(3, work, SYNC, tmp_path)
     assert work.saved is not None

@@ -1,4 +1,4 @@
-"""What flows between master and workers: a stretch as text is the same stretch, and every token is counted once."""
+"""Messages between master and workers: a stretch as text is the same stretch, and every token is counted once."""
 
 from dataclasses import replace
 

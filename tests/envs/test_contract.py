@@ -15,7 +15,7 @@ from flowgrpo.envs.expressions import combination
 
 
 class Case(NamedTuple):
-    """What the tests are told of an environment."""
+    """Facts that the tests are given about an environment."""
 
     combinations: Callable  # tasks -> rows of what belongs to one split only
     solved: tuple[float, float]  # how often demonstrations succeed, at least and at most
@@ -138,7 +138,7 @@ def test_one_turn_is_no_better_than_a_guess(env):
 
 
 def test_anchors_are_equal_where_the_state_is(env):
-    """Whatever the key of the environment; no state comes twice in an oracle's episode; other questions differ."""
+    """The environment's key changes no anchor; no state comes twice in an oracle's episode; other questions differ."""
     plays = played(env, "oracle")
     assert all(len(np.unique(row[live])) == live.sum() for row, live in zip(plays.anchor, plays.live, strict=True))
     starts = {(int(row[0]), tuple(said)) for row, said in zip(plays.anchor, plays.prompt.tokens, strict=True)}

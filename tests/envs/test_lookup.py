@@ -208,7 +208,7 @@ def test_other_sizes():
 
 
 def test_demonstrations_choose_tools_nearly_at_chance():
-    """Where the same task is tried eight times, it is mostly neither lost nor won by all: groups have a signal."""
+    """In most groups of eight trials of a task, some fail and some succeed: groups have a signal."""
     plays = play(
         ENV, player(ENV, "demonstrations"), jax.tree.map(lambda x: jnp.repeat(x[::8], 8, axis=0), tasks_of(ENV))
     )
@@ -222,7 +222,7 @@ def test_demonstrations_choose_tools_nearly_at_chance():
 
 @pytest.mark.slow
 def test_the_right_tool_is_what_makes_a_demonstration_succeed():
-    """The same demonstrations with knowledge of the tools: almost all that is left to learn is which tool."""
+    """Demonstrations that know the tools mostly succeed: almost all that is left to learn is which tool."""
     env = fg.lookup(skill=1.0)
     assert 0.7 < played(env, "demonstrations").state.correct.mean() < 0.9
 

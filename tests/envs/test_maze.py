@@ -103,7 +103,7 @@ def test_the_oracle_takes_the_shortest_way():
 
 
 def test_what_is_paid_by_turn_sums_to_one_where_it_is_solved():
-    """The same episodes as those that are paid at the end, by 1 or 0."""
+    """The episodes are equal to those that are paid at the end, by 1 or 0."""
     paid, plays = play(PAID, player(PAID, "demonstrations")), played(ENV, "demonstrations")
     np.testing.assert_array_equal(paid.tokens, plays.tokens)
     assert (PAID.by_turn, ENV.by_turn) == (True, False)

@@ -1,4 +1,4 @@
-"""What the tests of experiments as commands share."""
+"""Fixtures and helpers shared by the tests that run experiments as commands."""
 
 import json
 from pathlib import Path

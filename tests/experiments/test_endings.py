@@ -1,4 +1,4 @@
-"""What a run says at its end: what it wrote, and commands that take it further."""
+"""The message at the end of a run: what it wrote, and commands that take it further."""
 
 from experiments.endings import after_training, command, contents, ending
 

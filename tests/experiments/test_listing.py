@@ -1,4 +1,4 @@
-"""What `python -m experiments` prints: every command once, in a group, fast, and a hint where a name is unknown."""
+"""The output of `python -m experiments`: every command once, in a group, fast, and a hint for an unknown name."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""Where figures go."""
+"""The flag `--loggers`, which names the sinks that a run's figures go to."""
 
 import pytest
 from absl import flags

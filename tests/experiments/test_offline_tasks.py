@@ -96,7 +96,7 @@ def test_the_script_without_slips_solves_every_task_with_the_real_tools(world, s
 
 @pytest.mark.slow
 def test_a_task_cannot_be_answered_without_its_tools(world):
-    """What the query says is not the answer: only drawings are answered at once."""
+    """The query does not contain the answer; only drawings are answered at once, and are left out here."""
     reward = world[3]
     tasks = [task for task in make_tasks(5, 0, 80, "test") if task.metadata["steps"]]
     guessed = reward.many(tasks, [task.query for task in tasks])

@@ -1,4 +1,4 @@
-"""What episodes come to: the share of calls that go to the right tool, seen in trajectories."""
+"""Figures of episodes: the share of calls that go to the right tool, computed from trajectories."""
 
 import jax
 import jax.numpy as jnp

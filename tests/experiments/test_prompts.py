@@ -164,7 +164,7 @@ def run_in(folder: Path) -> dict[str, Any]:
 
 
 def final(folder: Path) -> tuple:
-    """What must be the same whenever the run is."""
+    """Read what must be equal in equal runs: the last checkpoint's update, state and memory, and the metrics."""
     checkpoints = Checkpoints(folder)
     last = checkpoints.latest()
     assert last is not None
@@ -182,7 +182,7 @@ def ask() -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> tuple:
-    """What an undisturbed run leaves."""
+    """Run without interruption, and return what `final` reads of it."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     run_in(folder)
     return final(folder)

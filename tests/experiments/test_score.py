@@ -195,7 +195,7 @@ def write_judge(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_in_a_folder_judges_all_answers(tmp_path):
-    """What the command writes is what the same judge says here."""
+    """The values that the command writes are those that the same judge gives in this process."""
     write_judge(tmp_path / "judge")
     tasks = [{"id": str(i), "query": f"{i} + 1?", "answer": str(i + 1), "domain": "any"} for i in range(6)]
     put(tmp_path / "tasks.jsonl", tasks)

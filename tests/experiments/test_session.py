@@ -110,7 +110,7 @@ def test_S1_a_run_is_logged_and_watched_without_a_bit_of_it_changing(whole, tmp_
 
 
 def test_S1_stopped_in_every_update_it_ends_as_if_nothing_had_been(whole, tmp_path):
-    """Where a validation was due and not made, the run that goes on makes it."""
+    """A validation that was due and not made is made by the run that goes on."""
     for stage, update in [("examine", 0), ("learned", 1), ("learned", 2), ("rollout", 4), ("learned", 4), ("test", 0)]:
         with pytest.raises(KeyboardInterrupt):
             one_run(tiny_work(raise_at(stage, update)), tmp_path, every=EVERY)

@@ -1,4 +1,4 @@
-"""What a run recorded, as the page of `view` has it: phases, advantages, texts; and what it says of what is missing."""
+"""A recorded run as the page of `view` shows it: phases, advantages, texts, and messages about what is missing."""
 
 import json
 
@@ -48,7 +48,7 @@ def run(tmp_path):
 
 
 def test_examinations_come_first_and_advantages_belong_to_group_and_sample(run):
-    """What takes no part has no advantage."""
+    """A trajectory that takes no part has no advantage."""
     assert [(one.phase, one.update, one.advantages) for one in read_trajectories(run)] == [
         ("test before", None, None),
         ("test after", None, None),

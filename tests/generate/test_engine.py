@@ -109,7 +109,7 @@ def test_a_deadline_ends_a_request_and_keeps_its_tokens(engine):
 
 
 def test_a_stop_string_ends_where_its_last_token_is():
-    """The same bits as without it, up to that token; what was decoded past it is accounted for (A5, A6)."""
+    """Up to that token the bits are those without the string; what was decoded past it is accounted for (A5, A6)."""
     requests = make_requests(40, seed=21, max_tokens=39)
     with Engine(POLICY, tiny_params(), **SETTINGS) as engine:
         free = engine.generate(requests)

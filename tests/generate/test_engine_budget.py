@@ -84,7 +84,7 @@ def test_kept_sets_of_all_parts_are_recorded():
 
 
 def test_a_stop_id_or_the_last_token_at_the_cut_is_the_end(engine):
-    """What could not go on has not ended for its budget."""
+    """A completion that could not go on anyway has the finish reason "stop" or "length", and not "budget"."""
     requests = make_requests(40, seed=6)
     pairs = zip(requests, engine.generate(requests), strict=True)
     request, expected = next(pair for pair in pairs if pair[1].finish_reason == "stop" and len(pair[1].tokens) > 2)
@@ -98,7 +98,7 @@ def test_a_stop_id_or_the_last_token_at_the_cut_is_the_end(engine):
 
 
 def test_a_stop_string_is_found_across_the_cut(engine):
-    """Wherever the cut is, it ends with the same token; what was decoded past it in a part is none of it (A5)."""
+    """The completion ends with the same token wherever the cut is; what a part decoded past that is left out (A5)."""
     request = make_requests(1, seed=21, max_tokens=39, stop_ids=())[0]
     text = text_of(engine.generate([request])[0].tokens)
     request = request._replace(stop=(max(text[len(text) // 3 :][:9].split("\ufffd"), key=len),))

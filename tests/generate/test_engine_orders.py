@@ -44,7 +44,7 @@ REQUESTS = short_requests()
 
 @pytest.fixture(scope="module")
 def alone():
-    """What each request gets by itself, from either weights."""
+    """Complete each request by itself, with either weights -> bits by version and number of the request."""
     results = []
     for version, params in enumerate(PARAMS):
         with Engine(POLICY, params, **SMALL, version=version) as engine:

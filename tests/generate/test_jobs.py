@@ -1,4 +1,4 @@
-"""What a request asks for is checked when it comes: one sentence for each that can't be run."""
+"""Checks of a request when it comes: one sentence for each that can't be run."""
 
 import jax
 import numpy as np

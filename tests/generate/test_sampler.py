@@ -202,7 +202,7 @@ def chunked(params, tokens, segments, chunk):
 
 @pytest.mark.parametrize("chunk", [7, 64])
 def test_scores_of_packed_rows_and_their_gradient_are_those_of_the_whole_vocabulary(chunk):
-    """Whatever the chunk; the first token of a segment and padding score nothing."""
+    """The size of chunks changes nothing; the first token of a segment and padding score 0."""
     tokens = jnp.array(RANDOM.integers(4, V, (2, 11)).astype("i"))
     segments = jnp.array([[1] * 5 + [2] * 4 + [0] * 2, [1] * 11])
     scored_rs = jnp.array([[1, 1, 1, 1, 0, 1, 1, 1, 0, 0], [1] * 10])

@@ -165,7 +165,7 @@ class Killed(BaseException):
 
 
 def dying(change, moments):
-    """The same change of the disk, before one of which the process dies."""
+    """Wrap a change of the disk so that the process dies, by `Killed`, just before it when `moments` gives 0."""
 
     def run(*args, **settings):
         if not next(moments):

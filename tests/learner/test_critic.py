@@ -121,7 +121,7 @@ def test_each_part_moves_at_its_own_rate_behind_its_own_clip():
 
 
 def test_an_adapter_and_the_critic_are_trained_and_a_reference_holds_the_adapter_alone():
-    """What acts is the policy, whatever the parameters are."""
+    """`acting` gives the policy's parameters, with a critic beside them or not."""
     trained = actor_critic(ADAPTER)
     params = ActorCritic(Adapted({"w": 1}, {"a": 2}), {"value": 3})
     part = trained.take(params)

@@ -61,7 +61,7 @@ def test_F3_two_processes_of_four_devices_are_the_same():
 
 
 def run_together(started: list[list[str]]) -> list[str]:
-    """What each process prints; all are killed when the time is over."""
+    """Run a process for each list of flags, and return what each prints; all are killed when the time is over."""
     clean = os.environ | {"XLA_FLAGS": commands.xla_flags()}
     module = [sys.executable, "-m", "experiments.benchmarks.meshes"]
     settings = {"cwd": ROOT, "env": clean, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -55,7 +55,7 @@ def descend(base, steps: int = 300, rate: float = 0.01) -> tuple[np.ndarray, opt
 
 @partial(jax.jit, static_argnums=2)
 def code_all(x, chance_c, dtype):
-    """What `x` is coded as under each of many chances."""
+    """Encode `x` as `dtype` and decode it, under each of many chances -> [chance, *shape of x]."""
     return jax.vmap(lambda chance: decode(encode(x, dtype, jnp.full(x.shape, chance))))(chance_c)
 
 
@@ -82,7 +82,7 @@ def test_small_second_moments_survive_and_small_first_moments_are_right_on_avera
 
 
 def test_what_is_coded_again_stays_as_it_is():
-    """Where the largest of a block changes, its levels stay: a moment that nothing moves does not wander."""
+    """The levels of a block stay when its largest entry changes: a moment that nothing moves does not wander."""
     x = code_all(numbers(3, (4, BLOCK)), jnp.array([0.5]), jnp.int8)[0]
     again = code_all(x.at[:, 0].set(5.0), jnp.array([0.01]), jnp.int8)[0]
     np.testing.assert_allclose(again[:, 1:], x[:, 1:], rtol=1e-5)

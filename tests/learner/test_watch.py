@@ -1,4 +1,4 @@
-"""What an update says of itself: figures by hand, by turn as by filter, and the same however rows are visited."""
+"""Figures that an update reports: by hand, by turn against filtered tokens, and the same before and after packing."""
 
 from functools import partial
 

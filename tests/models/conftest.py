@@ -1,4 +1,4 @@
-"""What the comparisons with transformers share."""
+"""Fixture shared by the tests that compare models with those of transformers."""
 
 import json
 from types import SimpleNamespace

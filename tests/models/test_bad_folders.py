@@ -30,13 +30,13 @@ def refused(folder, **settings) -> str:
 
 
 def change(folder, **fields) -> None:
-    """The same config.json with other fields."""
+    """Replace fields of the folder's config.json."""
     source = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(source | fields))
 
 
 def retensor(folder, tensors) -> None:
-    """The same weights with other tensors; None takes one away."""
+    """Replace tensors of the folder's weights by name; None takes one away."""
     held = load_file(folder / WEIGHTS) | tensors
     save_file({name: value for name, value in held.items() if value is not None}, folder / WEIGHTS)
 

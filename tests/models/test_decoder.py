@@ -46,7 +46,7 @@ def deal(lengths, width, random):
 
 @pytest.mark.parametrize(("name", "width", "slots"), [("full", 1, 19), ("full", 5, 30), ("near", 19, 19)])
 def test_M2_cached_decoding_equals_the_full_forward(name, width, slots):
-    """What lies in free slots is never read, and a step of padding leaves the cache as it was."""
+    """Free slots of the cache are never read, and a step of padding leaves it as it was."""
     config, lengths, found = CONFIGS[name], (19, 1, 7, 12), [[] for _ in range(ROWS)]
     params, cache = random_params(config), make_policy(config).make_cache(ROWS, slots)
     cache = cache.replace(keys=cache.keys + 1e30, values=cache.values + 1e30)

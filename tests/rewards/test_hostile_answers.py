@@ -1,4 +1,4 @@
-"""Whatever an output is, rules that run in this process raise nothing, return in time, and never pay it (R2)."""
+"""Rules that run in this process raise nothing, return in time and never pay an output, however hostile it is (R2)."""
 
 import time
 
@@ -64,7 +64,7 @@ HOSTILE |= {
 
 
 def values(output, gold):
-    """What every reward says of an output, in time."""
+    """Score an output with every reward, and assert that each returns in time; yields the values."""
     task = Task("t", QUERY, (gold,), "d", METADATA)
     for reward in REWARDS:
         start = time.process_time()

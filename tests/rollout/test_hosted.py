@@ -374,7 +374,7 @@ def test_unfinished_trajectories_and_new_ones_roll_out_together(engine):
 
 
 def in_stretches(engine, work, do, budget: int, between=lambda: None, **settings) -> tuple[dict, list[Hosted]]:
-    """What each trajectory came to in the end, and what each stretch gave; no stretch has more than its tokens."""
+    """Roll out in stretches of at most `budget` tokens a trajectory -> (records by (group, sample), all stretches)."""
     stretches, before = [run(engine, work, do, more={"budget": budget}, **settings)], {}
     while True:
         got = stretches[-1]
@@ -427,7 +427,7 @@ def test_the_tokens_of_an_action_that_was_cut_say_which_weights_chose_them():
 
 
 def test_an_action_that_was_cut_and_waits_for_the_engine_at_a_deadline_is_given_back_as_it_was():
-    """What the engine had done of its rest is dropped and counted; what was there before is not counted again (A6)."""
+    """Tokens that the engine had sampled of its rest are dropped and counted, earlier ones not counted again (A6)."""
     work = tasks_of(2, 4, seed=2)
     with Engine() as engine:
         whole = values(run(engine, work))

@@ -1,4 +1,4 @@
-"""What `/proc` says of the processes below a worker."""
+"""Helpers that read from `/proc` which processes are below a worker, and in which state."""
 
 import time
 from pathlib import Path

@@ -40,7 +40,7 @@ def ask(tools, name="x", **arguments):
 
 
 def do(call, **settings):
-    """What a toolset answers to one call of one tool."""
+    """Make a toolset of one tool, and return its answer to one call."""
     with toolset([simple(call)], **settings) as tools:
         return ask(tools)
 
