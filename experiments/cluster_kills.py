@@ -37,7 +37,7 @@ class Victim(NamedTuple):
 
 
 def run_cluster_soak(
-    command: Sequence[str], base: Path, *, kills: int, seed: int, shortest: float = 1.0, longest: float = 25.0
+    command: Sequence[str], base: Path, *, kills: int, seed: int, longest: float = 25.0
 ) -> dict[str, Any]:
     """Run undisturbed, then kill, then compare -> the figures of it."""
     whole, killed = base / "whole", base / "killed"
@@ -49,11 +49,7 @@ def run_cluster_soak(
         process.wait()
     check_ended(process, log, (0,))
     chance = random.Random(seed)
-
-    def rest(_process: subprocess.Popen, _folder: Path) -> None:
-        time.sleep(chance.uniform(shortest, longest))
-
-    met = soak(command, killed, kills=kills, chance=chance, rest=rest)
+    met = soak(command, killed, kills=kills, chance=chance, rest=lambda *_: time.sleep(chance.uniform(1, longest)))
     rows = [one for one in met if one.seconds is not None]
     return {
         "kills": len(rows),

@@ -23,7 +23,7 @@ from experiments.hosted_setup import HostedSetup, make_rollout, width_of
 from experiments.hosted_work import exam_key, keys_of_group, run_key
 from flowgrpo import launch
 from flowgrpo.distributed.orders import Order, Stretch
-from flowgrpo.distributed.workers import Judge, Player, RewardWorker, RolloutWorker
+from flowgrpo.distributed.workers import Judge, Player, RewardWorker, RolloutWorker, Trainer
 from flowgrpo.rollout.hosted import Hosted
 from flowgrpo.rollout.journal import Journal
 from flowgrpo.rollout.judging import is_solved
@@ -57,9 +57,7 @@ def _reward_worker(settings: Mapping[str, Any], folder: Path) -> RewardWorker:
     return RewardWorker(partial(open_judge, settings))
 
 
-def _trainer(
-    settings: Mapping[str, Any], folder: Path, every: int, rank: int, loggers: Sequence[str]
-) -> ClusterTrainer:
+def _trainer(settings: Mapping[str, Any], folder: Path, every: int, rank: int, loggers: Sequence[str]) -> Trainer:
     if settings["trainer_workers"] > 1:  # each is a device, as in a process that has several
         os.environ["XLA_FLAGS"] = launch.add_flags(os.environ.get("XLA_FLAGS", ""), [launch.ONE_THREAD])
     _configure(settings)

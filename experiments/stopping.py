@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-Handler = Callable[[int, FrameType | None], None]
 
 
 class Terminated(KeyboardInterrupt):

@@ -184,6 +184,14 @@ class Trainer(Protocol):
         """The figures of an examination, written down; a checkpoint, which holds the master's memory too."""
         ...
 
+    def candidates(self) -> tuple[int, Any, Any]:
+        """Give how many weights the last examinations compare, those of the warm start, and the best ones."""
+        ...
+
+    def finish(self, cluster: Mapping[str, Any], count: int, *stretches: Stretch) -> dict[str, Any]:
+        """Write the result, with the facts `cluster`; `count` stretches are of the warm start, the rest of the best."""
+        ...
+
     def pulse(self) -> Pulse:
         """How it is."""
         ...

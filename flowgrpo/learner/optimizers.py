@@ -57,16 +57,16 @@ def make_optimizer(
 
 
 def scale_by_adafactor(
-    *, decay_rate: float = 0.8, least_axis: int = 128, clip_rms: float = 1.0, b1: float | None = None
+    *, decay_rate: float = 0.8, least_axis: int = 128, b1: float | None = None
 ) -> optax.GradientTransformation:
     """Adafactor (Shazeer & Stern, 2018) at a given rate: second moments as a product of rows and columns.
 
-    Arrays with two axes of at least `least_axis` are factored. A step's root mean square, array by array, is at most
-    `clip_rms`; with `b1` steps are averaged, which remembers as much again as the parameters hold.
+    Arrays with two axes of at least `least_axis` are factored. A step's root mean square, array by array, is at most 1;
+    with `b1` steps are averaged, which remembers as much again as the parameters hold.
     """
     factored = optax.scale_by_factored_rms(decay_rate=decay_rate, min_dim_size_to_factor=least_axis)
     average = [] if b1 is None else [optax.ema(b1, debias=False)]
-    return optax.chain(factored, optax.clip_by_block_rms(clip_rms), *average)
+    return optax.chain(factored, optax.clip_by_block_rms(1.0), *average)
 
 
 def _numbers(matrices: Mapping[str, Summed], params: Mapping) -> dict:

@@ -128,14 +128,6 @@ def critic_axes(config: DecoderConfig) -> dict[str, str]:
     return {name: parameter.axes for name, parameter in critic_parameters(config).items()}
 
 
-def param_shardings(abstract_params: Any, mesh: Mesh, axes_of: Any) -> Any:
-    """The sharding of every parameter; `axes_of` is a tree like theirs with axis letters in the place of arrays."""
-    leaves, structure = jax.tree.flatten(abstract_params)
-    letters = _letters(abstract_params, axes_of)
-    placed = [NamedSharding(mesh, spec(axes, x.shape, mesh)) for x, axes in zip(leaves, letters, strict=True)]
-    return jax.tree.unflatten(structure, placed)
-
-
 def state_shardings(abstract_state: Any, mesh: Mesh, axes_of: Any, *, trained: Trained = WHOLE) -> Any:
     """The sharding of everything in a state that holds such parameters somewhere, such as a LearnerState or a Run.
 

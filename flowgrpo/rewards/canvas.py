@@ -11,12 +11,9 @@ of the first `MOST_CHARACTERS` characters are read, and the rest counts as one m
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-
-from flowgrpo.types import BadInput
 
 SIZE = 64  # pixels of a side
 MOST_LINES, MOST_CHARACTERS = 64, 8192
@@ -63,19 +60,6 @@ def render(commands: str) -> Drawn:
 def as_image(pixels_yx: np.ndarray) -> np.ndarray:
     """RGB bytes [y x 3] of a picture."""
     return np.array(list(PALETTE.values()), np.uint8)[pixels_yx]
-
-
-def save_png(pixels_yx: np.ndarray, path: str | Path, *, scale: int = 4) -> None:
-    """Write a picture as a PNG file, each pixel `scale` wide."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise BadInput("writing images needs Pillow: pip install 'flowgrpo[vision]'") from error
-    image = Image.fromarray(as_image(pixels_yx).repeat(scale, axis=0).repeat(scale, axis=1))
-    try:
-        image.save(path, format="PNG")
-    except OSError as error:
-        raise BadInput(f"image {path} can't be written ({error}): give a file in a folder that exists") from error
 
 
 # The shapes -------------------------------------------------------------------------------------------

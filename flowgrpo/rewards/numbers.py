@@ -10,8 +10,6 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
-from flowgrpo.rewards.spelling import plain
-
 MOST, DIGITS, BITS, EXPONENT = 160, 100, 4096, 400
 
 ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
@@ -80,13 +78,8 @@ def endless(value: Fraction) -> bool:
     return rest != 1
 
 
-def read_number(text: str) -> Number | None:
-    """The number that the whole text is."""
-    return read_plain(plain(text)) if len(text) <= 4 * MOST else None
-
-
 def read_plain(text: str) -> Number | None:
-    """Read the number that a whole `plain` text is, as `read_number` does of any text; None where it is none."""
+    """Read the number that a whole `plain` text is; None where it is none."""
     text = text.strip()
     if not text or len(text) > MOST:
         return None

@@ -75,7 +75,7 @@ def ratio(task: Task, gold: str, answer: str) -> Scored | None:  # noqa: ARG001
     return None if given is None else verdict(wanted == given)
 
 
-def split_list(text: str, *, words_too: bool = True) -> tuple[str, list[str]]:
+def split_list(text: str) -> tuple[str, list[str]]:
     """The brackets around a plain text (`()`), and its parts at the top level; one part where it is no list."""
     kind = ""
     if len(text) > 2 and text[0] in OPENED and text[-1] in CLOSED and _one_pair(text):
@@ -83,8 +83,7 @@ def split_list(text: str, *, words_too: bool = True) -> tuple[str, list[str]]:
     for sign in ("<", ">", "→", "->", ";"):
         if sign in text:
             return kind or (sign if sign != ";" else ""), _cut(text, sign)
-    if words_too:
-        text = text.replace(", and ", ", ").replace(" and ", ", ").replace(" & ", ", ")
+    text = text.replace(", and ", ", ").replace(" and ", ", ").replace(" & ", ", ")
     return kind, _cut(text, ", " if ", " in text else ",")
 
 

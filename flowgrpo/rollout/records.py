@@ -16,7 +16,7 @@ from flowgrpo.contracts import Completion, Scored
 from flowgrpo.effects import Effect
 from flowgrpo.ragged import collate
 from flowgrpo.rollout.compiled import Rollout
-from flowgrpo.types import COUNTS, BadInput, Fate, Ledger, Status, Task, Trajectory, Turn
+from flowgrpo.types import COUNTS, BadInput, Ledger, Status, Task, Trajectory, Turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +85,6 @@ class Hosted(NamedTuple):
     ledger: Ledger  # of tokens that were delivered and are in neither of the two
     left_out: int  # of those played: had no turn, so that nothing can be learned from them
     seconds: Mapping[str, float]  # rollout; playing, until the last had ended; judging, summed over groups
-
-
-def given_up(unfinished: Sequence[Unfinished]) -> Ledger:
-    """Account for the tokens that the policy chose in trajectories that nobody will resume: all are dropped (A6)."""
-    count = sum(int(np.sum(turn.chosen)) for one in unfinished for turn in one.spoken)
-    return Ledger(count, {Fate.DROPPED_CANCELLED: count})
 
 
 def rollout_of(

@@ -6,7 +6,7 @@ import numpy as np
 
 from flowgrpo.contracts import Completion
 from flowgrpo.distributed.orders import Stretch, lengths, pack_stretch, unpack_stretch, versions
-from flowgrpo.rollout.records import Begun, Unfinished, aborted, given_up, make_turn
+from flowgrpo.rollout.records import Begun, Unfinished, aborted, make_turn
 from flowgrpo.types import Task
 
 TURN = make_turn([1, 2], [3, 4], [-0.5, -0.25], 3, None, 7)
@@ -32,4 +32,3 @@ def test_A6_the_tokens_of_an_action_that_was_cut_count():
     assert lengths(STRETCH) == {(4, 0): 2, (4, 1): 5, (4, 2): 5}
     assert versions(STRETCH) == {3, 4}
     assert versions(Stretch((), (WHOLE,))) == {3}
-    assert given_up(STRETCH.unfinished).check().generated == 7

@@ -79,11 +79,11 @@ def test_every_parameter_is_explained():
     (k,) = [line.split() for line in table if line.startswith("k ")]
     assert k == ["k", "ndke", "3x32x2x8", "d:fsdp", "0.003", "k"]
     held = sum(
-        np.prod(s.shard_shape(x.shape)) * 4 for x, s in pairs(params, sharding.param_shardings(params, mesh, axes))
+        np.prod(s.shard_shape(x.shape)) * 4 for x, s in pairs(params, sharding.state_shardings(params, mesh, axes))
     )
     assert table[-1].split() == ["all", f"{held / 1e6:.3f}"]
     with pytest.raises(fg.BadInput, match="no tree like that of the parameters"):
-        sharding.param_shardings(params, mesh, {"embed": "vd"})
+        sharding.explain(params, mesh, {"embed": "vd"})
 
 
 def pairs(tree, other):

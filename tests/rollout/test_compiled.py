@@ -9,7 +9,7 @@ from tiny_env import TURNS, tiny_env
 import flowgrpo as fg
 from flowgrpo.envs.env import END, PAD
 from flowgrpo.generate.sampler import logprobs
-from flowgrpo.learner.sharding import decoder_axes, make_mesh, param_shardings, settled
+from flowgrpo.learner.sharding import decoder_axes, make_mesh, settled, state_shardings
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.rollout.compiled import Turn, _blocks, _collect, make_rollout, repeat
@@ -186,7 +186,7 @@ def over_eight() -> jax.sharding.Mesh:
 def test_over_several_devices_the_trajectories_are_the_same(work, rollout, mesh_of):
     """E3, between widths."""
     mesh, (params, *rest) = mesh_of(), work
-    params, policy = place(params, param_shardings(params, mesh, AXES)), settled(POLICY, mesh, AXES)
+    params, policy = place(params, state_shardings(params, mesh, AXES)), settled(POLICY, mesh, AXES)
     other = jax.jit(make_rollout(ENV, policy, temperature=TEMPERATURE, mesh=mesh))(params, *rest)
     for name in ("tokens", "chosen", "turns", "outcome", "group", "length"):
         np.testing.assert_array_equal(getattr(rollout.trajectories, name), getattr(other.trajectories, name))
