@@ -146,6 +146,7 @@ def _limit(request: Mapping[str, Any]) -> None:
         "CORE": 0,
         "MEMLOCK": 0,
         "MSGQUEUE": 0,
+        "SIGPENDING": 128,
         "RTPRIO": 0,
     }
     for name, value in limits.items():

@@ -1,11 +1,13 @@
 """A process of its own world: namespaces, a private read-only root, a user without rights. Runs in the zygote.
 
-    root:  mount namespace -> private root -> user 65534 -> user, pid, network, ipc, uts namespaces and mounts again
+    root:  mount namespace -> private root -> a new user -> user, pid, network, ipc, uts namespaces and mounts again
     user:  user, pid, network, ipc, uts and mount namespaces -> private root
 
 The order matters. Root has to give up being root before any limit is set, because the limit of processes does not bind
 root; but only root can read an interpreter that lies below /root, so the root of the sandbox is built first. From then
 on both are the same: inside, the user is 65534, and outside an unprivileged user whose rights end at these namespaces.
+Root takes another user for each worker, so that workers share none of what the kernel counts for a user (pages of
+pipes, descriptors on their way through sockets); an ordinary user has no other to take.
 
 The private root is a tmpfs with read-only binds of what `visible` names, five device files that give nothing away
 (null, zero, full, random, urandom), and the mount point of the scratch folder. There is no /proc, no /sys and no /etc:
@@ -23,6 +25,7 @@ from flowgrpo.sandbox import syscalls
 
 SCRATCH = "/scratch"
 NOBODY = 65534
+FIRST_USER = 1879048192  # from here to 2**31 no system allots users; the process id makes one of them this worker's
 DEVICES = ("null", "zero", "full", "random", "urandom")
 LINKS = {"/tmp": SCRATCH, "/dev/shm": SCRATCH}  # programs and the C library know these names
 
@@ -37,11 +40,22 @@ _APART = (
 
 
 def interpreter_paths() -> list[str]:
-    """List the paths of this interpreter, its standard library and the shared libraries of the system."""
+    """List the paths of this interpreter, its standard library, its shared libraries and those of the system."""
     libraries = ["/lib", "/lib64", "/usr/lib", "/usr/lib64"]
     own = [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]
     standard = [path for path in sys.path if os.path.isdir(path)]
-    return [path for path in [*libraries, *own, *standard, sys.executable] if os.path.exists(path)]
+    paths = [path for path in [*libraries, *own, *standard, sys.executable] if os.path.exists(path)]
+    return paths + _loaded_elsewhere([os.path.realpath(path) + "/" for path in paths])
+
+
+def _loaded_elsewhere(folders: list[str]) -> list[str]:
+    """List the shared libraries that this process has loaded from none of `folders`, by each name in their own."""
+    with open("/proc/self/maps") as maps:
+        loaded = {line.split(maxsplit=5)[-1].rstrip() for line in maps if ".so" in line}
+    loaded = {path for path in loaded if path.startswith("/") and not path.startswith(tuple(folders))}
+    places = {os.path.dirname(path) for path in loaded}
+    near = [os.path.join(place, name) for place in sorted(places) for name in os.listdir(place)]
+    return [path for path in near if os.path.realpath(path) in loaded]
 
 
 def package_folders(paths: list[str]) -> list[str]:
@@ -61,13 +75,22 @@ def isolate(visible: list[str], hidden: list[str], proc: int) -> None:
         _build_root(visible, hidden)
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        _become_own_user()
         syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # else its own /proc/self would belong to root
         _new_namespaces(proc)
     else:
         _new_namespaces(proc)
         _build_root(visible, hidden)
     os.umask(0o077)
+
+
+def _become_own_user() -> None:
+    """Become a user whom no other worker of this host is; nobody, where those aren't mapped (a container in one)."""
+    user = FIRST_USER + os.getpid()
+    try:
+        os.setresuid(user, user, user)
+    except OSError:
+        os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
 def _new_namespaces(proc: int) -> None:
@@ -77,7 +100,7 @@ def _new_namespaces(proc: int) -> None:
     _write_at(proc, "self/setgroups", "deny")
     _write_at(proc, "self/uid_map", f"{NOBODY} {user} 1")
     _write_at(proc, "self/gid_map", f"{NOBODY} {group} 1")
-    syscalls.sethostname("sandbox")
+    syscalls.name_machine("sandbox")
 
 
 def _build_root(visible: list[str], hidden: list[str]) -> None:

@@ -161,7 +161,8 @@ def _try_out(worker: Worker) -> None:
 
 
 def _describe(worker: Worker) -> Isolation:
-    user = "user 65534 (nobody)" if os.geteuid() == 0 else f"user {os.geteuid()} of the host, called 65534 inside,"
+    nobody = "user 65534 (nobody)" if os.geteuid() == 0 else f"user {os.geteuid()} of the host, called 65534 inside,"
+    user = "a user of its own for each worker, called 65534 inside," if worker.own_user else nobody
     return Isolation(active=True, user=user, memory=worker.memory_bound)
 
 

@@ -20,6 +20,7 @@ MNT_DETACH = 2
 READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC = 1, 2, 4, 8  # of mount_setattr
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_SYS_ADMIN = 47, 2, 21
 
 # The calls that libc has no wrapper for. The second number is of every architecture but x86.
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -63,9 +64,10 @@ def restrict_mount(target: str, attributes: int) -> None:
     _syscall("mount_setattr", MOUNT_SETATTR, _AT_FDCWD, os.fsencode(target), _AT_RECURSIVE, wanted, 32)
 
 
-def sethostname(name: str) -> None:
-    """Name the machine, in this uts namespace."""
+def name_machine(name: str) -> None:
+    """Name the machine and its domain (NIS), in this uts namespace."""
     _check("sethostname", _libc().sethostname(name.encode(), len(name)))
+    _check("setdomainname", _libc().setdomainname(name.encode(), len(name)))
 
 
 def prctl(option: int, value, extra=0) -> None:
@@ -79,6 +81,13 @@ def ask_for_short_turns() -> None:
     with contextlib.suppress(OSError):  # an older kernel can't, or counts turns otherwise: then it is as it was
         wanted = struct.pack("=IIQiIQQQ", 48, 0, _RESET_ON_FORK, os.getpriority(os.PRIO_PROCESS, 0), 0, 100_000, 0, 0)
         _syscall("sched_setattr", SCHED_SETATTR[os.uname().machine], 0, wanted, 0)
+
+
+def keep_administration() -> None:
+    """Keep CAP_SYS_ADMIN of this user namespace, and no other capability, when another program is executed."""
+    only = struct.pack("=6I", *[1 << CAP_SYS_ADMIN] * 3, 0, 0, 0)  # effective, permitted and inheritable
+    _check("capset", _libc().capset(struct.pack("=II", _CAPABILITIES_3, 0), only))
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_SYS_ADMIN)
 
 
 def drop_capabilities() -> None:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowgrpo.sandbox import cgroups, channel
+from flowgrpo.sandbox.isolation import FIRST_USER
 from flowgrpo.sandbox.limits import Limits, SandboxFailure
+from flowgrpo.sandbox.zygote import FLAGS
 from flowgrpo.types import BadInput
 
 START_SECONDS = 120.0  # a preloaded module may be a large one
@@ -72,6 +74,11 @@ class Worker:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def own_user(self) -> bool:
+        """Whether the worker is a user whom no other worker is."""
+        return os.stat(f"/proc/{self.pid}").st_uid >= FIRST_USER
 
     def alive(self) -> bool:
         """Whether the zygote still waits for requests."""
@@ -278,7 +285,7 @@ def _spawn(channel_end: socket.socket) -> subprocess.Popen:
     package = Path(__file__).resolve().parent.parent
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     return subprocess.Popen(
-        [_python(), "-I", "-S", "-X", "utf8", "-c", _BOOT, str(package), str(number)],
+        [_python(), *FLAGS, "-c", _BOOT, str(package), str(number)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -1,10 +1,11 @@
 """The warm interpreter that runs are forked from: one thread, standard library, and what the pool asked to preload.
 
-    pool -> {program, limits} + files -> zygote -> a child that waits, isolated -> how it ended -> pool
+    pool -> starter -> (isolated) zygote -> a child that waits -> {program, limits} + files -> how it ended -> pool
 
-It is started by path, in a fresh interpreter without site-packages, so that it holds nothing of the process that
-started it: no environment, no descriptors, no secrets in memory, and no JAX. The process that serves is process 1 of a
-pid namespace of its own, so that its end is the end of everything below it; and it ends when the pool closes its
+The starter is a fresh interpreter that isolates itself, and then has the zygote executed inside: another fresh
+interpreter, which gets its code and settings through a pipe. So neither its first stack (arguments, environment) nor
+its memory ever held a path, a setting or a secret of the host that a program could find there. The zygote is process 1
+of a pid namespace of its own, so that its end is the end of everything below it; and it ends when the pool closes its
 channel or dies. A child is always prepared ahead. Deadlines are kept here, where no program can reach.
 
 Standard library only.
@@ -14,12 +15,15 @@ import contextlib
 import functools
 import gc
 import importlib
+import marshal
 import os
 import select
+import selectors
 import signal
 import socket
 import sys
 import time
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -27,6 +31,22 @@ from flowgrpo.sandbox import channel, child, isolation, seccomp, syscalls
 
 # Imported once here rather than in every program: what programs often want, and each fork can carry cheaply.
 COMMON = "bisect collections copy functools heapq itertools json math random re string typing"
+
+FLAGS = ("-I", "-S", "-X", "utf8")  # of the interpreter
+_CODE = ("channel", "syscalls", "seccomp", "isolation", "child", "zygote")  # each after what it imports
+_INSIDE = """
+import marshal, sys, types
+with open(int(sys.argv[1]), "rb") as given:
+    code, settings = marshal.load(given)
+for name in ("flowgrpo", "flowgrpo.sandbox"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = settings["packages"].get(name, [])
+for name in code:
+    module = sys.modules["flowgrpo.sandbox." + name] = types.ModuleType("flowgrpo.sandbox." + name)
+    setattr(sys.modules["flowgrpo.sandbox"], name, module)
+    exec(code[name], module.__dict__)
+module.begin(module.socket.socket(fileno=settings["control"]), settings["proc"], settings)
+"""
 
 
 class Child(NamedTuple):
@@ -37,29 +57,39 @@ class Child(NamedTuple):
 
 
 def main(control_number: int) -> NoReturn:
-    """Take the settings from the channel, isolate where they say so, and serve until the channel closes."""
+    """Take the settings from the channel; have a zygote started inside where they ask for isolation, else become it."""
     control = socket.socket(fileno=os.dup(control_number))  # dup: the lowest number that is free
     os.close(control_number)
     settings, _ = channel.receive(control)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 of a namespace can be reached only by what it handles
-    proc = None
     try:
-        program_filter = None
         if settings["cgroup"]:
             with open(os.path.join(settings["cgroup"], "cgroup.procs"), "w") as members:
                 members.write(str(os.getpid()))
         if settings["isolate"]:
             if sys.platform != "linux":
                 raise OSError(f"namespaces are a feature of Linux, and this is {sys.platform}")
-            program_filter = seccomp.make_filter()
             proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
+            code = _own_code()
             _isolate(settings, proc)
-            _become_child(control)
+            _go_inside(control, proc, code, settings)
+    except Exception as error:
+        _give_up(control, error)
+    begin(control, None, settings)
+
+
+def begin(control: socket.socket, proc: int | None, settings: Mapping[str, Any]) -> NoReturn:
+    """Load what runs share, and serve until the channel closes."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 of a namespace can be reached only by what it handles
+    program_filter = None
+    try:
+        if proc is not None:
+            syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+            program_filter = seccomp.make_filter()
+            selectors.DefaultSelector = selectors.PollSelector  # the filter refuses epoll
             syscalls.ask_for_short_turns()
         _preload(settings)
     except Exception as error:
-        channel.send(control, {"error": f"{type(error).__name__}: {error}", "module": getattr(error, "module", "")})
-        os._exit(1)
+        _give_up(control, error)
     channel.send(control, {"address_space": _address_space(proc)})
     prepare = functools.partial(_prepare, proc, program_filter, control)
     _serve(control, prepare, _kill_group if proc is None else _kill)
@@ -74,16 +104,47 @@ def _isolate(settings: Mapping[str, Any], proc: int) -> None:
         isolation.isolate(paths, isolation.package_folders(paths), proc)
 
 
-def _become_child(control: socket.socket) -> None:
-    """Go on as process 1 of the new pid namespace. The process that stays behind only waits, and passes SIGTERM on."""
+def _give_up(control: socket.socket, error: Exception) -> NoReturn:
+    channel.send(control, {"error": f"{type(error).__name__}: {error}", "module": getattr(error, "module", "")})
+    os._exit(1)
+
+
+def _own_code() -> dict[str, types.CodeType]:
+    """Compile the modules of the zygote, under names that tell nothing of where they are installed."""
+    code = {}
+    for name in _CODE:
+        with open(os.path.join(os.path.dirname(__file__), f"{name}.py"), "rb") as source:
+            code[name] = compile(source.read(), f"{name}.py", "exec")
+    return code
+
+
+def _go_inside(control: socket.socket, proc: int, code: Mapping[str, types.CodeType], settings) -> NoReturn:
+    """Have the zygote executed as process 1 of the new pid namespace. This one only waits, and passes SIGTERM on."""
+    given, giving = os.pipe()
     pid = os.fork()
     if pid == 0:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
-        return
+        syscalls.keep_administration()
+        for number in (given, proc, control.fileno()):
+            os.set_inheritable(number, True)
+        os.execve(sys.executable, [sys.executable, *FLAGS, "-c", _INSIDE, str(given)], _environment())
+    os.close(given)
+    inside = {name: settings[name] for name in ("isolate", "preload", "path", "environment")}
+    packages = {name: list(sys.modules[name].__path__) for name in ("flowgrpo", "flowgrpo.sandbox")}
+    inside |= {"packages": packages if settings["preload"] else {}, "control": control.fileno(), "proc": proc}
+    with contextlib.suppress(BrokenPipeError), open(giving, "wb") as gift:  # it failed to start, and has said why
+        gift.write(marshal.dumps((code, inside)))
     control.close()
     signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGKILL))
     os.waitpid(pid, 0)
     os._exit(0)
+
+
+def _environment() -> dict[str, str]:
+    """Of the environment that the pool gave, what the interpreter needs, with paths that can be seen from inside."""
+    libraries = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path and os.path.isdir(path)]
+    found = {"LD_LIBRARY_PATH": ":".join(libraries)} if libraries else {}
+    return {name: text for name, text in os.environ.items() if name != "LD_LIBRARY_PATH"} | found
 
 
 class _NotImported(Exception):

@@ -62,6 +62,7 @@ def host(tmp_path_factory):
         servers[-1].listen()
     with pytest.MonkeyPatch.context() as patch, Sandbox(limits=LIMITS) as sandbox:
         patch.setenv("FLOWGRPO_CANARY", SECRET)
+        patch.setenv("LD_LIBRARY_PATH", f"{os.environ.get('LD_LIBRARY_PATH', '')}:{folder}/{SECRET}")
         patch.setattr(workers, "GRACE", 30.0)  # a zygote on a busy machine isn't stuck
         assert sandbox.isolation.active, str(sandbox.isolation)
         known = {
@@ -138,8 +139,13 @@ def test_R2_every_program_of_a_series_is_gone_by_its_deadline_and_its_tree_with_
 
 def test_isolation_says_plainly_what_there_is(host):
     text = str(host.sandbox.isolation)
-    user = "user 65534 (nobody)" if os.geteuid() == 0 else f"user {os.geteuid()} of the host, called 65534 inside"
+    root, own = os.geteuid() == 0, f"user {os.geteuid()} of the host, called 65534 inside"
+    user = "a user of its own for each worker, called 65534 inside" if root else own
     memory = "for a run as a whole" if host.sandbox.isolation.memory else "but not for their sum"
     for words in ("isolated by namespaces", "network", "read-only root", "system call filter", user, memory):
         assert words in text
     assert host.sandbox.run("import os\nprint(os.getuid(), os.getgid())").stdout == "65534 65534\n"
+    with Sandbox() as other:  # quotas of a user are its own, where the one who starts it can give it a user
+        assert other.isolation.active
+        users = {os.stat(f"/proc/{sandbox._idle[()][0].pid}").st_uid for sandbox in (host.sandbox, other)}
+    assert len(users) == (2 if root else 1)

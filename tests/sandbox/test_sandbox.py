@@ -81,14 +81,26 @@ if __name__ == "__main__":
 
 def test_the_standard_library_works_inside_and_random_numbers_differ_between_runs(sandbox):
     program = """
-import asyncio, multiprocessing, os, random, subprocess, sys, tempfile
+import asyncio, fcntl, mmap, multiprocessing, os, random, shelve, shutil, sqlite3, subprocess, sys, tempfile
 with multiprocessing.Pool(2) as pool: print(pool.map(abs, [1, -2]), asyncio.run(asyncio.sleep(0)))
 print(subprocess.run([sys.executable, "-c", "print('child')"], capture_output=True, text=True).stdout)
+base = sqlite3.connect("base")
+for text in ("pragma journal_mode=wal", "create table kept(x)", "insert into kept values (6)"): base.execute(text)
+base.commit()
+with shelve.open("shelf") as shelf, tempfile.NamedTemporaryFile() as file:
+    shelf["number"] = sqlite3.connect("base").execute("select sum(x) + 1 from kept").fetchone()[0]
+    print(shelf["number"], multiprocessing.Value("i", 8).value)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    file.write(bytes(mmap.PAGESIZE))
+    file.flush()
+    os.fsync(file.fileno())
+    shutil.copy2(file.name, "copy")
+    with mmap.mmap(file.fileno(), mmap.PAGESIZE) as memory: memory.flush()
 print(random.random(), os.urandom(4).hex(), tempfile.mktemp())
 """
     ran, again = (sandbox.run(program) for _ in range(2))
     *words, one, two, three = ran.stdout.split()
-    assert words == ["[1,", "2]", "None", "child"], ran
+    assert words == ["[1,", "2]", "None", "child", "7", "8"], ran
     assert not {one, two, three} & set(again.stdout.split())
 
 
