@@ -4,7 +4,8 @@
         ran = sandbox.run("print(input())", stdin="hello")        # Ran("exited", 0, "hello\\n", "", 0.01)
         sandbox.call("math_verify:parse", "$x$", seconds=3)       # JSON in, JSON out; killed at its deadline
 
-    pool.py -> worker.py (host) -> zygote.py -> child.py (process 1 of a namespace, and the program below it)
+    pool.py -> worker.py (host) -> zygote.py, twice (it isolates itself, and is executed again inside)
+            -> child.py (process 1 of a namespace, and the program below it)
 
 Guaranteed where `sandbox.isolation.active`, and tested with programs that try (tests/hostile_programs.py), whether root
 or an ordinary user started it:
@@ -14,18 +15,29 @@ or an ordinary user started it:
     no installed packages, no repository. A *called* function, which is trusted and imports more as it goes, also sees
     what `sys.path` names, read-only.
   * No network: a network namespace without a device, and no socket but AF_UNIX.
-  * No environment, descriptor or memory of the host process: runs are forked from an interpreter started anew.
-  * No rights: an unprivileged user, no capabilities, none to be had (no_new_privs), and no system call that makes
-    namespaces, mounts, traces, keys, BPF programs or rings.
-  * No view of other processes; none but descendants can be signalled. No run sees another.
+  * No environment, argument, descriptor, path or setting of the host process, in memory or anywhere: runs are forked
+    from an interpreter that was executed inside and is told what it needs through a pipe.
+  * No rights: an unprivileged user, no capabilities, none to be had (no_new_privs), and only the system calls that
+    Python and its standard library need (seccomp.py): none that watches files, asks what the kernel caches or counts,
+    or takes of what the kernel has for all (aio, epoll, huge pages).
+  * No view of other processes; none but descendants can be signalled. No run sees another: locks on files are granted
+    and hold nobody, because they would be seen by all. So `sqlite3` and `shelve` work on files, but two processes of
+    one run exclude each other by `multiprocessing.Lock` alone.
+  * Started by root, each worker is a user of its own, and shares none of the quotas that the kernel has for a user.
   * Wall clock, processes and threads, output, files and memory are bounded (`Limits`). What is left at the end or at
     the deadline is killed with its whole tree before `run` returns. A run can fail or lose only itself.
 
 Not guaranteed:
 
   * Anything against an error in the kernel: this is no virtual machine.
-  * That a program learns nothing: system calls tell the kernel's version, the clock, the load and the number of
-    processors; files tell the path of the interpreter and what is installed below /usr/lib.
+  * That a program learns nothing: system calls tell the kernel's version, the clock and the processors; files tell the
+    path of the interpreter, what is installed below /usr/lib, when the host last read it and whether it locks it, and
+    the free space of that disk; numbers of pipes and sockets tell how many the machine has made.
+  * That two programs which work together can't feel each other: the time that anything takes tells how busy processors,
+    caches and the page cache are.
+  * Quotas of a user where an ordinary user starts the sandbox: its runs and its other processes count as one for the
+    pages of pipes and for descriptors on their way through sockets. The same holds for root in a container that maps
+    only 65,536 users: all workers are then nobody.
   * CPU time of all processes of a run together: each may use as much as the wall clock allows, and a second more.
   * Memory of all processes of a run together, unless `str(isolation)` names a control group; else each has its own
     bound, and so has the scratch folder, but not what the kernel keeps for pipes and sockets.

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from sandbox.processes import ended, family, wait_until, zygote
 
-from flowgrpo.sandbox import CallFailed, Isolation, Limits, Sandbox, SandboxFailure, pool, worker
+from flowgrpo.sandbox import CallFailed, Isolation, Limits, Sandbox, SandboxFailure, isolation, pool, worker
 from flowgrpo.types import BadInput
 
 LIMITS = Limits(seconds=60.0)  # for a busy machine
@@ -258,6 +259,33 @@ def test_R2_a_zygote_that_is_stuck_is_ended_and_the_run_counts_as_late(sandbox, 
     assert sandbox.run("print(1)", limits=Limits(seconds=0.1)).ended == "timeout"
     wait_until(lambda: ended(serving))
     assert sandbox.run("print(1)").stdout == "1\n"
+
+
+def test_libraries_that_the_interpreter_loads_from_elsewhere_are_in_sight_and_nothing_beside_them(
+    tmp_path, monkeypatch
+):
+    (loaded,) = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libm" in line}
+    shutil.copy(loaded, tmp_path / "real.so")
+    (tmp_path / "libm.so.6").symlink_to("real.so")
+    (tmp_path / "beside").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}")
+    with Sandbox(limits=LIMITS) as sandbox:
+        ran = sandbox.run(f"import os\nprint(sorted(os.listdir({str(tmp_path)!r})))")
+    assert ran.stdout == "['libm.so.6', 'real.so']\n", ran
+
+
+def test_a_worker_is_nobody_where_the_host_maps_no_user_of_its_own(monkeypatch):
+    asked = []
+
+    def become(*users):
+        asked.append(users)
+        if users[0] > 65535:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "setresuid", become)
+    isolation._become_own_user()
+    own = isolation.FIRST_USER + os.getpid()
+    assert asked == [(own, own, own), (65534, 65534, 65534)]
 
 
 @pytest.mark.usefixtures("no_namespaces")
