@@ -21,8 +21,8 @@ or an ordinary user started it:
     Python and its standard library need (seccomp.py): none that watches files, asks what the kernel caches or counts,
     or takes of what the kernel has for all (aio, epoll, huge pages).
   * No view of other processes; none but descendants can be signalled. No run sees another: locks on files are granted
-    and hold nobody, because they would be seen by all. So `sqlite3` and `shelve` work on files, but two processes of
-    one run exclude each other by `multiprocessing.Lock` alone.
+    without effect, because all runs would see them. So `sqlite3` and `shelve` work on files, but processes of one run
+    exclude each other by `multiprocessing.Lock` alone.
   * Started by root, each worker is a user of its own, and shares none of the quotas that the kernel has for a user.
   * Wall clock, processes and threads, output, files and memory are bounded (`Limits`). What is left at the end or at
     the deadline is killed with its whole tree before `run` returns. A run can fail or lose only itself.

@@ -25,7 +25,7 @@ from flowgrpo.sandbox import syscalls
 
 SCRATCH = "/scratch"
 NOBODY = 65534
-FIRST_USER = 1879048192  # from here to 2**31 no system allots users; the process id makes one of them this worker's
+FIRST_USER = 7 << 28  # no system gives numbers from here to 2**31 to users
 DEVICES = ("null", "zero", "full", "random", "urandom")
 LINKS = {"/tmp": SCRATCH, "/dev/shm": SCRATCH}  # programs and the C library know these names
 
@@ -85,8 +85,8 @@ def isolate(visible: list[str], hidden: list[str], proc: int) -> None:
 
 
 def _become_own_user() -> None:
-    """Become a user whom no other worker of this host is; nobody, where those aren't mapped (a container in one)."""
-    user = FIRST_USER + os.getpid()
+    """Become one of 2**28 users, drawn for this worker; or nobody, where none of them is mapped (rootless containers)."""
+    user = FIRST_USER + int.from_bytes(os.urandom(4)) % (1 << 28)
     try:
         os.setresuid(user, user, user)
     except OSError:

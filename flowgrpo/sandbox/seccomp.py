@@ -6,10 +6,10 @@ nothing is left by which runs could see each other or the host (watches and leas
 the state of the page cache, counters of the kernel), use up what the kernel counts for a user or for the machine
 (aio, epoll, huge pages, the size of pipes), or attack it (bpf, io_uring, ptrace, new namespaces, mounts).
 
-Arguments are looked at where a call does many things: `_ARGUMENTS`. Some are answered with success, and nothing is
-done: to write a file out, because the scratch folder is memory and other files can't be written; and to lock one,
-because a lock on a file that all runs see would be seen by all, while a run has its scratch folder to itself. Its own
-processes exclude each other by `multiprocessing.Lock`, not by locks on files.
+Where a call does many things, one argument decides: `_ARGUMENTS`. Some calls are answered with success and have no
+effect: those that write a file out, because the scratch folder is memory and no other file can be written; and those
+that lock a file, because a lock on a file that all runs see is seen by all of them, while a run has its scratch folder
+to itself. Processes of one run exclude each other by `multiprocessing.Lock`, not by locks on files.
 
 Standard library only: this runs in the zygote.
 """
@@ -53,12 +53,12 @@ sched_getscheduler 145 120, sched_get_priority_max 146 125, sched_get_priority_m
 sched_rr_get_interval 148 127, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242,
 getsockname 51 204, getpeername 52 205, sendto 44 206, recvfrom 45 207, sendmsg 46 211, recvmsg 47 212, shutdown 48 210
 """
-_DONE = "flock 73 32, fsync 74 82, fdatasync 75 83, sync 162 81, msync 26 227"  # success, without a deed
+_NO_EFFECT = "flock 73 32, fsync 74 82, fdatasync 75 83, sync 162 81, msync 26 227"  # answered with success
 _ABSENT = "preadv2 327 286, pwritev2 328 287, statx 332 291, execveat 322 281"  # libc has another way
 _NO_ATTRIBUTES = (
     "getxattr 191 8, lgetxattr 192 9, fgetxattr 193 10, listxattr 194 11, llistxattr 195 12, flistxattr 196 13"
 )
-_LOOKED_AT = """
+_FILTERED = """
 mmap 9 222, madvise 28 233, fcntl 72 25, ioctl 16 29, socket 41 198, socketpair 53 199, getsockopt 55 209,
 setsockopt 54 208, clone 56 220, prctl 157 167, prlimit64 302 261
 """
@@ -87,7 +87,7 @@ def make_filter() -> Filter:
     answers = dict.fromkeys(range(FIRST_SHARED), _REFUSE)
     for calls, answer in (
         (_ALLOWED, _ALLOW),
-        (_DONE, _SUCCEED),
+        (_NO_EFFECT, _SUCCEED),
         (_ABSENT, _ERROR | errno.ENOSYS),
         (_NO_ATTRIBUTES, _ERROR | errno.ENOTSUP),
     ):
@@ -98,7 +98,7 @@ def make_filter() -> Filter:
         (_RETURN, 0, 0, _KILL),  # another instruction set has other numbers
         (_LOAD, 0, 0, _NUMBER),
     ]
-    for name, number in _numbers(_LOOKED_AT, column).items():
+    for name, number in _numbers(_FILTERED, column).items():
         place, decision = _ARGUMENTS[name]
         body = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * place), *decision]  # the low word: none uses the other
         program += [(_EQUAL, 0, len(body), number), *body]
@@ -151,9 +151,9 @@ _CONTROLS = (*range(6), 36, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL
 _LOCK = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 _DESCRIPTORS = (0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)  # FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, FICLONE
 _OPTIONS = (*range(1, 26), 30, 38, 39)  # of sockets: no filters, cookies (which count sockets of the host) or pidfds
-_OWN = (1, 2, 3, 4, 15, 16, 23, 38, 39)  # of prctl: signal at the parent's death, dumpable, name, rights
+_PROCESS = (1, 2, 3, 4, 15, 16, 23, 38, 39)  # of prctl: signal at the parent's death, dumpable, name, rights
 # New namespaces; to trace, to be the child of another, and a pidfd, whose number counts processes of the host.
-_APART = (
+_FORBIDDEN_CLONES = (
     syscalls.CLONE_NEWNS
     | syscalls.CLONE_NEWCGROUP
     | syscalls.CLONE_NEWUTS
@@ -174,7 +174,7 @@ _ARGUMENTS = {
     "socketpair": (0, _only(_AF_UNIX)),
     "getsockopt": (2, _only(*_OPTIONS, error=errno.ENOPROTOOPT)),
     "setsockopt": (2, _only(*_OPTIONS, error=errno.ENOPROTOOPT)),
-    "clone": (0, _without(_APART)),
-    "prctl": (0, _only(*_OWN)),
+    "clone": (0, _without(_FORBIDDEN_CLONES)),
+    "prctl": (0, _only(*_PROCESS)),
     "prlimit64": (0, _only(0)),  # of itself
 }

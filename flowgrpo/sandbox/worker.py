@@ -77,8 +77,8 @@ class Worker:
 
     @property
     def own_user(self) -> bool:
-        """Whether the worker is a user whom no other worker is."""
-        return os.stat(f"/proc/{self.pid}").st_uid >= FIRST_USER
+        """Whether the worker is a user that no other worker is."""
+        return int(Path(f"/proc/{self.pid}/status").read_text().partition("Uid:")[2].split()[0]) >= FIRST_USER
 
     def alive(self) -> bool:
         """Whether the zygote still waits for requests."""

@@ -36,8 +36,8 @@ FLAGS = ("-I", "-S", "-X", "utf8")  # of the interpreter
 _CODE = ("channel", "syscalls", "seccomp", "isolation", "child", "zygote")  # each after what it imports
 _INSIDE = """
 import marshal, sys, types
-with open(int(sys.argv[1]), "rb") as given:
-    code, settings = marshal.load(given)
+with open(int(sys.argv[1]), "rb") as pipe:
+    code, settings = marshal.load(pipe)
 for name in ("flowgrpo", "flowgrpo.sandbox"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = settings["packages"].get(name, [])
@@ -118,22 +118,23 @@ def _own_code() -> dict[str, types.CodeType]:
     return code
 
 
-def _go_inside(control: socket.socket, proc: int, code: Mapping[str, types.CodeType], settings) -> NoReturn:
+def _go_inside(control: socket.socket, proc: int, code: dict[str, types.CodeType], settings) -> NoReturn:
     """Have the zygote executed as process 1 of the new pid namespace. This one only waits, and passes SIGTERM on."""
-    given, giving = os.pipe()
+    reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         syscalls.keep_administration()
-        for number in (given, proc, control.fileno()):
+        for number in (reader, proc, control.fileno()):
             os.set_inheritable(number, True)
-        os.execve(sys.executable, [sys.executable, *FLAGS, "-c", _INSIDE, str(given)], _environment())
-    os.close(given)
-    inside = {name: settings[name] for name in ("isolate", "preload", "path", "environment")}
+        os.execve(sys.executable, [sys.executable, *FLAGS, "-c", _INSIDE, str(reader)], _environment())
+    os.close(reader)
+    inside: dict[str, Any] = {name: settings[name] for name in ("isolate", "preload", "path", "environment")}
     packages = {name: list(sys.modules[name].__path__) for name in ("flowgrpo", "flowgrpo.sandbox")}
     inside |= {"packages": packages if settings["preload"] else {}, "control": control.fileno(), "proc": proc}
-    with contextlib.suppress(BrokenPipeError), open(giving, "wb") as gift:  # it failed to start, and has said why
-        gift.write(marshal.dumps((code, inside)))
+    message: Any = (code, inside)
+    with contextlib.suppress(BrokenPipeError), open(writer, "wb") as pipe:  # it failed to start, and has said why
+        pipe.write(marshal.dumps(message))
     control.close()
     signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGKILL))
     os.waitpid(pid, 0)
