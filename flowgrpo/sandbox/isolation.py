@@ -23,6 +23,7 @@ import sys
 
 from flowgrpo.sandbox import syscalls
 
+FLAGS = ("-I", "-S", "-X", "utf8")  # of an interpreter that takes nothing from its surroundings
 SCRATCH = "/scratch"
 NOBODY = 65534
 FIRST_USER = 7 << 28  # no system gives numbers from here to 2**31 to users
@@ -85,7 +86,7 @@ def isolate(visible: list[str], hidden: list[str], proc: int) -> None:
 
 
 def _become_own_user() -> None:
-    """Become one of 2**28 users, drawn for this worker; or nobody, where none of them is mapped (rootless containers)."""
+    """Become one of 2**28 users, drawn for this worker; nobody where none of them is mapped (a rootless container)."""
     user = FIRST_USER + int.from_bytes(os.urandom(4)) % (1 << 28)
     try:
         os.setresuid(user, user, user)

@@ -42,7 +42,7 @@ close_range 436 436, mprotect 10 226,
 munmap 11 215, brk 12 214, mremap 25 216, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139,
 rt_sigpending 127 136, rt_sigtimedwait 128 137, rt_sigsuspend 130 133, sigaltstack 131 132, restart_syscall 219 128,
 kill 62 129, tkill 200 130, tgkill 234 131, alarm 37 -1, pause 34 -1, getitimer 36 102, setitimer 38 103, fork 57 -1,
-vfork 58 -1, execve 59 221, exit 60 93, exit_group 231 94, wait4 61 260, waitid 247 95, futex 202 98,
+vfork 58 -1, execve 59 221, execveat 322 281, exit 60 93, exit_group 231 94, wait4 61 260, waitid 247 95, futex 202 98,
 set_tid_address 218 96, set_robust_list 273 99, rseq 334 293, arch_prctl 158 -1, getpid 39 172, gettid 186 178,
 getppid 110 173, getpgrp 111 -1, getpgid 121 155, setpgid 109 154, getsid 124 156, setsid 112 157, getuid 102 174,
 geteuid 107 175, getgid 104 176, getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158,
@@ -54,7 +54,7 @@ sched_rr_get_interval 148 127, connect 42 203, bind 49 200, listen 50 201, accep
 getsockname 51 204, getpeername 52 205, sendto 44 206, recvfrom 45 207, sendmsg 46 211, recvmsg 47 212, shutdown 48 210
 """
 _NO_EFFECT = "flock 73 32, fsync 74 82, fdatasync 75 83, sync 162 81, msync 26 227"  # answered with success
-_ABSENT = "preadv2 327 286, pwritev2 328 287, statx 332 291, execveat 322 281"  # libc has another way
+_ABSENT = "preadv2 327 286, pwritev2 328 287, statx 332 291"  # libc has another way
 _NO_ATTRIBUTES = (
     "getxattr 191 8, lgetxattr 192 9, fgetxattr 193 10, listxattr 194 11, llistxattr 195 12, flistxattr 196 13"
 )

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowgrpo.sandbox import cgroups, channel
-from flowgrpo.sandbox.isolation import FIRST_USER
+from flowgrpo.sandbox.isolation import FIRST_USER, FLAGS
 from flowgrpo.sandbox.limits import Limits, SandboxFailure
-from flowgrpo.sandbox.zygote import FLAGS
 from flowgrpo.types import BadInput
 
 START_SECONDS = 120.0  # a preloaded module may be a large one

@@ -32,7 +32,6 @@ from flowgrpo.sandbox import channel, child, isolation, seccomp, syscalls
 # Imported once here rather than in every program: what programs often want, and each fork can carry cheaply.
 COMMON = "bisect collections copy functools heapq itertools json math random re string typing"
 
-FLAGS = ("-I", "-S", "-X", "utf8")  # of the interpreter
 _CODE = ("channel", "syscalls", "seccomp", "isolation", "child", "zygote")  # each after what it imports
 _INSIDE = """
 import marshal, sys, types
@@ -127,7 +126,7 @@ def _go_inside(control: socket.socket, proc: int, code: dict[str, types.CodeType
         syscalls.keep_administration()
         for number in (reader, proc, control.fileno()):
             os.set_inheritable(number, True)
-        os.execve(sys.executable, [sys.executable, *FLAGS, "-c", _INSIDE, str(reader)], _environment())
+        os.execve(sys.executable, [sys.executable, *isolation.FLAGS, "-c", _INSIDE, str(reader)], _environment())
     os.close(reader)
     inside: dict[str, Any] = {name: settings[name] for name in ("isolate", "preload", "path", "environment")}
     packages = {name: list(sys.modules[name].__path__) for name in ("flowgrpo", "flowgrpo.sandbox")}

@@ -44,7 +44,7 @@ REFUSED = {  # what leads out, tells of others, or takes what is the host's; num
 }  # fmt: skip
 ORDINARY = ((0, 63), (59, 221), (231, 94), (202, 98), (257, 56), (436, 436))  # read, execve, exit_group, futex, openat
 SUCCEEDS = ((73, 32), (74, 82), (75, 83), (162, 81), (26, 227))  # flock, fsync, fdatasync, sync, msync
-ABSENT = (327, 286), (332, 291), (322, 281)  # preadv2, statx, execveat
+ABSENT = (327, 286), (328, 287), (332, 291)  # preadv2, pwritev2, statx
 YOUNG = (*range(424, 436), 437, 438, *range(440, 452), *range(453, 600), 0x40000000, 0x40000000 + 39, 0xFFFFFFFF)
 
 # Call: which argument, what is allowed of it, what is refused, and how.
