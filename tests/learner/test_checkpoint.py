@@ -1,12 +1,9 @@
 """Checkpoints: bit for bit, whole or not there, the newest and the best, and what is said of damage (S1)."""
 
 import itertools
-import resource
 import shutil
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from commands import small_files
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -269,17 +267,6 @@ def test_bad_input_is_one_sentence_and_changes_nothing(tmp_path, call, words):
         call(checkpoints)
     assert words in str(caught.value)
     assert names_in(checkpoints) == ["00000001", "00000002"]
-
-
-@contextmanager
-def small_files(most: int) -> Iterator[None]:
-    """A write beyond so many bytes fails in the middle of a file."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("background", [False, True])
