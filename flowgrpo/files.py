@@ -30,9 +30,9 @@ def make_folder(folder: str | os.PathLike) -> Path:
 def write_whole(path: Path, content: str | Callable[[Path], Any]) -> None:
     """Write a text, or let `content` write a file beside this one, and only then put it in its place.
 
-    Until then the place holds what it held. Several processes may do this at the same time.
+    Until then the place holds what it held. Several processes and threads may do this at the same time.
     """
-    beside = path.with_name(f".{path.name}-{os.getpid()}")
+    beside = path.with_name(f".{path.name}-{uuid4().hex[:8]}")
     try:
         if callable(content):
             content(beside)

@@ -155,7 +155,8 @@ def test_scores_come_in_order_whatever_the_workers(count):
 def test_values_that_are_no_numbers_are_invalid_and_the_line_stays_ascii():
     line = score.line_of("é\ud800", Scored(float("nan"), "why", {"a": float("inf")}), "a hash")
     assert line.isascii()
-    assert json.loads(line) == {"id": "é\ud800", "value": None, "reason": "the reward gave nan", "parts": {"a": None}}
+    said = {"id": "é\ud800", "value": None, "reason": "the reward gave nan", "parts": {"a": None}, "made_of": "a hash"}
+    assert json.loads(line) == said
 
 
 def test_the_summary_counts_what_is_invalid_and_what_is_unanswered_and_cuts_no_word():
