@@ -7,8 +7,9 @@
 Takes the checkpoint that was best in validation, the last one, or the start of a run of quickstart, agentflow or
 self_verify, which may still be going on. An adapter is merged into its base, or written in PEFT's format by --adapter.
 Of an actor and its critic, the actor is written. The planner of a quickstart speaks the words of its environment: its
-folder is a small Llama with a tokenizer of whole words, and without a chat template. Takes seconds, plus what it takes
-to write the weights. Prints what was written, and one JSON line.
+folder is a small Llama with a tokenizer of whole words, and without a chat template. A model that is there already is
+replaced, with all its files, when the new one is whole; a folder that holds anything else is refused. Takes seconds,
+plus what it takes to write the weights. Prints what was written, and one JSON line.
 """
 
 import json
@@ -28,7 +29,7 @@ _WHICH = flags.DEFINE_enum("which", "best", WHICH, "Best in validation, last, or
 _ADAPTER = flags.DEFINE_bool("adapter", False, "Write the adapter alone, in PEFT's format.")
 heading("Files and resuming")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
-_OUT = flags.DEFINE_string("out", None, "The folder to write.", required=True)
+_OUT = flags.DEFINE_string("out", None, "The folder to write; a model in it is replaced.", required=True)
 
 
 def main() -> None:
@@ -36,8 +37,6 @@ def main() -> None:
     folder, out = Path(_WORKDIR.value), Path(_OUT.value)
     if not (folder / RUN).exists():
         raise fg.BadInput(f"{folder} holds no run: {RUN} is missing; give the --workdir of one")
-    if (out / RUN).exists():
-        raise fg.BadInput(f"--out={out} is the folder of a run: give another one, such as {out / 'model'}")
     written = (export_adapter if _ADAPTER.value else export)(folder, out, which=_WHICH.value)
     print(f"{_WHICH.value} planner of {folder}, update {written['update']}")
     talk = [] if _ADAPTER.value else [(command("chat", model=out), "talks to it, where it has a chat template")]

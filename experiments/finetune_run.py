@@ -20,7 +20,7 @@ from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
 from flowgrpo.learner.update import cast
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model
-from flowgrpo.report.metrics import Metrics
+from flowgrpo.report.metrics import Metrics, Position, check_saved
 from flowgrpo.report.progress import Progress
 from flowgrpo.report.sinks import open_sinks
 
@@ -31,7 +31,7 @@ class Place(NamedTuple):
     state: LearnerState
     step: int
     resumed_at: list[int]
-    position: Mapping[str, int]  # in the files of metrics; empty before the first line
+    position: Position  # in the files of metrics; empty before the first line
 
 
 def finetune(settings: Mapping[str, Any], folder: Path, *, loggers: Sequence[str] = ()) -> dict[str, Any]:
@@ -50,6 +50,8 @@ def finetune(settings: Mapping[str, Any], folder: Path, *, loggers: Sequence[str
     sinks = open_sinks(loggers, config=settings, say=progress.say)
     with listening(*STOPPING), run_folder(folder, settings, may_differ=("checkpoint_every",)):
         place = _restore(checkpoints, Place(init_learner(model.params, optimizer), 0, [], {}), steps, progress)
+        if not place.position:
+            check_saved(folder)
         with Metrics(folder, place.position, sinks=sinks) as metrics:
             if not place.position:
                 place = _validated(place, before, metrics, checkpoints)

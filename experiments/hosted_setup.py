@@ -15,7 +15,7 @@ from experiments.planner_setup import OFFLOAD, Planner
 from experiments.prompts import Draw, Hard
 from flowgrpo import loop
 from flowgrpo.contracts import Do, HostEnv, Reward, Scored
-from flowgrpo.files import make_folder
+from flowgrpo.files import make_folder, write_whole
 from flowgrpo.generate.engine import Engine
 from flowgrpo.learner.residency import DISK, Residency, places
 from flowgrpo.models.hf import Model
@@ -143,8 +143,8 @@ def in_order(played: Hosted) -> Hosted:
 def record(path: Path, played: Sequence[Played]) -> None:
     """Write trajectories, a line each."""
     if played:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(to_json(one) + "\n" for one in played))
+        make_folder(path.parent)
+        write_whole(path, "".join(to_json(one) + "\n" for one in played))
 
 
 def record_advantages(path: Path, played: Sequence[Played], advantages: np.ndarray) -> None:
@@ -154,9 +154,9 @@ def record_advantages(path: Path, played: Sequence[Played], advantages: np.ndarr
     """
     if not played:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     lines = zip(played, np.asarray(advantages, np.float64), strict=True)
-    path.write_text("".join(json.dumps(_advantages_of(one, own)) + "\n" for one, own in lines))
+    write_whole(path, "".join(json.dumps(_advantages_of(one, own)) + "\n" for one, own in lines))
 
 
 def _advantages_of(one: Played, own: np.ndarray) -> dict[str, Any]:

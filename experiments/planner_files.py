@@ -1,7 +1,9 @@
 """Files that `experiments.export` writes: a run's planner from its checkpoints, as a model folder or an adapter."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from experiments.session import PARAMS
 from flowgrpo.envs.env import END, PAD
 from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
 from flowgrpo.learner.critic import ActorCritic, acting
-from flowgrpo.learner.folder import read_run
+from flowgrpo.learner.folder import RUN, read_run
 from flowgrpo.models import families
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import make_policy
@@ -49,10 +51,13 @@ def _planner(stored: Mapping[str, Any]) -> Any:
 
 def base_model(settings: Mapping[str, Any], folder: Path) -> Model:
     """The model that a run began with: shape, tokenizer, and the weights that no adapter changes."""
-    if "env" in settings:
-        return word_model(settings)
+    return word_model(settings) if "env" in settings else load_model(base(settings, folder), dtype=settings["dtype"])
+
+
+def base(settings: Mapping[str, Any], folder: Path) -> str | Path:
+    """Locate the model that a run on the agent system began with: a folder or a hub id."""
     start = agent_setups.START if "exam_turns" in settings else self_verify_setup.START
-    return load_model(settings["model"] or folder / start, dtype=settings["dtype"])
+    return settings["model"] or folder / start
 
 
 # A planner of words -------------------------------------------------------------------------------------
@@ -60,9 +65,10 @@ def base_model(settings: Mapping[str, Any], folder: Path) -> Model:
 
 def word_model(settings: Mapping[str, Any]) -> Model:
     """The model of a quickstart as a Llama, of the same shape; without parameters."""
-    config = setups.shape(make_env(settings["env"]), settings)
-    source = llama(config)
-    return Model(make_policy(config), {}, None, families.decoder_config(source), source)
+    env = make_env(settings["env"])
+    config = setups.shape(env, settings)
+    source, text = llama(config), SimpleNamespace(save=partial(write_words, words=env.words))
+    return Model(make_policy(config), {}, text, families.decoder_config(source), source)
 
 
 def llama(config: DecoderConfig) -> dict[str, Any]:
@@ -106,13 +112,12 @@ def write_words(folder: Path, words: Sequence[str]) -> None:
 def export(folder: Path, out: Path, *, which: str = "best") -> dict[str, Any]:
     """Write a run's planner as a whole model -> what was written."""
     settings = read_run(folder)["settings"]
+    _check_out(settings, folder, out)
     step, params = read_planner(folder, which)
     model, lora = base_model(settings, folder), lora_of(settings)
     if lora is not None:
         params = merge(Adapted(model.params, params), model.config, lora)
     save_model(out, model._replace(params=params))
-    if "env" in settings:
-        write_words(out, make_env(settings["env"]).words)
     return {"out": str(out), "which": which, "update": step, "params_sha256": params_sha256(params)}
 
 
@@ -120,11 +125,20 @@ def export_adapter(folder: Path, out: Path, *, which: str = "best") -> dict[str,
     """Write a run's adapter alone."""
     settings = read_run(folder)["settings"]
     lora = _adapter_of(settings, folder)
+    _check_out(settings, folder, out)
     step, adapter = read_planner(folder, which)
     model = base_model(settings, folder)
-    base = settings["model"] or str((folder / agent_setups.START).resolve())
-    save_adapter(out, adapter, model.config, lora, base_model=base)
+    named = settings["model"] or str(Path(base(settings, folder)).resolve())
+    save_adapter(out, adapter, model.config, lora, base_model=named)
     return {"out": str(out), "which": which, "update": step, "params_sha256": params_sha256(adapter)}
+
+
+def _check_out(settings: Mapping[str, Any], folder: Path, out: Path) -> None:
+    """Raise `BadInput` where a run is, or the model that it goes on from: what is written replaces a whole folder."""
+    if (out / RUN).exists():
+        raise fg.BadInput(f"--out={out} is the folder of a run: give another one, such as {out / 'model'}")
+    if "env" not in settings and Path(base(settings, folder)).resolve() == out.resolve():
+        raise fg.BadInput(f"--out={out} is the model that the run began with: give another folder")
 
 
 def _adapter_of(settings: Mapping[str, Any], folder: Path) -> LoraConfig:

@@ -4,20 +4,23 @@
     python -m experiments.score --tasks='reasoning_gym:chain_sum?size=100' --answers=answers.jsonl --out=scores.jsonl
 
 Tasks are `{id, query, answers, domain, …}` (`flowgrpo/task_files.py` lists the forms), answers `{id, output}`; a line
-of the result is `{id, value, reason, parts}`, with value null where there is no verdict. The domain of a task decides
-who judges it (`experiments/domains.py`); with --judge, it is the P("Yes") of a model for all. Lines are written as they
-come; what was written is kept, and the same command goes on where it was stopped. Prints a table by domain and one
-JSON line. Short answers take well below a millisecond each, programs about 50 ms on a core.
+of the result is `{id, value, reason, parts, made_of}`, with value null where there is no verdict, and a hash of what
+the score was made of: task, answer and settings. The domain of a task decides who judges it (`experiments/domains.py`);
+with --judge, it is the P("Yes") of a model for all. Lines are written as they come, and the same command goes on where
+it was stopped: values are kept, what has none is judged again, and a file with scores of other tasks, answers or
+settings is refused. Prints a table by domain, whose means are over the valid values, and one JSON line. Short answers
+take well below a millisecond each, programs about 50 ms on a core.
 """
 
 import json
 import math
-import os
 import sys
+import textwrap
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -28,6 +31,7 @@ from experiments import common, domains
 from experiments.headings import heading
 from flowgrpo import launch
 from flowgrpo.contracts import Reward, Scored
+from flowgrpo.files import write_whole
 from flowgrpo.report.progress import Progress
 from flowgrpo.rewards.router import score_async
 from flowgrpo.sandbox import Sandbox
@@ -54,6 +58,7 @@ _SKIP = flags.DEFINE_bool("skip_bad", False, "Leave bad lines out, and say so, i
 
 CHUNK = 8  # answers that a worker takes at once
 SHOWN = 3  # of each kind of fault, and of the reasons
+WIDTH = 100  # of a line of the table
 
 
 class Answers(NamedTuple):
@@ -107,31 +112,45 @@ def _record(line: bytes, place: str) -> Mapping[str, Any]:
     return record
 
 
-def read_scores(path: Path) -> dict[str, Scored]:
-    """The scores that a file holds already; a last line that was cut off is removed."""
-    if not path.exists():
-        return {}
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    scores = {}
-    for number, line in enumerate(whole.splitlines(), 1):
+def read_scores(path: Path) -> dict[str, dict[str, Any]]:
+    """The lines of scores that a file holds already, by id, without a last line that was cut off."""
+    data = path.read_bytes() if path.exists() else b""
+    lines = {}
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
         record = _record(line, f"{path}, line {number}")
         value = record.get("value")
         if not isinstance(record.get("id"), str) or "value" not in record or isinstance(value, str | list | dict):
             raise fg.BadInput(f"{path}, line {number}: isn't a score {{id, value, …}}; give another --out")
-        scores[record["id"]] = Scored(value, str(record.get("reason", "")))
-    if len(whole) < len(data):
-        os.truncate(path, len(whole))
-    return scores
+        lines[record["id"]] = dict(record)
+    return lines
 
 
-def line_of(identity: str, scored: Scored) -> str:
+def kept_scores(path: Path, made_of: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The lines of a file that have a value; `BadInput` where one was made of other things than these hashes say."""
+    kept = {identity: line for identity, line in read_scores(path).items() if line["value"] is not None}
+    others = [identity for identity, line in kept.items() if line.get("made_of") != made_of.get(identity, "nothing")]
+    if others:
+        raise fg.BadInput(
+            f"{path} holds {len(others)} scores of other tasks, answers or settings, the first for {others[0]!r}: give "
+            "another --out, or remove the file to score all again"
+        )
+    return kept
+
+
+def hash_of(task: Task, output: str, settings: Mapping[str, Any]) -> str:
+    """Hash what a score is made of: the task, the answer, who judges it and how."""
+    domain = task.domain if task.domain in domains.DOMAINS else settings["domain"]
+    about = [task.id, task.query, task.answers, dict(task.metadata), output, {**settings, "domain": domain}]
+    return blake2b(json.dumps(about, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+def line_of(identity: str, scored: Scored, made_of: str) -> str:
     """A line of the result; a value that is no number is no verdict."""
     value, reason = scored.value, scored.reason
     if value is not None and not math.isfinite(value):
         value, reason = None, f"the reward gave {value}"
     parts = {name: part if math.isfinite(part) else None for name, part in scored.parts.items()}
-    return json.dumps({"id": identity, "value": value, "reason": reason, "parts": parts})
+    return json.dumps({"id": identity, "value": value, "reason": reason, "parts": parts, "made_of": made_of})
 
 
 # Scoring ------------------------------------------------------------------------------------------------
@@ -158,11 +177,13 @@ def score_all(reward: Reward, todo: Sequence[tuple[Task, str]], *, workers: int)
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def write_scores(scores: Iterator[tuple[Task, Scored]], out: TextIO, total: int, progress: Progress) -> None:
+def write_scores(
+    scores: Iterator[tuple[Task, Scored]], out: TextIO, made_of: Mapping[str, str], total: int, progress: Progress
+) -> None:
     """Write each score when it comes, and say now and then how far it is."""
     said, phase = time.monotonic(), "score"
     for number, (task, scored) in enumerate(scores, 1):
-        out.write(line_of(task.id, scored) + "\n")
+        out.write(line_of(task.id, scored, made_of[task.id]) + "\n")
         out.flush()
         if number == total or time.monotonic() - said > 1:
             said = time.monotonic()
@@ -173,31 +194,44 @@ def write_scores(scores: Iterator[tuple[Task, Scored]], out: TextIO, total: int,
 # What is said -------------------------------------------------------------------------------------------
 
 
-def summary(scores: Mapping[str, Scored], domain_of: Callable[[str], str]) -> dict[str, Any]:
+def summary(lines: Mapping[str, Mapping[str, Any]], tasks: Iterable[Task]) -> dict[str, Any]:
     """Counts and means, over all and by domain, and the most frequent reasons for invalid and for zero values."""
-    rows: dict[str, list[Scored]] = {"all": list(scores.values())}
-    for identity, scored in scores.items():
-        rows.setdefault(domain_of(identity), []).append(scored)
-    table = {}
-    for name, row in rows.items():
-        values = [scored.value for scored in row if scored.value is not None]
-        mean = sum(values) / len(values) if values else None
-        table[name] = {"mean": mean, "valid": len(values), "invalid": len(row) - len(values)}
+    rows: dict[str, list[Mapping[str, Any] | None]] = {}
+    for task in tasks:
+        rows.setdefault(task.domain, []).append(lines.get(task.id))
+    every = [line for row in rows.values() for line in row]
     reasons = {
-        "invalid": Counter(scored.reason for scored in scores.values() if scored.value is None),
-        "zero": Counter(scored.reason for scored in scores.values() if scored.value == 0),
+        name: Counter(line.get("reason") for line in every if line is not None and line["value"] == value)
+        for name, value in (("invalid", None), ("zero", 0))
     }
-    return {**table.pop("all"), "domains": table, "reasons": {k: c.most_common(SHOWN) for k, c in reasons.items()}}
+    return {
+        **_counts(every),
+        "domains": {name: _counts(row) for name, row in rows.items()},
+        "reasons": {name: counted.most_common(SHOWN) for name, counted in reasons.items()},
+    }
+
+
+def _counts(row: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
+    """The mean of the valid values, and how many lines are valid, invalid, and missing."""
+    answered = [line["value"] for line in row if line is not None]
+    valid = [value for value in answered if value is not None]
+    counts = {"valid": len(valid), "invalid": len(answered) - len(valid), "unanswered": len(row) - len(answered)}
+    return {"mean": sum(valid) / len(valid) if valid else None, **counts}
 
 
 def report(found: Mapping[str, Any]) -> str:
     """The summary as a table."""
-    lines = [f"{'domain':<20} {'mean':>7} {'valid':>7} {'invalid':>8}"]
+    width = max(map(len, ["domain", *found["domains"]]))
+    lines = [f"{'domain':<{width}} {'mean':>8} {'valid':>7} {'invalid':>8} {'unanswered':>11}"]
     for name, row in [*found["domains"].items(), ("all", found)]:
         mean = "-" if row["mean"] is None else f"{row['mean']:.4f}"
-        lines.append(f"{name[:20]:<20} {mean:>7} {row['valid']:>7} {row['invalid']:>8}")
+        lines.append(f"{name:<{width}} {mean:>8} {row['valid']:>7} {row['invalid']:>8} {row['unanswered']:>11}")
+    if found["invalid"] or found["unanswered"]:
+        lines.append("means are over the valid values alone: what is invalid or unanswered counts in none")
     for kind, reasons in found["reasons"].items():
-        lines += [f"{kind} ({count}): {reason[:100]}" for reason, count in reasons]
+        lines += [
+            textwrap.fill(f"{kind} ({count}): {reason}", WIDTH, subsequent_indent="  ") for reason, count in reasons
+        ]
     return "\n".join(lines)
 
 
@@ -233,6 +267,19 @@ def make_reward(tasks: Sequence[Task], sandbox: Sandbox) -> Reward:
     return domains.route(means, default=_DOMAIN.value)
 
 
+def settings_of() -> dict[str, Any]:
+    """Collect the flags that a score depends on, with the files of a judge, which may become others."""
+    judge = Path(_JUDGE.value or "")
+    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in judge.glob("*"))
+    return {
+        "flowgrpo": fg.__version__,
+        "domain": _DOMAIN.value,
+        "judge": [_JUDGE.value, files] if _JUDGE.value else None,
+        "seconds": _SECONDS.value,
+        "tolerance": _TOLERANCE.value,
+    }
+
+
 def check_flags(out: Path) -> None:
     """Raise for flags that can't be honoured, before anything is read or written."""
     if _DOMAIN.value is not None and _DOMAIN.value not in domains.DOMAINS:
@@ -250,32 +297,32 @@ def main() -> None:
     fields = parse_fields(_FIELDS.value)
     tasks: Tasks = read_tasks(_TASKS.value, fields=fields, domain=_DOMAIN.value, skip_bad=_SKIP.value)
     answers = read_answers(Path(_ANSWERS.value), skip_bad=_SKIP.value)
-    known = {task.id: task for task in tasks}
-    kept = read_scores(out)
+    known, settings = {task.id: task for task in tasks}, settings_of()
+    made_of = {i: hash_of(known[i], output, settings) for i, output in answers.outputs.items() if i in known}
+    kept = kept_scores(out, made_of)
     say_faults(progress, "bad lines are left out", [*tasks.left_out, *answers.left_out])
     unknown = [repr(identity) for identity in answers.outputs if identity not in known]
     say_faults(progress, "answers are of no task, and not scored", unknown)
     without = [repr(identity) for identity in known if identity not in answers.outputs]
     say_faults(progress, "tasks have no answer", without)
-    todo = [(known[i], output) for i, output in answers.outputs.items() if i in known and i not in kept]
+    todo = [(known[i], answers.outputs[i]) for i in made_of if i not in kept]
     if kept:
         progress.say(f"{len(kept)} scores are in {out} already, {len(todo)} are to come")
     workers = _WORKERS.value or launch.cores()
     names = {task.domain for task, _ in todo} | {_DOMAIN.value or ""}
     modules = () if _JUDGE.value else domains.preload(names)
-    with Sandbox(workers=workers, preload=modules, unsafe=_UNSAFE.value) as sandbox, out.open("a") as file:
-        if todo:
-            reward = make_reward([task for task, _ in todo], sandbox)
-            write_scores(score_all(reward, todo, workers=workers), file, len(todo), progress)
-    domain_of = {task.id: task.domain for task in tasks}
-    found = summary(read_scores(out), lambda identity: domain_of.get(identity, "no task"))
-    print(f"{report(found)}\n\nwritten to {out}: {len(read_scores(out))} scores")
-    counts = {
-        "unknown": len(unknown),
-        "unanswered": len(without),
-        "left_out": len(tasks.left_out + tuple(answers.left_out)),
-    }
-    print(json.dumps({**found, **counts}))
+    with Sandbox(workers=workers, preload=modules, unsafe=_UNSAFE.value) as sandbox:
+        scores = (
+            score_all(make_reward([task for task, _ in todo], sandbox), todo, workers=workers) if todo else iter(())
+        )
+        write_whole(out, "".join(json.dumps(line) + "\n" for line in kept.values()))
+        with out.open("a") as file:
+            write_scores(scores, file, made_of, len(todo), progress)
+    lines = read_scores(out)
+    found = summary(lines, tasks)
+    print(f"{report(found)}\n\nwritten to {out}: {len(lines)} scores")
+    left_out = len(tasks.left_out + tuple(answers.left_out))
+    print(json.dumps({**found, "unknown": len(unknown), "left_out": left_out}))
     sys.stdout.flush()
 
 

@@ -29,7 +29,7 @@ from flowgrpo.learner.disk import is_full
 from flowgrpo.learner.folder import begin_anew, check_same, identity, machine, run_folder
 from flowgrpo.learner.trained import WHOLE, Trained
 from flowgrpo.report.health import WARNINGS, summary, watch_health
-from flowgrpo.report.metrics import Metrics, read_metrics
+from flowgrpo.report.metrics import Metrics, Position, check_saved, read_metrics
 from flowgrpo.report.plots import curves
 from flowgrpo.report.progress import Progress
 from flowgrpo.report.sinks import open_sinks
@@ -84,7 +84,7 @@ class Standing(NamedTuple):
     """Point that a run has reached, whole: one part is never saved without the other."""
 
     run: loop.Run
-    position: Mapping[str, int]  # in the files of metrics
+    position: Position  # in the files of metrics
     validation: float | None = None  # None until it was examined, or where that isn't due
 
 
@@ -114,7 +114,7 @@ class Session:
 
     # Stages -------------------------------------------------------------------------------------------
 
-    def begin(self, params, position: Mapping[str, int]) -> None:
+    def begin(self, params, position: Position) -> None:
         """Stand before the first update, with these parameters."""
         trained = self.work.trained
         part = trained.take(params)
@@ -190,6 +190,8 @@ class Session:
     def open_metrics(self, loggers: Sequence[str] = ()) -> Metrics:
         """The files of metrics, cut back to where the run stands; every line is looked at, and logged elsewhere."""
         say = self.progress.say
+        if self.at is None:
+            check_saved(self.folder)
         sinks = [partial(watch_health, say=say), *open_sinks(loggers, config=self.work.settings, say=say)]
         return Metrics(self.folder, self.at and self.at.position, sinks=sinks)
 
@@ -236,6 +238,8 @@ class Session:
         """Examine and save where that is due."""
         if self.is_due(every):
             self.examined(self.work.examine(self.run.learner.params), metrics)
+            if int(self.run.update) == 0:  # so that metrics of an update mean that there is a checkpoint
+                self.checkpoints.wait()
 
     def examined(self, seen: Evaluation, metrics: Metrics, memory: Any = None) -> None:
         """Write down what was seen, and save; `memory` is what else a checkpoint is to hold."""

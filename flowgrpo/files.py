@@ -1,12 +1,18 @@
-"""Files that are there when they are whole, whatever interrupts their writer; folders."""
+"""Files and folders that are there when they are whole, whatever interrupts their writer."""
 
+import ctypes
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from flowgrpo.types import BadInput
+
+AT_CWD, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
 def make_folder(folder: str | os.PathLike) -> Path:
@@ -24,9 +30,9 @@ def make_folder(folder: str | os.PathLike) -> Path:
 def write_whole(path: Path, content: str | Callable[[Path], Any]) -> None:
     """Write a text, or let `content` write a file beside this one, and only then put it in its place.
 
-    Until then the place holds what it held. Several processes may do this at the same time.
+    Until then the place holds what it held. Several processes and threads may do this at the same time.
     """
-    beside = path.with_name(f".{path.name}-{os.getpid()}")
+    beside = path.with_name(f".{path.name}-{uuid4().hex[:8]}")
     try:
         if callable(content):
             content(beside)
@@ -38,3 +44,49 @@ def write_whole(path: Path, content: str | Callable[[Path], Any]) -> None:
     finally:
         with suppress(OSError):  # it is in its place, or can't have been made
             beside.unlink()
+
+
+def replace_folder(folder: str | os.PathLike, fill: Callable[[Path], Any], *, names: Sequence[str], what: str) -> None:
+    """Let `fill` write into a new folder beside this one, and only then put it in its place.
+
+    A folder that is there is replaced whole, in one step, if it is empty or holds files of these names (patterns)
+    alone, as `what` does; any other is refused. A process that is killed leaves the old one or the new one.
+    """
+    place = Path(folder).resolve()
+    _check_replaceable(folder, place, names, what)
+    make_folder(place.parent)
+    beside = place.with_name(f".{place.name}-{uuid4().hex[:8]}")
+    try:
+        beside.mkdir()
+        fill(beside)
+        if place.exists():
+            _exchange(beside, place)
+        else:
+            beside.rename(place)
+    except OSError as error:
+        raise BadInput(
+            f"{folder} could not be written ({error.strerror or error}): make room, or choose another place"
+        ) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _check_replaceable(folder: str | os.PathLike, place: Path, names: Sequence[str], what: str) -> None:
+    if not place.exists():
+        return
+    if not place.is_dir():
+        raise BadInput(f"can't write {what} to {folder}: it is a file; name a folder")
+    others = (item for item in place.iterdir() if not item.is_file() or not any(fnmatch(item.name, n) for n in names))
+    if strange := sorted(item.name for item in others):
+        raise BadInput(f"{folder} holds {strange[0]}, which is no part of {what}: name a new folder, or an empty one")
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Exchange two folders in one step; by three renames where the system has no such step."""
+    at_once = getattr(ctypes.CDLL(None), "renameat2", None)
+    if at_once is not None and not at_once(AT_CWD, os.fsencode(one), AT_CWD, os.fsencode(other), EXCHANGE):
+        return
+    aside = one.with_name(f"{one.name}-old")
+    other.rename(aside)
+    one.rename(other)
+    aside.rename(one)

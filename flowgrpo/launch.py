@@ -11,14 +11,16 @@ refuses to come too late. What the user wrote in `XLA_FLAGS` stays as it is.
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partialmethod
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
-from flowgrpo.files import make_folder
+from flowgrpo.files import make_folder, write_whole
 from flowgrpo.types import BadInput
 
 # These versions fuse reductions on the CPU in a way that is wrong under large vmaps: a norm's gradient over 64 and more
@@ -58,6 +60,7 @@ def configure(
     os.environ["XLA_FLAGS"] = add_flags(os.environ.get("XLA_FLAGS", ""), flags)
     if compilation_cache is not None:
         _keep_compiled(make_folder(compilation_cache))
+    write_programs_whole()
     _CONFIGURED.update(chosen)
 
 
@@ -160,6 +163,26 @@ def _keep_compiled(folder: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def write_programs_whole() -> None:
+    """Let a compiled program appear in JAX's cache when it is whole.
+
+    JAX writes it in its place and never again, so that of a process which is killed meanwhile a torn entry would stay,
+    with a warning and a compilation in every run.
+    """
+    from jax._src.lru_cache import LRUCache  # no public setting does it
+
+    if not isinstance(vars(LRUCache)["put"], partialmethod):
+        LRUCache.put = partialmethod(_put_whole, LRUCache.put)  # type: ignore[method-assign]
+
+
+def _put_whole(cache: Any, put: Callable[[Any, str, bytes], None], key: str, value: bytes) -> None:
+    """Add an entry to a cache in a folder of this machine; to one elsewhere, or with a limit, JAX's own `put` does."""
+    if cache.eviction_enabled or "://" in str(cache.path):
+        put(cache, key, value)
+    elif not (entry := Path(cache.path) / f"{key}-cache").exists():
+        write_whole(entry, lambda beside: beside.write_bytes(value))
 
 
 def _backend_started() -> bool:

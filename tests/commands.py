@@ -8,11 +8,14 @@ import atexit
 import gc
 import json
 import os
+import resource
 import runpy
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,6 +24,17 @@ LIBRARIES = ("jax", "optax", "orbax.checkpoint", "transformers", "matplotlib", "
 _LOCK = threading.Lock()
 SPENT = [0.0]  # processor seconds of all commands so far
 _SERVERS: list[subprocess.Popen] = []
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """A write beyond so many bytes fails in the middle of a file."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def run_module(

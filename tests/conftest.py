@@ -30,6 +30,8 @@ import jax
 import pytest
 from hypothesis import settings
 
+from flowgrpo import launch
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_debug_nans", True)
@@ -79,6 +81,7 @@ def pytest_configure(config):
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    launch.write_programs_whole()
 
 
 @pytest.fixture(autouse=True, scope="module")

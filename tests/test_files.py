@@ -1,10 +1,14 @@
-"""Files are whole or as they were; folders that can't be made are said."""
+"""Files and folders are whole or as they were; those that can't be made are said."""
 
+import itertools
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 
-from flowgrpo.files import make_folder, write_whole
+from flowgrpo import files
+from flowgrpo.files import make_folder, replace_folder, write_whole
 from flowgrpo.types import BadInput
 
 
@@ -37,3 +41,78 @@ def test_a_place_or_folder_that_can_not_be_made_is_one_sentence(tmp_path, monkey
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(BadInput, match="can't be written: change its permissions"):
         make_folder(tmp_path)
+
+
+class Killed(BaseException):
+    pass
+
+
+def until_killed(change, moments):
+    """Wrap a change of the disk so that from the moment when `moments` gives 0 nothing is changed any more."""
+
+    def run(*args, **settings):
+        if next(moments) >= 0:
+            raise Killed
+        return change(*args, **settings)
+
+    return run
+
+
+def fill_with(*names: str):
+    return lambda folder: [(folder / name).write_text(name) for name in names]
+
+
+def replace(folder: Path, *names: str) -> None:
+    replace_folder(folder, fill_with(*names), names=["weights*", "config"], what="a model")
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(item.name for item in folder.iterdir())
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_folder_is_replaced_whole_and_a_killed_process_leaves_the_old_one_or_the_new(tmp_path, monkeypatch, at_once):
+    """Never a mix of both; without a system call that exchanges two folders, the old one may be set aside."""
+    if not at_once:
+        monkeypatch.setattr(files.ctypes, "CDLL", lambda _: None)
+    for moment in itertools.count():
+        place = tmp_path / str(moment) / "model"
+        replace(place, "config", "weights-1", "weights-2")
+        with monkeypatch.context() as patch:
+            moments = itertools.count(-moment)
+            changes = [(Path, "mkdir"), (Path, "write_text"), (shutil, "rmtree")]
+            for owner, name in [*changes, (files, "_exchange") if at_once else (Path, "rename")]:
+                patch.setattr(owner, name, until_killed(getattr(owner, name), moments))
+            try:
+                replace(place, "config", "weights")
+                break
+            except Killed:
+                pass
+        there = names_in(place) if place.exists() else names_in(next(place.parent.glob("*-old")))
+        assert there in (["config", "weights"], ["config", "weights-1", "weights-2"])
+        assert place.exists() or not at_once
+        replace(place, "config", "weights")
+        assert names_in(place) == ["config", "weights"]
+    assert names_in(place.parent) == ["model"]
+    assert moment > 5
+
+
+def test_a_folder_that_holds_anything_else_is_refused_and_stays_as_it_was(tmp_path):
+    for name in ("notes.txt", "weights/1"):
+        place = tmp_path / name[:5]
+        make_folder((place / name).parent)
+        fill_with("config", name)(place)
+        with pytest.raises(BadInput, match=f"holds {name.partition('/')[0]}, which is no part of a model: name a new"):
+            replace(place, "config")
+        assert (place / name).read_text() == name
+    make_folder(tmp_path / "empty")
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    replace(tmp_path / "link", "config")
+    assert names_in(tmp_path / "empty") == ["config"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match=r"can't write a model to .*file: it is a file; name a folder"):
+        replace(tmp_path / "file", "config")
+    full = OSError(28, "No space left on device")
+    with pytest.raises(BadInput, match=r"link could not be written \(No space left on device\): make room"):
+        replace_folder(tmp_path / "link", lambda beside: half(beside / "half", full), names=["config"], what="a model")
+    assert names_in(tmp_path) == ["empty", "file", "link", "notes", "weigh"]

@@ -10,7 +10,7 @@
         checkpoint.json     the note; every leaf's place and kind; dtype, shape and checksum, or value
 
 A checkpoint is written beside its place and moved there when it is whole, so that a process may be killed, and a disk
-may be full, at any moment. What such a one left behind is never read, and is removed by the next that writes. The
+may be full, at any moment. What such a one left unfinished is never read, and is removed by the next that writes. The
 checksums find damage that Orbax would not.
 """
 
@@ -22,7 +22,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,10 @@ from flowgrpo.types import BadInput
 
 ARRAYS, CONTENT = "arrays", "checkpoint.json"
 UNFINISHED = ".unfinished-"  # begins the name of what is being written or removed
+REPLACED = (
+    ".replaced-"  # begins the name of one of the same step as that which comes next; it counts until that is there
+)
+DAMAGE = (OSError, ValueError, KeyError, TypeError)  # what reading a checkpoint raises that isn't what was saved
 ROOM = 4096  # bytes that an array takes beside its numbers; as many are there for each of
 AT_LEAST = 8  # files that every checkpoint has
 
@@ -52,7 +55,7 @@ class Checkpoints:
         if keep < 1:
             raise BadInput(f"keep={keep} must be at least 1")
         self.folder = Path(folder) / "checkpoints"
-        self._keep, self._best, self._clean = keep, best, False
+        self._keep, self._best = keep, best
         self._writer = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._pending: Future | None = None
 
@@ -72,9 +75,15 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step with the highest number under the name `best`, the newest of equals; None where there is none."""
+        """The step with the highest number under the name `best`, the newest of equals; None where there is none.
+
+        `BadInput` where a note can't be read, since that may be the one.
+        """
         self._settle()
-        return self._find_best()
+        best, unread = self._find_best()
+        for step, error in unread.items():
+            raise BadInput(f"which checkpoint is best can't be told: {self._damaged(step, CONTENT, error)}") from error
+        return best
 
     def save(self, step: int, tree: Any, note: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint, replacing one of the same step; the note is what JSON can hold."""
@@ -116,27 +125,38 @@ class Checkpoints:
         wait_for([] if self._pending is None else [self._pending])
 
     def _steps(self) -> list[int]:
-        return sorted(int(path.parent.name) for path in self.folder.glob(f"[0-9]*/{CONTENT}"))
+        places = (path.parent.name for begin in ("", REPLACED) for path in self.folder.glob(f"{begin}[0-9]*/{CONTENT}"))
+        return sorted({int(name.removeprefix(REPLACED)) for name in places})
 
-    def _find_best(self) -> int | None:
-        ranked = []
+    def _find_best(self) -> tuple[int | None, dict[int, Exception]]:
+        """The best of those whose notes can be read, and what is wrong with the others."""
+        ranked: list[tuple[float, int]] = []
+        unread: dict[int, Exception] = {}
         for step in self._steps() if self._best else []:
-            with suppress(BadInput):  # a damaged one is none of the best
-                score = self._content(step)["note"].get(str(self._best))
+            try:
+                score = self._load(step)["note"].get(str(self._best))
                 ranked += [(score, step)] if isinstance(score, int | float) and score == score else []
-        return max(ranked)[1] if ranked else None
+            except FileNotFoundError:  # removed by the process that writes here
+                continue
+            except DAMAGE as error:
+                unread[step] = error
+        return max(ranked)[1] if ranked else None, unread
 
     def _read(self, step: int, place: str) -> list[Leaf]:
         """The leaves at and below a place of the tree; all of them at ""."""
         self._settle()
-        records = enumerate(self._content(step)["leaves"])
-        records = [(i, record) for i, record in records if f"{record['name']}/".startswith(place and f"{place}/")]
+        content = self._content(step)
         try:
-            names = [_key(i, record) for i, record in records if _is_stored(record)]
-            arrays = _restore_arrays(self._path(step) / ARRAYS, names) if names else {}
-            return [_leaf(record, arrays.get(_key(i, record))) for i, record in records]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise self._damaged(step, str(error)) from error
+            return self._leaves(step, content, place)
+        except DAMAGE as error:
+            raise self._damaged(step, ARRAYS, error) from error
+
+    def _leaves(self, step: int, content: Mapping[str, Any], place: str) -> list[Leaf]:
+        records = enumerate(content["leaves"])
+        records = [(i, record) for i, record in records if f"{record['name']}/".startswith(place and f"{place}/")]
+        names = [_key(i, record) for i, record in records if _is_stored(record)]
+        arrays = _restore_arrays(self._path(step) / ARRAYS, names) if names else {}
+        return [_leaf(record, arrays.get(_key(i, record))) for i, record in records]
 
     def _fit(self, step: int, leaves: list[Leaf], template: Any) -> Any:
         try:
@@ -145,41 +165,54 @@ class Checkpoints:
             raise BadInput(f"{self._path(step)} does not fit: {error}") from None
 
     def _path(self, step: int) -> Path:
-        return self.folder / f"{step:08d}"
+        place, replaced = (self.folder / f"{begin}{step:08d}" for begin in ("", REPLACED))
+        return replaced if replaced.exists() and not place.exists() else place
+
+    def _load(self, step: int) -> dict[str, Any]:
+        """Load a checkpoint's `checkpoint.json` and verify its checksum."""
+        content = json.loads((self._path(step) / CONTENT).read_text())
+        if content.pop("crc32") != _checksum(content):
+            raise ValueError("it is not what was saved")
+        return content
 
     def _content(self, step: int) -> dict[str, Any]:
-        """Load a checkpoint's `checkpoint.json` and verify its checksum."""
+        """Load it as `_load` does, with one sentence for what is wrong."""
         try:
-            content = json.loads((self._path(step) / CONTENT).read_text())
-            if content.pop("crc32") != _checksum(content):
-                raise ValueError("it is not what was saved")
+            return self._load(step)
         except FileNotFoundError:
             there = f"there are {', '.join(map(str, self._steps()))}" if self._steps() else "there is none"
             raise BadInput(f"{self.folder} has no checkpoint of step {step}: {there}") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise self._damaged(step, f"{CONTENT}: {error}") from error
-        return content
+        except DAMAGE as error:
+            raise self._damaged(step, CONTENT, error) from error
 
-    def _damaged(self, step: int, why: str) -> BadInput:
-        """The sentence, with what to do."""
-        earlier = [other for other in self._steps() if other < step]
-        mend = f"remove that folder to go on from step {earlier[-1]}" if earlier else "there is no earlier one"
-        return BadInput(f"{self._path(step)} is damaged ({' '.join(why.split())[:200]}): {mend}")
+    def _damaged(self, step: int, part: str, error: Exception) -> BadInput:
+        """Say what to do; the checkpoint that is named to go on from is read whole before."""
+        others = [other for other in self._steps() if other != step]
+        whole = next((other for other in reversed(others) if self._is_whole(other)), None)
+        remedy = "no other is whole: restore it from a copy, or begin a new run"
+        if whole is not None:
+            newer = [self._path(other).name for other in others if other > whole]
+            remedy = f"remove {' and '.join(['that folder', *newer])} to go on from step {whole}"
+        return BadInput(f"{self._path(step)} is damaged ({part}: {' '.join(str(error).split())[:200]}): {remedy}")
+
+    def _is_whole(self, step: int) -> bool:
+        """Whether all of a checkpoint is what was saved."""
+        try:
+            self._leaves(step, self._load(step), "")
+        except DAMAGE:
+            return False
+        return True
 
     def _write(self, step: int, leaves: list[Leaf], note: Mapping[str, Any]) -> None:
         """Write all beside its place, move it there, and remove what is no longer kept."""
         make_folder(self.folder)
-        if not self._clean:
-            for rest in self.folder.glob(f"{UNFINISHED}*"):
-                shutil.rmtree(rest, ignore_errors=True)
-            self._clean = True
         beside = self.folder / f"{UNFINISHED}{step:08d}"
         try:
-            shutil.rmtree(beside, ignore_errors=True)
+            self._clear()
             beside.mkdir()
             self._fill(beside, step, leaves, note)
-            replaced = self._set_aside(step)
-            beside.rename(self._path(step))
+            replaced = self._set_aside(step, REPLACED)
+            beside.rename(self.folder / f"{step:08d}")
             shutil.rmtree(replaced, ignore_errors=True)
         except (OSError, ValueError) as error:
             shutil.rmtree(beside, ignore_errors=True)  # it may be what filled the disk
@@ -202,22 +235,28 @@ class Checkpoints:
                 _orbax().save(folder.absolute() / ARRAYS, arrays)
         (folder / CONTENT).write_text(text)
 
+    def _clear(self) -> None:
+        """Remove what a killed process left, and put back what it had not yet replaced."""
+        for replaced in self.folder.glob(f"{REPLACED}*"):
+            place = self.folder / replaced.name.removeprefix(REPLACED)
+            if not place.exists():
+                replaced.rename(place)
+        for begin in (UNFINISHED, REPLACED):
+            for rest in self.folder.glob(f"{begin}*"):
+                shutil.rmtree(rest, ignore_errors=True)
+
     def _prune(self) -> None:
-        """Remove what is neither among the newest nor the best."""
-        for step in set(self._steps()[: -self._keep]) - {self._find_best()}:
-            self._remove(step)
+        """Remove what is neither among the newest nor the best, nor damaged and so perhaps the best."""
+        best, unread = self._find_best()
+        for step in set(self._steps()[: -self._keep]) - {best, *unread}:
+            shutil.rmtree(self._set_aside(step, UNFINISHED), ignore_errors=True)
 
-    def _remove(self, step: int) -> None:
-        """Remove a checkpoint at once: a name that isn't read first, then the files."""
-        shutil.rmtree(self._set_aside(step), ignore_errors=True)
-
-    def _set_aside(self, step: int) -> Path:
-        """Give a checkpoint, if there is one, a name that isn't read."""
-        gone = self.folder / f"{UNFINISHED}{step:08d}-removed"
-        shutil.rmtree(gone, ignore_errors=True)
-        if self._path(step).exists():
-            self._path(step).rename(gone)
-        return gone
+    def _set_aside(self, step: int, begin: str) -> Path:
+        """Give a checkpoint, if there is one, a name that begins so."""
+        aside, place = self.folder / f"{begin}{step:08d}", self.folder / f"{step:08d}"
+        if place.exists():
+            place.rename(aside)
+        return aside
 
 
 def params_sha256(params: Any) -> str:

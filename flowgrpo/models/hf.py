@@ -9,8 +9,6 @@ shard. What `families` says of names and axes serves both.
 
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,16 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from flowgrpo.contracts import Policy
+from flowgrpo.files import replace_folder
 from flowgrpo.models import families
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import Params, make_policy, parameters, shape_of
 from flowgrpo.models.placed import fill
-from flowgrpo.models.stored import INDEX, SINGLE, Stored, find_tensors, read_json
+from flowgrpo.models.stored import INDEX, SINGLE, Stored, find_tensors, read_json, write_tensors
 from flowgrpo.types import BadInput
 
 Placing = jax.sharding.Sharding | Callable[[str, str], jax.sharding.Sharding]
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours, and how the files call them
+FILES = (  # what a folder that was written here may hold; tokenizers have more than one file
+    *("config.json", "generation_config.json", "model*.safetensors", INDEX, "tokenizer*", "chat_template.*"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+)
 HUB_FILES = ["*.json", "model*.safetensors", "tokenizer*", "*.txt", "*.jinja"]
 
 
@@ -75,26 +78,13 @@ def init_model(source: Mapping[str, Any], key: jax.Array, *, dtype="float32") ->
 
 
 def save_model(path: str | Path, model: Model, *, max_shard_bytes: float = 5e9) -> None:
-    """Write a folder that transformers and inference servers open; files appear under their names when all are whole.
+    """Write a folder that transformers and inference servers open; it appears when it is whole.
 
-    Shards above `max_shard_bytes` get an index. Weight files of an earlier save that are not part of this one go.
+    Shards above `max_shard_bytes` get an index. A model that is there is replaced, with all its files; a folder that
+    holds anything else is refused.
     """
-    path = Path(path)
     _check_params(model)
-    if path.exists() and not path.is_dir():
-        raise BadInput(f"can't write a model to {path}: it is a file; name a folder")
-    path.mkdir(parents=True, exist_ok=True)
-    stage = Path(tempfile.mkdtemp(prefix=".writing-", dir=path))
-    try:
-        _write(stage, model, max_shard_bytes)
-        written = sorted(item.name for item in stage.iterdir())
-        for name in written:
-            (stage / name).replace(path / name)
-    finally:
-        shutil.rmtree(stage)
-    for old in [*path.glob("model*.safetensors"), path / INDEX]:
-        if old.name not in written:
-            old.unlink(missing_ok=True)
+    replace_folder(path, lambda stage: _write(stage, model, max_shard_bytes), names=FILES, what="a model")
 
 
 # The folder -------------------------------------------------------------------------------------------
@@ -206,19 +196,15 @@ def _check_params(model: Model) -> None:
 
 def _write(stage: Path, model: Model, max_shard_bytes: float) -> None:
     """Everything that belongs in the folder."""
-    from safetensors.numpy import save_file
-
     shards = _shards(model, max_shard_bytes)
     for file, slots in shards.items():
-        save_file({name: _take(slot, model) for name, slot in slots.items()}, stage / file, metadata={"format": "pt"})
+        write_tensors(stage / file, {name: _take(slot, model) for name, slot in slots.items()})
     if len(shards) > 1:
         total = sum(value.nbytes for value in model.params.values())
         where = {name: file for file, slots in shards.items() for name in slots}
         _write_json(stage / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
     key = "torch_dtype" if "torch_dtype" in model.source else "dtype"
     _write_json(stage / "config.json", {**model.source, key: jnp.dtype(model.params["embed"].dtype).name})
-    for file in shards:
-        shutil.copymode(stage / "config.json", stage / file)  # safetensors lets only the owner read
     if model.text is not None:
         model.text.save(stage)
 

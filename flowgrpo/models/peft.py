@@ -7,10 +7,7 @@ What PEFT knows beyond plain low-rank products on whole projections is refused b
 
 import json
 import math
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from flowgrpo.contracts import Params
+from flowgrpo.files import replace_folder
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.families import TENSORS
 from flowgrpo.models.lora import PROJECTIONS, LoraConfig, adapter_shapes, check_adapter, compare_shapes
+from flowgrpo.models.stored import write_tensors
 from flowgrpo.types import BadInput
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -52,28 +51,23 @@ READ = {"r", "lora_alpha", "target_modules", "use_rslora"}
 def save_adapter(
     path: str | Path, adapter: Params, config: DecoderConfig, lora: LoraConfig, *, base_model: str | None = None
 ) -> None:
-    """Write a folder that PEFT and inference servers open; `base_model` is the folder or hub id that it belongs to."""
-    from safetensors.numpy import save_file
+    """Write a folder that PEFT and inference servers open; `base_model` is the folder or hub id that it belongs to.
 
+    It appears when it is whole. An adapter that is there is replaced; a folder that holds anything else is refused.
+    """
     check_adapter(adapter, config, lora)
-    path = Path(path)
-    if path.exists() and not path.is_dir():
-        raise BadInput(f"can't write an adapter to {path}: it is a file; name a folder")
-    path.mkdir(parents=True, exist_ok=True)
     host = {name: np.asarray(value) for name, value in adapter.items()}
     tensors = {
         file_name: np.ascontiguousarray(host[name][layer].reshape(shape[::-1]).T)
         for file_name, (name, layer, shape) in _tensors(config, lora).items()
     }
-    stage = Path(tempfile.mkdtemp(prefix=".writing-", dir=path))
-    try:
-        save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
+
+    def fill(stage: Path) -> None:
         text = json.dumps(_to_peft(lora, base_model), indent=2, ensure_ascii=False) + "\n"
         (stage / CONFIG).write_text(text, encoding="utf-8")
-        for name in (WEIGHTS, CONFIG):
-            os.replace(stage / name, path / name)
-    finally:
-        shutil.rmtree(stage)
+        write_tensors(stage / WEIGHTS, tensors)
+
+    replace_folder(path, fill, names=(CONFIG, WEIGHTS), what="an adapter")
 
 
 def load_adapter(path: str | Path, config: DecoderConfig, *, dtype=jnp.float32) -> tuple[LoraConfig, Params]:

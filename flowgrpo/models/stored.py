@@ -1,10 +1,11 @@
-"""The files of a model folder as they lie there: JSON, and memory-mapped tensors by name.
+"""The files of a model folder as they lie there: JSON, and memory-mapped tensors by name; and tensors written.
 
 folder -> open_tensors -> {name: Stored};   a name is the same whether the folder held more than a text model
 """
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +56,20 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
                 found[name] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
     prefix = next((each for each in PREFIXES if f"{each}embed_tokens.weight" in found), "model.")
     return {_plain(name, prefix): stored for name, stored in found.items() if not IGNORED.match(name)}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write a file of tensors with the permissions of any new file; `OSError` where the system can't."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+    path.chmod(mode)  # safetensors lets only the owner read
 
 
 def _opened(path: Path) -> Any:

@@ -6,8 +6,9 @@
 
 Each line is one JSON object. A run that goes on first cuts both files back to where the checkpoint left them, so that
 `metrics.jsonl` of an interrupted run equals that of an undisturbed one byte for byte (S1); a line that a killed process
-left half-written goes with the rest. Only deterministic figures belong there; whatever a clock had a part in is
-a timing. `sinks` are given the same lines (`report.sinks`, `report.health`).
+left half-written goes with the rest. What is kept must be what was written, by its checksum. Only deterministic figures
+belong there; whatever a clock had a part in is a timing. `sinks` are given the same lines (`report.sinks`,
+`report.health`).
 
 Names, in files, on the console and in plots: `phase`, `update`, `success` (with `success_low`, `success_high`),
 `turns`, `tool_errors`, `kl`, `entropy`, and `tools`, a mapping from each tool to its share of the calls.
@@ -16,6 +17,7 @@ Names, in files, on the console and in plots: `phase`, `update`, `success` (with
 import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
@@ -26,7 +28,8 @@ import numpy as np
 from flowgrpo.types import BadInput
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
-Position = Mapping[str, int]  # bytes of each file; part of a checkpoint
+Position = Mapping[str, Mapping[str, int]]  # bytes of each file, and their crc32; part of a checkpoint
+BEGINNING = {"bytes": 0, "crc32": 0}
 Line = Mapping[str, Any]
 OF_TOKENS = {  # figures of the tokens that an update learned from
     *("entropy", "kl", "kl_old", "surrogate", "ratio", "advantage", "correction", "clip_low_fraction"),
@@ -49,18 +52,23 @@ class Metrics:
     """The two files of a run, open for appending after `position`; without one they begin anew."""
 
     def __init__(self, folder: str | os.PathLike, position: Position | None = None, *, sinks: Sequence[Opener] = ()):
-        start = {METRICS: 0, TIMINGS: 0, **(position or {})}
+        position = position or dict.fromkeys((METRICS, TIMINGS), BEGINNING)
+        if not all(isinstance(at, Mapping) for at in position.values()):
+            raise BadInput(
+                f"the checkpoint of {folder} has no checksums of its metrics, as older ones: begin a new run"
+            )
+        self._at = {name: dict(at) for name, at in position.items()}
         self._files: dict[str, FileIO] = {}
         self._sinks: list[Sink] = []
         try:
-            for name in (METRICS, TIMINGS):
-                self._files[name] = _open(Path(folder) / name, start[name])
+            for name, at in self._at.items():
+                self._files[name] = _open(Path(folder) / name, at)
         except BadInput:
             self.close()
             raise
         for name, file in self._files.items():  # only now, when both are found to be right
-            file.truncate(start[name])
-            file.seek(start[name])
+            file.truncate(self._at[name]["bytes"])
+            file.seek(self._at[name]["bytes"])
         kept = list(read_metrics(Path(folder) / METRICS)) if sinks else []
         self._sinks = [opener(Path(folder), kept) for opener in sinks]
 
@@ -71,9 +79,9 @@ class Metrics:
         self.close()
 
     @property
-    def position(self) -> dict[str, int]:
-        """End of each file now, in bytes: what a checkpoint must hold to go on from here."""
-        return {name: file.tell() for name, file in self._files.items()}
+    def position(self) -> Position:
+        """End of each file now, and a checksum of it: what a checkpoint must hold to go on from here."""
+        return {name: dict(at) for name, at in self._at.items()}
 
     def write(self, metrics: Mapping[str, Any], timings: Mapping[str, Any] | None = None) -> None:
         """Append one line of each; timings carry the phase and the update of the metrics."""
@@ -93,10 +101,12 @@ class Metrics:
             file.close()
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        data = (json.dumps(line, allow_nan=False) + "\n").encode()
+        data, at = (json.dumps(line, allow_nan=False) + "\n").encode(), self._at[name]
         try:
             while data:  # unbuffered, so that a killed process loses no line; it may take less than all
-                data = data[self._files[name].write(data) :]
+                size = self._files[name].write(data)
+                at |= {"bytes": at["bytes"] + size, "crc32": zlib.crc32(data[:size], at["crc32"])}
+                data = data[size:]
         except OSError as error:
             raise BadInput(f"{self._files[name].name} could not be written ({error.strerror})") from None
 
@@ -112,6 +122,17 @@ def read_metrics(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
             yield dict(json.loads(line))
         except (ValueError, TypeError):
             raise BadInput(f"{path}:{number} is not a JSON object: remove the line") from None
+
+
+def check_saved(folder: str | os.PathLike) -> None:
+    """Raise `BadInput` where there are metrics of updates; for a run without a checkpoint, which would cut them off."""
+    path = Path(folder) / METRICS
+    updates = [line["update"] for line in read_metrics(path) if line.get("phase") == "train"] if path.exists() else []
+    if updates:
+        raise BadInput(
+            f"{path} tells of {updates[-1]} updates, and there is no checkpoint of any: restore the folder checkpoints "
+            "beside it, or begin anew with --noresume"
+        )
 
 
 def without_empty_means(line: Line) -> Line:
@@ -138,18 +159,16 @@ def plain(value: Any) -> Any:
     return number if not isinstance(number, float) or math.isfinite(number) else None
 
 
-def _open(path: Path, start: int) -> FileIO:
-    """The file, for appending without a buffer; `BadInput` where no line ends at byte `start`."""
+def _open(path: Path, at: Mapping[str, int]) -> FileIO:
+    """The file, for appending without a buffer; `BadInput` where it does not begin with what was written until `at`."""
     try:
         path.touch()
         file = path.open("r+b", buffering=0)
     except OSError as error:
         raise BadInput(f"{path} can't be written ({error.strerror}): choose another folder") from None
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(start - 1, 0))
-    if size >= start and (start == 0 or file.read(1) == b"\n"):
+    kept, size = file.read(at["bytes"]), at["bytes"]
+    if len(kept) == size and zlib.crc32(kept) == at["crc32"]:
         return file
     file.close()
-    if size < start:
-        raise BadInput(f"{path} has {size} bytes, and had {start} at the checkpoint: restore it, or begin a new run")
-    raise BadInput(f"{path} has no line that ends at byte {start}, where the checkpoint left it: restore it")
+    wrong = f"has {len(kept)} bytes, and had {size}" if len(kept) < size else f"has other first {size} bytes than"
+    raise BadInput(f"{path} {wrong} at the checkpoint: restore it, or begin a new run")

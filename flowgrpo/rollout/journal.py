@@ -25,6 +25,7 @@ from hashlib import blake2b
 from io import FileIO
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from flowgrpo.contracts import Call, Do, Result, Reward, Scored
 from flowgrpo.effects import Effect, to_json
@@ -127,7 +128,9 @@ class _Page:
         whole = self._file.read().rpartition(b"\n")[0]
         for number, line in enumerate(whole.splitlines(), 1):
             try:
-                asked, answered = json.loads(line)
+                asked, answered, checksum = json.loads(line)
+                if checksum != _checksum(asked, answered):
+                    raise ValueError("it is not what was written")
                 self._known.setdefault(asked, deque()).append(answered)
             except (ValueError, TypeError) as error:
                 self.close()
@@ -145,7 +148,7 @@ class _Page:
 
     def write(self, asked: str, answered: Any) -> None:
         """Add an answer; nothing where the rollout is over."""
-        data = (json.dumps([asked, answered], default=float) + "\n").encode()
+        data = (json.dumps([asked, answered, _checksum(asked, answered)], default=float) + "\n").encode()
         with self._lock:
             while data and self._file is not None:  # unbuffered, so that a killed process loses no line
                 data = data[self._file.write(data) :]
@@ -160,6 +163,11 @@ class _Page:
             if self._file is not None:
                 self._file.close()
             self._file = None
+
+
+def _checksum(asked: str, answered: Any) -> int:
+    """Of a line, as JSON writes it."""
+    return crc32(json.dumps([asked, answered], default=float).encode())
 
 
 def _key(asked: Any) -> str:

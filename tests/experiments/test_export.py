@@ -21,7 +21,7 @@ from flowgrpo.learner.critic import ActorCritic
 from flowgrpo.learner.folder import check_run
 from flowgrpo.learner.trained import ADAPTER
 from flowgrpo.models.families import decoder_config
-from flowgrpo.models.hf import load_model
+from flowgrpo.models.hf import load_model, save_model
 from flowgrpo.models.lora import Adapted, init_adapter, lora_policy
 from flowgrpo.models.peft import load_adapter
 from flowgrpo.types import BadInput
@@ -193,3 +193,9 @@ def test_what_can_not_be_exported_is_one_sentence(run, tmp_path):
     write_run(run, HOSTED, model.params, trained=[model.params | {"embed": jnp.ones((3, 16))}])
     with pytest.raises(BadInput, match=r"embed has shape \[3, 16\]"):
         export(run, tmp_path / "out")
+    with pytest.raises(BadInput, match=r"is the model that the run began with: give another folder"):
+        export(run, run / START)
+    with pytest.raises(BadInput, match=r"is the folder of a run: give another one, such as .*/model$"):
+        export(run, run)
+    with pytest.raises(BadInput, match="holds 00000001, which is no part of a model: name a new folder"):
+        save_model(run / "checkpoints", model)

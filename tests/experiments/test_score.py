@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -52,24 +53,33 @@ def lines(path: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_answers_of_several_domains_are_scored_and_a_second_run_goes_on(tmp_path):
+    """It keeps what has a value, judges what has none again, and refuses what was made of another answer."""
     put(tmp_path / "tasks.jsonl", TASKS)
     put(tmp_path / "answers.jsonl", ANSWERS)
-    kept = {"id": "town", "value": 0.25, "reason": "of an earlier run", "parts": {}}
-    (tmp_path / "out.jsonl").write_text(json.dumps(kept) + "\n" + '{"id": "sum", "val')
     done = run(tmp_path)
     assert done.returncode == 0, done.stderr
     found = lines(tmp_path / "out.jsonl")
-    assert found[0] == kept
     values = {line["id"]: line["value"] for line in found}
-    assert values == {"town": 0.25, "sum": 1.0, "half": 0.0, "add": 0.5, "poem": None}
-    assert all(set(line) == {"id", "value", "reason", "parts"} for line in found)
+    assert values == {"town": 1.0, "sum": 1.0, "half": 0.0, "add": 0.5, "poem": None}
+    assert all(set(line) == {"id", "value", "reason", "parts", "made_of"} for line in found)
     assert "1 answers are of no task, and not scored: 'who'" in done.stderr
     assert "1 tasks have no answer: 'left'" in done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     assert (figures["valid"], figures["invalid"], figures["unknown"], figures["unanswered"]) == (4, 1, 1, 1)
-    assert figures["mean"] == pytest.approx(1.75 / 4)
-    assert figures["domains"]["math"] == {"mean": 0.5, "valid": 2, "invalid": 0}
+    assert figures["mean"] == pytest.approx(2.5 / 4)
+    assert figures["domains"]["math"] == {"mean": 0.5, "valid": 2, "invalid": 0, "unanswered": 0}
     assert "of domain 'poetry', which has no reward" in figures["reasons"]["invalid"][0][0]
+    put(tmp_path / "out.jsonl", [line | {"reason": "kept"} for line in found[1:]] + ['{"id": "sum", "val'])
+    again = run(tmp_path, "--domain=answer")  # which another judges only where no domain is known
+    assert "3 scores are in" in again.stderr
+    found = lines(tmp_path / "out.jsonl")
+    assert [(line["id"], line["reason"] == "kept") for line in found[:3]] == [
+        (n, True) for n in ("half", "town", "add")
+    ]
+    assert {line["id"]: line["value"] for line in found[3:]} == {"sum": 1.0, "poem": None}
+    put(tmp_path / "answers.jsonl", [answer | {"output": "5"} for answer in ANSWERS[:1]] + ANSWERS[1:])
+    check_refused(run(tmp_path), "out.jsonl holds 1 scores of other tasks, answers or settings, the first for 'sum'")
+    assert lines(tmp_path / "out.jsonl") == found
 
 
 @pytest.mark.slow
@@ -128,8 +138,9 @@ def test_a_crash_and_ctrl_c_keep_every_line_that_was_written(tmp_path, end):
 
     todo = [(Task(str(number), "?", (), "a"), "x") for number in range(20)]
     out = tmp_path / "out.jsonl"
+    made_of = {task.id: "a hash" for task, _ in todo}
     with out.open("w") as file, pytest.raises(end):
-        score.write_scores(score.score_all(Reward(judge), todo, workers=2), file, 20, Progress(1))
+        score.write_scores(score.score_all(Reward(judge), todo, workers=2), file, made_of, 20, Progress(1))
     assert list(score.read_scores(out)) == [str(number) for number in range(8)]  # the chunk before the crash
 
 
@@ -142,21 +153,63 @@ def test_scores_come_in_order_whatever_the_workers(count):
 
 
 def test_values_that_are_no_numbers_are_invalid_and_the_line_stays_ascii():
-    line = score.line_of("é\ud800", Scored(float("nan"), "why", {"a": float("inf")}))
+    line = score.line_of("é\ud800", Scored(float("nan"), "why", {"a": float("inf")}), "a hash")
     assert line.isascii()
-    assert json.loads(line) == {"id": "é\ud800", "value": None, "reason": "the reward gave nan", "parts": {"a": None}}
+    said = {"id": "é\ud800", "value": None, "reason": "the reward gave nan", "parts": {"a": None}, "made_of": "a hash"}
+    assert json.loads(line) == said
 
 
-def test_the_summary_counts_invalid_ones_apart():
-    scores = {"a": Scored(1.0), "b": Scored(0.0, "wrong"), "c": Scored(None, "lost"), "d": Scored(None, "lost")}
-    found = score.summary(scores, {"a": "x", "b": "x", "c": "y", "d": "y"}.__getitem__)
-    assert (found["mean"], found["valid"], found["invalid"]) == (0.5, 2, 2)
+def test_the_summary_counts_what_is_invalid_and_what_is_unanswered_and_cuts_no_word():
+    tasks = [Task(name, "?", (), domain) for name, domain in zip("abcde", "xxyyx", strict=True)]
+    values = {"a": (1.0, ""), "b": (0.0, "wrong"), "c": (None, "lost " * 50), "d": (None, "lost " * 50)}
+    found = score.summary({i: {"value": value, "reason": reason} for i, (value, reason) in values.items()}, tasks)
+    assert (found["mean"], found["valid"], found["invalid"], found["unanswered"]) == (0.5, 2, 2, 1)
     assert found["domains"] == {
-        "x": {"mean": 0.5, "valid": 2, "invalid": 0},
-        "y": {"mean": None, "valid": 0, "invalid": 2},
+        "x": {"mean": 0.5, "valid": 2, "invalid": 0, "unanswered": 1},
+        "y": {"mean": None, "valid": 0, "invalid": 2, "unanswered": 0},
     }
-    assert found["reasons"] == {"invalid": [("lost", 2)], "zero": [("wrong", 1)]}
-    assert "y                          -       0        2" in score.report(found)
+    assert found["reasons"] == {"invalid": [("lost " * 50, 2)], "zero": [("wrong", 1)]}
+    table = score.report(found).splitlines()
+    assert table[:5] == [
+        "domain     mean   valid  invalid  unanswered",
+        "x        0.5000       2        0           1",
+        "y             -       0        2           0",
+        "all      0.5000       2        2           1",
+        "means are over the valid values alone: what is invalid or unanswered counts in none",
+    ]
+    assert " ".join(table[5:]).split() == ["invalid", "(2):", *["lost"] * 50, "zero", "(1):", "wrong"]
+    assert max(map(len, table)) <= 100
+
+
+SETTINGS = {"flowgrpo": "1", "domain": None, "judge": None, "seconds": 5.0, "tolerance": None}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"task": {"query": "3 + 3?"}},
+        {"task": {"answers": ("5",)}},
+        {"task": {"domain": "k12"}},
+        {"task": {"metadata": {"tests": ["assert f()"]}}},
+        {"output": "5"},
+        *({"settings": {name: value}} for name, value in (("flowgrpo", "2"), ("judge", ["a", []]), ("tolerance", 0.1))),
+    ],
+)
+def test_scores_of_other_tasks_answers_or_settings_are_refused_and_what_has_no_value_is_judged_again(tmp_path, changed):
+    task, path = Task("sum", "2 + 2?", ("4",), "math"), tmp_path / "out.jsonl"
+    now = score.hash_of(task, "4", SETTINGS)
+    assert now == score.hash_of(
+        task, "4", SETTINGS | {"domain": "k12"}
+    )  # which is for tasks without a domain of theirs
+    text = score.line_of("sum", Scored(1.0), now) + "\n" + score.line_of("null", Scored(None, "lost"), now) + "\n"
+    path.write_text(text)
+    assert list(score.kept_scores(path, {"sum": now, "null": now})) == ["sum"]
+    parts = {"task": {}, "output": "4", "settings": {}} | changed
+    other = score.hash_of(replace(task, **parts["task"]), parts["output"], SETTINGS | parts["settings"])
+    for made_of in ({"sum": other}, {}):
+        with pytest.raises(BadInput, match=r"holds 1 scores of other tasks.*'sum': give another --out, or remove the"):
+            score.kept_scores(path, made_of)
+    assert path.read_text() == text
 
 
 def test_every_domain_has_a_reward_that_answers():

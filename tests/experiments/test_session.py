@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -201,9 +202,10 @@ def test_a_checkpoint_holds_all_that_the_run_goes_on_from(whole):
     run = {"params/w", "params/b", "version", "skipped"}
     assert {f"run/learner/{name}" for name in run} | {"run/key", "run/update", "run/reference/w"} <= names
     assert any(name.startswith("run/learner/optimizer/") for name in names)
-    assert {"start/w", "resumed_at", "position/metrics.jsonl", "position/timings.jsonl"} <= names
+    places = {f"position/{name}/{field}" for name in (files.METRICS, files.TIMINGS) for field in ("bytes", "crc32")}
+    assert {"start/w", "resumed_at", *places} <= names
     size = (whole / files.METRICS).stat().st_size
-    assert checkpoints.part(5, "position")[files.METRICS] == size
+    assert checkpoints.part(5, "position")[files.METRICS]["bytes"] == size
 
 
 @pytest.mark.parametrize(
@@ -224,6 +226,27 @@ def test_another_run_is_refused_with_what_differs_when_it_goes_on_and_when_it_is
     with pytest.raises(BadInput, match=r"devices: there 8, here 4; threads: there .*, here 99"):
         one_run(tiny_work(), whole, every=EVERY)
     assert int(open_session(tiny_work(), whole).run.update) == 5  # it may be evaluated on another machine
+
+
+def test_S1_metrics_of_a_run_whose_checkpoints_are_gone_or_that_were_changed_are_not_cut_off(whole, tmp_path):
+    """A run that was killed before its first checkpoint has none of an update, and begins again."""
+    shutil.copytree(whole, tmp_path / "run")
+    path = tmp_path / "run" / files.METRICS
+    text = path.read_text()
+    path.write_text(text.replace('"update": 3', '"update": 8'))
+    with pytest.raises(
+        BadInput, match=r"has other first .* bytes than at the checkpoint: restore it, or begin a new run"
+    ):
+        one_run(tiny_work(), tmp_path / "run", every=EVERY)
+    path.write_text(text)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    said = "tells of 5 updates, and there is no checkpoint of any: restore the folder checkpoints beside it, or begin"
+    with pytest.raises(BadInput, match=said):
+        one_run(tiny_work(), tmp_path / "run", every=EVERY)
+    assert path.read_text() == text
+    path.write_text(text[: text.index('{"phase": "train"')])
+    one_run(tiny_work(), tmp_path / "run", every=EVERY)
+    assert final(tmp_path / "run") == final(whole)
 
 
 def test_a_run_may_be_made_longer_and_not_shorter_than_it_is(whole, tmp_path):

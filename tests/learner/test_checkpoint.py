@@ -1,12 +1,9 @@
 """Checkpoints: bit for bit, whole or not there, the newest and the best, and what is said of damage (S1)."""
 
 import itertools
-import resource
 import shutil
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from commands import small_files
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -175,23 +173,33 @@ def dying(change, moments):
     return run
 
 
-def test_S1_killed_at_any_moment_a_process_leaves_whole_checkpoints_and_the_next_clears_the_rest(tmp_path, monkeypatch):
+@pytest.mark.parametrize("keep", [1, 2])
+def test_S1_killed_at_any_moment_a_process_leaves_whole_checkpoints_and_the_next_clears_the_rest(
+    tmp_path, monkeypatch, keep
+):
+    """Also while one is replaced by another of the same step: there is the one or the other at every moment."""
     for moment in itertools.count():
-        checkpoints, done = Checkpoints(tmp_path / f"{moment}"), 0
+        checkpoints, done = Checkpoints(tmp_path / f"{moment}", keep=keep), 0
         with monkeypatch.context() as patch:
             moments = itertools.count(-moment)
             for place, name in ((Path, "mkdir"), (Path, "write_text"), (Path, "rename"), (shutil, "rmtree")):
                 patch.setattr(place, name, dying(getattr(place, name), moments))
             try:
-                for done, step in enumerate((1, 2, 3, 3)):  # the last replaces one
+                for done, step in enumerate((1, 2, 3, 3, 3)):  # the last two replace one
                     checkpoints.save(step, {"at": step * 10 + done}, {"at": step * 10 + done})
                 break
             except Killed:
-                following = Checkpoints(tmp_path / f"{moment}")
-        assert following.latest() in ({None, 1}, {1, 2}, {2, 3}, {2, 3})[done]
+                following = Checkpoints(tmp_path / f"{moment}", keep=keep)
+        latest = following.latest()
+        assert latest in ({None, 1}, {1, 2}, {2, 3}, {3}, {3})[done]
         assert all(following.restore(step, {"at": 0}) == following.note(step) for step in following.steps())
+        if done > 2:
+            assert following.note(3)["at"] in (30 + done - 1, 30 + done)
+        before = {step: following.note(step) for step in following.steps()}
         following.save(9, {})
         assert all(name.isdigit() for name in names_in(following))
+        assert following.steps() == [*list(before)[len(before) - keep + 1 :], 9]
+        assert all(following.note(step) == before[step] for step in following.steps()[:-1])
     assert moment > 15
 
 
@@ -217,6 +225,18 @@ def test_a_tree_that_does_not_fit_is_refused_by_name(tmp_path, template, words):
     assert str(caught.value) == f"{tmp_path}/checkpoints/00000001 does not fit: {words}"
 
 
+def largest_array(folder: Path) -> Path:
+    """The file with most of the numbers of a checkpoint."""
+    return max(filter(Path.is_file, folder.glob("arrays/**/*")), key=lambda file: file.stat().st_size)
+
+
+def flip_a_bit(folder: Path) -> None:
+    large = largest_array(folder)
+    data = bytearray(large.read_bytes())
+    data[len(data) // 2] ^= 1
+    large.write_bytes(data)
+
+
 @pytest.mark.parametrize("what", ["value", "cut", "gone", "missing", "bit"])
 def test_damage_is_found_and_the_earlier_checkpoint_is_named(tmp_path, what):
     checkpoints = Checkpoints(tmp_path)
@@ -225,26 +245,51 @@ def test_damage_is_found_and_the_earlier_checkpoint_is_named(tmp_path, what):
     template = {"a": np.zeros(500), "step": 0}
     path, earlier = checkpoints.folder / "00000008", checkpoints.folder / "00000004"
     content = path / "checkpoint.json"
-    text, large = (
-        content.read_text(),
-        max(filter(Path.is_file, path.glob("arrays/**/*")), key=lambda file: file.stat().st_size),
-    )
+    text = content.read_text()
     match what:
         case "missing":
-            large.unlink()
+            largest_array(path).unlink()
         case "bit":
-            data = bytearray(large.read_bytes())
-            data[len(data) // 2] ^= 1
-            large.write_bytes(data)
+            flip_a_bit(path)
         case _:
             spoiled = {"value": text.replace('"value": 8', '"value": 9'), "cut": text[:-5], "gone": "{}"}
             content.write_text(spoiled[what])
-    with pytest.raises(BadInput, match=r"^[^\n]*00000008 is damaged \([^\n]* to go on from step 4$"):
+    with pytest.raises(
+        BadInput, match=r"^[^\n]*00000008 is damaged \([^\n]*\): remove that folder to go on from step 4$"
+    ):
         checkpoints.restore(8, template)
     assert checkpoints.restore(4, template)["step"] == 4
     shutil.rmtree(earlier)
-    with pytest.raises(BadInput, match="there is no earlier one"):
+    with pytest.raises(BadInput, match="no other is whole: restore it from a copy, or begin a new run"):
         checkpoints.restore(8, template)
+
+
+def test_of_several_damaged_checkpoints_one_that_is_whole_is_named_and_all_that_stand_before_it(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (2, 4, 8):
+        checkpoints.save(step, {"a": np.random.default_rng(step).normal(size=500)})
+    flip_a_bit(checkpoints.folder / "00000004")
+    flip_a_bit(checkpoints.folder / "00000008")
+    with pytest.raises(BadInput, match=r"8 is damaged \(.*\): remove that folder and 00000004 to go on from step 2$"):
+        checkpoints.restore(8, ...)
+
+
+def test_a_best_checkpoint_that_is_damaged_is_said_and_neither_removed_nor_replaced_by_another(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1, best="success")
+    for step, success in ((1, 0.9), (2, 0.5)):
+        checkpoints.save(step, {"step": step}, {"success": success})
+    content = checkpoints.folder / "00000001" / checkpoint.CONTENT
+    content.write_text(content.read_text().replace("0.9", "0.1"))
+    checkpoints.save(3, {"step": 3}, {"success": 0.6})
+    checkpoints.save(4, {"step": 4}, {"success": 0.4})
+    assert checkpoints.steps() == [1, 3, 4]
+    said = (
+        r"which checkpoint is best can't be told: .*00000001 is damaged \(.* saved\): remove that folder to go on from"
+    )
+    with pytest.raises(BadInput, match=f"{said} step 4$"):
+        checkpoints.best()
+    shutil.rmtree(content.parent)
+    assert checkpoints.best() == 3
 
 
 @pytest.mark.parametrize(
@@ -269,17 +314,6 @@ def test_bad_input_is_one_sentence_and_changes_nothing(tmp_path, call, words):
         call(checkpoints)
     assert words in str(caught.value)
     assert names_in(checkpoints) == ["00000001", "00000002"]
-
-
-@contextmanager
-def small_files(most: int) -> Iterator[None]:
-    """A write beyond so many bytes fails in the middle of a file."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("background", [False, True])

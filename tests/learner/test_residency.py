@@ -1,11 +1,10 @@
 """Residency: values to the bit and shardings wherever a model goes, memory that falls, frozen models written once."""
 
-import resource
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import small_files
 
 import flowgrpo as fg
 from flowgrpo.learner.gauge import Gauge, live_bytes
@@ -161,18 +160,14 @@ def test_the_table_of_a_run_has_models_on_the_device_where_they_are_used():
 
 
 def test_a_full_disk_is_said_in_one_sentence_and_the_model_is_kept(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Residency(table({"rollout": DISK, "inference": DEVICE, "train": DEVICE}), folder=tmp_path) as residency:
         tree = make_tree()
         expected = bits(tree)
         residency.hold("model", tree)
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, limits[1]))
+        with small_files(SIZE):
             residency.enter("rollout")
             with pytest.raises(fg.BadInput, match=r"can't take the .* GB of the model .*: free some space"):
                 residency.wait()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         residency.enter("train")
         assert bits(residency["model"]) == expected
 

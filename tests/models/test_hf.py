@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import small_files
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model_cases import FAMILIES, random_model
 from safetensors.numpy import load_file
@@ -78,19 +79,26 @@ def test_M3_shards_are_written_and_read(tmp_path, most):
     assert_equal(hf.load_model(tmp_path, text=False), model)
 
 
-def test_saving_again_leaves_no_weights_of_before(tmp_path):
+def test_saving_again_leaves_nothing_of_before(tmp_path):
+    """No weights, chat template or generation config of the model that was there: two are never mixed."""
     for i, most in enumerate([20_000, 5e9, 60_000, 20_000]):
         model = random_model("llama", seed=i)
         hf.save_model(tmp_path, model, max_shard_bytes=most)
         assert (tmp_path / hf.SINGLE).exists() == (most == 5e9) != (tmp_path / hf.INDEX).exists()
         assert_equal(hf.load_model(tmp_path, text=False), model)
+        assert not any((tmp_path / name).exists() for name in ("chat_template.jinja", "generation_config.json"))
+        for name in ("chat_template.jinja", "generation_config.json", "tokenizer.json"):
+            (tmp_path / name).write_text("of before")
 
 
-def test_files_appear_only_when_all_are_whole(tmp_path):
+def test_a_model_that_can_not_be_written_leaves_what_was_there(tmp_path):
     hf.save_model(tmp_path, random_model("llama"))
-    before, broken = files(tmp_path), Mock(save=Mock(side_effect=OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        hf.save_model(tmp_path, random_model("llama", seed=1)._replace(text=broken))
+    before, other = files(tmp_path), random_model("llama", seed=1)
+    broken = Mock(save=Mock(side_effect=OSError("disk full")))
+    with pytest.raises(BadInput, match=r"could not be written \(disk full\): make room"):
+        hf.save_model(tmp_path, other._replace(text=broken))
+    with small_files(1000), pytest.raises(BadInput, match=r"could not be written \(.*File too large"):
+        hf.save_model(tmp_path, other)
     assert files(tmp_path) == before
 
 

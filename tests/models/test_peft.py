@@ -151,6 +151,12 @@ def test_a_wrong_adapter_or_place_is_refused_before_anything_is_written(tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="it is a file"):
         save_adapter(tmp_path / "file", adapter, PLAIN, lora)
+    (tmp_path / "config.json").write_text("{}")  # as of a model, which PEFT would read together with the adapter
+    with pytest.raises(BadInput, match=r"holds config.json, which is no part of an adapter: name a new folder"):
+        save_adapter(tmp_path, adapter, PLAIN, lora)
+    save_adapter(tmp_path / "new", adapter, PLAIN, lora)
+    modes = {path.stat().st_mode for path in [tmp_path / "config.json", *(tmp_path / "new").iterdir()]}
+    assert len(modes) == 1  # others may read it as they may any file
 
 
 SOME = ("q", "v", "down")

@@ -70,14 +70,34 @@ def test_a_line_is_in_the_file_before_it_is_closed_so_that_a_kill_loses_none(tmp
 
 def test_what_can_not_go_on_be_read_or_be_written_is_refused_and_nothing_is_cut(tmp_path, monkeypatch):
     path = tmp_path / METRICS
-    path.write_text('{"update": 0}\n{"update": 1}\n{"upd')
-    for position, words in (
-        ({METRICS: 40, TIMINGS: 0}, "has 33 bytes, and had 40 at the checkpoint: restore it, or begin a new run"),
-        ({METRICS: 15, TIMINGS: 0}, "has no line that ends at byte 15"),
-        ({METRICS: 14, TIMINGS: 5}, r"timings.jsonl has 0 bytes, and had 5"),
+    with Metrics(tmp_path) as metrics:
+        metrics.write({"update": 0}, {"seconds": 1.5})
+        first = metrics.position
+        metrics.write({"update": 1}, {"seconds": 2.5})
+        last = metrics.position
+    with path.open("a") as file:
+        file.write('{"upd')
+    whole = {name: (tmp_path / name).read_bytes() for name in (METRICS, TIMINGS)}
+    for position, name, old, new, words in (  # a digit that changed, a line that is gone, another that came first
+        (last, METRICS, b"0", b"7", "metrics.jsonl has other first 28 bytes than at the checkpoint: restore it, or"),
+        (first, TIMINGS, b"1.5", b"1.4", "timings.jsonl has other first .* bytes than at the checkpoint"),
+        (
+            last,
+            METRICS,
+            b'{"update": 1}\n{"upd',
+            b"",
+            "has 14 bytes, and had 28 at the checkpoint: restore it, or begin",
+        ),
+        (first, METRICS, b"{", b"{}\n{", "has other first 14 bytes than"),
     ):
+        changed = whole[name].replace(old, new)
+        (tmp_path / name).write_bytes(changed)
         with pytest.raises(BadInput, match=words):
             Metrics(tmp_path, position)
+        assert (tmp_path / name).read_bytes() == changed
+        (tmp_path / name).write_bytes(whole[name])
+    with pytest.raises(BadInput, match="has no checksums of its metrics, as older ones: begin a new run"):
+        Metrics(tmp_path, {METRICS: 14, TIMINGS: 0})  # type: ignore[dict-item]
     with pytest.raises(BadInput, match=r"can't be written \(No such file or directory\): choose another folder"):
         Metrics(tmp_path / "nowhere")
     assert list(read_metrics(path)) == [{"update": 0}, {"update": 1}]  # without the torn line

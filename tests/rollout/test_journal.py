@@ -160,12 +160,18 @@ def test_what_answers_too_late_or_outside_of_a_rollout_is_not_kept(tmp_path):
 
 
 def test_what_can_not_be_read_or_written_is_one_sentence(tmp_path):
-    (tmp_path / "000001-train.jsonl").write_text("[1]\n")
-    with (
-        pytest.raises(BadInput, match=r"000001-train.jsonl:1 can't be read .* to ask anew"),
-        Journal(tmp_path).at("train", 1),
-    ):
-        pass
+    """Also an answer of which a letter was changed."""
+    world, path = World(), tmp_path / "000001-train.jsonl"
+    journal = Journal(tmp_path)
+    with journal.at("train", 1):
+        journal.effects(world.do)(call(0))
+    for text in ("[1]\n", path.read_text().replace("0 ", "8 ")):
+        path.write_text(text)
+        with (
+            pytest.raises(BadInput, match=r"000001-train.jsonl:1 can't be read .* to ask anew"),
+            Journal(tmp_path).at("train", 1),
+        ):
+            pass
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="can't be written"), Journal(tmp_path / "file").at("train", 1):
         pass
