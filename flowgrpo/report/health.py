@@ -90,5 +90,5 @@ def summary(told: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _shown(one: Finding) -> dict[str, Any]:
-    rounded = {"figure": round(one.figure, 6), "limit": one.limit}
+    rounded = {"figure": round(one.figure, 6), "limit": round(one.limit, 6)}
     return {"warning": one.name, **rounded, "words": one.words}
