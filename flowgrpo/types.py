@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import wraps
 from numbers import Integral, Real
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Bool, Float, Int
 
+T = TypeVar("T")
 AnyArray = jax.Array | np.ndarray  # NumPy on the host, jax.Array where it is compiled
 
 
@@ -66,18 +67,18 @@ def check_names(owner: str, given: Collection[str], known: Collection[str]) -> N
         raise BadInput(f"{owner} has no option {', '.join(unknown)}; it takes {', '.join(known)}")
 
 
-def checked(kind):
+def checked(kind: type[T]) -> type[T]:
     """Have a NamedTuple call its method `check`, which raises `BadInput`, wherever one is made, `_replace` included."""
-    new = kind.__new__
+    named: Any = kind
+    new = named.__new__
 
     @wraps(new)
-    def construct(cls, *values, **named):
-        made = new(cls, *values, **named)
+    def construct(cls, *values, **fields):
+        made = new(cls, *values, **fields)
         made.check()
         return made
 
-    kind.__new__ = construct
-    kind._make = classmethod(lambda cls, values: cls(*values))
+    named.__new__, named._make = construct, classmethod(lambda cls, values: cls(*values))
     return kind
 
 

@@ -74,8 +74,8 @@ class Flaws(NamedTuple):
 
     def check(self) -> None:
         """Raise `BadInput` for what is no probability, or no four of them."""
-        if len(self.order) != len(LAYOUTS):
-            raise BadInput(f"Flaws: order is {self.order}, but must be {len(LAYOUTS)} numbers, one a template")
+        if not isinstance(self.order, tuple | list) or len(self.order) != len(LAYOUTS):
+            raise BadInput(f"Flaws: order is {self.order!r}, but must be {len(LAYOUTS)} numbers, one a template")
         for name, value in zip((*["order"] * len(LAYOUTS), *self._fields[1:]), (*self.order, *self[1:]), strict=True):
             check_range("Flaws", name, value, 0.0, 1.0)
 

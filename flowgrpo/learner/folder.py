@@ -107,7 +107,7 @@ def identity(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Collect what a run's bits depend on, its settings and machine, as JSON holds it: no number is NaN or infinite."""
     for name, value in settings.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise BadInput(f"the setting {name} is {value}: give a finite number")
+            raise BadInput(f"{name} is {value}: give a finite number")
     return json.loads(json.dumps({"settings": dict(settings), "machine": machine()}, default=str))
 
 
