@@ -14,6 +14,7 @@
 Results are on stdout, the last line of it one of JSON; how far it is, and what was said, are on stderr.
 """
 
+import math
 import os
 import signal
 import sys
@@ -84,6 +85,10 @@ def _parse(argv: Sequence[str]) -> list[str]:
         unreadable(complaint(error))
     if len(rest) > 1:
         unreadable(f"{rest[1]!r} is not a flag: settings are given as --name=value (--help lists them)")
+    for name in flags.FLAGS:
+        value = flags.FLAGS[name].value
+        if isinstance(value, float) and not math.isfinite(value):
+            unreadable(f"--{name}={value} must be a finite number")
     if not flags.FLAGS["verbosity"].present:
         flags.FLAGS.verbosity = logging.WARNING
     return rest

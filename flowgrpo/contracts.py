@@ -4,7 +4,9 @@ A member is a small NamedTuple of pure functions, made by a constructor that bin
 one family needs of another (a judge needs `Generate`, an agent needs tools) is passed in as one of these.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from flax import struct
 from jax import Array
 from jaxtyping import Float, Int
 
-from flowgrpo.types import AnyArray, BadInput, Batch, Status, Task, Trajectories
+from flowgrpo.types import AnyArray, BadInput, Batch, Status, Task, Trajectories, check_range, checked
 
 Metrics = dict[str, Array]
 
@@ -45,6 +47,7 @@ class Step(NamedTuple):
     error: Array
 
 
+@checked
 class Sizes(NamedTuple):
     """How large things can get.
 
@@ -60,6 +63,11 @@ class Sizes(NamedTuple):
     observation: int
     action: int
     turns: int
+
+    def check(self) -> None:
+        """Raise `BadInput` for a size below 1."""
+        for name, size in zip(self._fields, self, strict=True):
+            check_range("Sizes", name, size, 1, whole=True)
 
 
 class Env(NamedTuple):
@@ -152,12 +160,18 @@ class Algorithm(NamedTuple):
     reference_every: int | None = None  # updates after which the reference becomes the current policy
 
 
+@checked
 class Scored(NamedTuple):
-    """Result of a reward: a value, or None and the reason why there is none. Invalid is never 0."""
+    """Result of a reward: a finite value, or None and the reason why there is none. Invalid is never 0."""
 
     value: float | None
     reason: str = ""
     parts: Mapping[str, float] = {}
+
+    def check(self) -> None:
+        """Raise `BadInput` for a value that is no finite number."""
+        if self.value is not None and not (isinstance(self.value, Real) and math.isfinite(self.value)):
+            raise BadInput(f"Scored: the value is {self.value!r}; give a finite number, or None and the reason")
 
 
 class Reward(NamedTuple):
@@ -167,10 +181,15 @@ class Reward(NamedTuple):
     score_many: Callable[[Sequence[Task], Sequence[str]], list[Scored]] | None = None
 
     def many(self, tasks: Sequence[Task], outputs: Sequence[str]) -> list[Scored]:
-        """One `Scored` for each task and output."""
+        """One `Scored` for each task and output; raise `BadInput` where a reward gives anything else."""
         if self.score_many is not None:
-            return self.score_many(tasks, outputs)
-        return [self.score(task, output) for task, output in zip(tasks, outputs, strict=True)]
+            found = self.score_many(tasks, outputs)
+        else:
+            found = [self.score(task, output) for task, output in zip(tasks, outputs, strict=True)]
+        for scored in found:
+            if not isinstance(scored, Scored):
+                raise BadInput(f"a reward gave {scored!r:.200}, which is no fg.Scored: return fg.Scored(value)")
+        return found
 
 
 class Tool(NamedTuple):

@@ -32,7 +32,7 @@ from flowgrpo.packing import account, pack
 from flowgrpo.rollout.compiled import Rollout, make_rollout, repeat
 from flowgrpo.rollout.exam import draw_tasks, summarise, tool_mix
 from flowgrpo.spread import Spread
-from flowgrpo.types import BadInput, Batch, Trajectories
+from flowgrpo.types import BadInput, Batch, Trajectories, check_range
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Settings:
     compute_dtype: Any = None
 
     def __post_init__(self):
-        for name in ("queries", "samples", "oversample", "micro_rows", "mini_batches", "epochs"):
-            if getattr(self, name) < 1:
-                raise BadInput(f"{name} is {getattr(self, name)}, but must be at least 1")
+        for name in ("queries", "samples", "oversample", "micro_rows", "mini_batches", "epochs", "block"):
+            check_range("Settings", name, getattr(self, name), 1, whole=True, optional=name == "block")
+        check_range("Settings", "temperature", self.temperature, 0.0, exclusive=True)
 
 
 class Run(struct.PyTreeNode):
@@ -159,6 +159,10 @@ def make_learning(
         raise BadInput(f"{algorithm.name} needs a critic: pass one as critic=, such as critic.own_network(...)")
     if algorithm.whole == "group" and settings.mini_batches > 1:
         raise BadInput(f"{algorithm.name} needs its groups whole, and packing parts them: set mini_batches to 1")
+    if "F4" in algorithm.keeps and settings.samples == 1:
+        raise BadInput(
+            f"{algorithm.name} learns nothing from groups of one: Settings.samples is 1, set it to 2 or more"
+        )
     critic = None if algorithm.targets is None else critic
     scoring: dict[str, Any] = {"temperature": settings.temperature, "banned": banned}
     sizes: dict[str, Any] = {"micro_rows": settings.micro_rows, "compute_dtype": settings.compute_dtype, "mesh": mesh}

@@ -26,7 +26,7 @@ def flatten(records: Sequence[Trajectory]) -> Flat:
     """The records as flat arrays; raise `BadInput` for the first that can't be used."""
     turns = _checked_turns(records)
     columns = {name: [getattr(turn, name) for turn in turns] for name in ("tokens", "chosen", "logp_sampled")}
-    length_u = _agreeing_lengths(records, columns)
+    length_u = _lengths(records, columns["tokens"])
     count_n = _turn_counts(records)
     length_nt = _placed(length_u, np.arange(count_n.max()) < count_n[:, None])
     trajectory_m, turn_m, slot_m = token_index(length_nt)
@@ -79,7 +79,7 @@ def collate(records: Sequence[Trajectory], *, turns: int | None = None, length: 
         tokens=_placed(flat.tokens, filled_ntl),
         chosen=_placed(flat.chosen, filled_ntl),
         logp_sampled=_placed(flat.logp_sampled, filled_ntl),
-        version=_placed(_versions(records, every_turn, flat.length[flat.length > 0]), filled_ntl),
+        version=_placed(_versions(every_turn, flat.length[flat.length > 0]), filled_ntl),
         turns=exists_nt,
         reward=np.where(by_turn_n[:, None], _placed(paid_u, exists_nt), np.where(exists_nt, outcome_n[:, None], 0.0)),
         anchor=_placed(_numbered([turn.anchor for turn in every_turn]), exists_nt),
@@ -112,10 +112,6 @@ def _checked_turns(records: Sequence[Trajectory]) -> list[Turn]:
     if ((paid_n > 0) & (paid_n < count_n)).any():
         i = int(((paid_n > 0) & (paid_n < count_n)).argmax())
         raise BadInput(f"trajectory {i} has a reward on {paid_n[i]} of {count_n[i]} turns: pay every turn, or none")
-    endless_u = ~np.isfinite([0.0 if turn.reward is None else turn.reward for turn in turns])
-    if endless_u.any():
-        u = int(endless_u.argmax())
-        raise BadInput(f"{_place(records, u)} has reward {turns[u].reward}: it must be finite")
     return turns
 
 
@@ -135,27 +131,16 @@ def _check_endings(records: Sequence[Trajectory]) -> None:
         )
 
 
-def _agreeing_lengths(records: Sequence[Trajectory], columns: dict[str, list]) -> np.ndarray:
-    """The number of tokens of every turn, where all columns agree on it and it is not 0."""
-    lengths = {name: np.fromiter(map(len, column), np.int64, len(column)) for name, column in columns.items()}
-    length_u = lengths["tokens"]
-    differ_u = np.any([other_u != length_u for other_u in lengths.values()], axis=0)
-    if differ_u.any():
-        u = int(differ_u.argmax())
-        found = ", ".join(f"{name} {other_u[u]}" for name, other_u in lengths.items())
-        raise BadInput(f"{_place(records, u)}: the lengths disagree: {found}")
+def _lengths(records: Sequence[Trajectory], tokens: list) -> np.ndarray:
+    """The number of tokens of every turn, where it is not 0."""
+    length_u = np.fromiter(map(len, tokens), np.int64, len(tokens))
     if (length_u == 0).any():
         raise BadInput(f"{_place(records, int(length_u.argmin()))} has no tokens: leave the turn out")
     return length_u
 
 
-def _versions(records: Sequence[Trajectory], turns: list[Turn], length_u: np.ndarray) -> np.ndarray:
+def _versions(turns: list[Turn], length_u: np.ndarray) -> np.ndarray:
     """The weight version of every token, from one number a turn or one a token."""
-    own_u = np.array([np.size(turn.version) if np.ndim(turn.version) else -1 for turn in turns])
-    wrong_u = (own_u >= 0) & (own_u != length_u)
-    if wrong_u.any():
-        u = int(wrong_u.argmax())
-        raise BadInput(f"{_place(records, u)} has {length_u[u]} tokens, but {own_u[u]} versions")
     columns = [np.broadcast_to(turn.version, size) for turn, size in zip(turns, length_u, strict=True)]
     return np.concatenate(columns).astype(np.int32)
 

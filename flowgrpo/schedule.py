@@ -20,7 +20,7 @@ A worker that is lost gives its groups back; what it answers later has an old ti
 
 from typing import Literal, NamedTuple
 
-from flowgrpo.types import BadInput
+from flowgrpo.types import check_range
 from flowgrpo.under_way import (
     Group,
     State,
@@ -102,9 +102,7 @@ def partial_rollouts(queries: int, updates: int, *, budget: int, staleness: int 
 
 def _checked(plan: Plan) -> Plan:
     for name, least in (("queries", 1), ("updates", 0), ("staleness", 0), ("spare", 0), ("budget", 1)):
-        value = getattr(plan, name)
-        if value is not None and value < least:
-            raise BadInput(f"{name} is {value}, but must be at least {least}")
+        check_range("Plan", name, getattr(plan, name), least, whole=True, optional=True)
     return plan
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from math import isclose, isqrt
 
-from flowgrpo.types import BadInput, Task
+from flowgrpo.types import BadInput, Task, check_range
 
 ROUNDS = 16  # of the Feistel network: enough that over few tasks, too, all permutations come up equally often
 SHARES = {"train": 0.8, "validation": 0.1, "test": 0.1}
@@ -53,16 +53,14 @@ def task_at(tasks: Tasks | Sequence[Task], seed: int, index: int) -> int:
     """The number of the task at a place of the endless stream of permutations."""
     if not len(tasks):
         raise BadInput(f"{_name(tasks)} holds no task, so no order goes over it; give it a larger share or more tasks")
-    if index < 0:
-        raise BadInput(f"the data cursor is {index}, but counts from 0")
+    check_range("task_at", "the data cursor", index, 0, whole=True)
     epoch, place = divmod(index, len(tasks))
     return permuted(place, len(tasks), f"{seed}:{epoch}".encode())
 
 
 def batch_at(tasks: Tasks | Sequence[Task], seed: int, cursor: int, size: int) -> tuple[list[Task], int]:
     """The `size` tasks from a cursor on, over the ends of epochs, and the cursor after them."""
-    if size < 1:
-        raise BadInput(f"a batch of {size} tasks was asked for, but it takes at least 1")
+    check_range("batch_at", "size", size, 1, whole=True)
     return [tasks[task_at(tasks, seed, cursor + place)] for place in range(size)], cursor + size
 
 
@@ -104,8 +102,10 @@ def split_of(identity: str, shares: Mapping[str, float] = SHARES) -> str:
 
 def split_tasks(tasks: Tasks, shares: Mapping[str, float] = SHARES) -> dict[str, Tasks]:
     """The tasks of each split, in their order; a share says how much of all ids a split takes, about."""
-    if min(shares.values(), default=-1) < 0 or not isclose(sum(shares.values()), 1.0, abs_tol=1e-9):
-        raise BadInput(f"the shares {dict(shares)} must be 0 or more and sum to 1")
+    for name, share in shares.items():
+        check_range("split_tasks", f"the share {name!r}", share, 0.0, 1.0)
+    if not isclose(sum(shares.values()), 1.0, abs_tol=1e-9):
+        raise BadInput(f"split_tasks: the shares {dict(shares)} must sum to 1")
     dealt: dict[str, list[Task]] = {name: [] for name in shares}
     for task in tasks:
         dealt[split_of(task.id, shares)].append(task)

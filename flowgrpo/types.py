@@ -11,10 +11,13 @@ of a pytree carries them in its annotation.
     e head-dim      f ffn         v vocabulary
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import NamedTuple
+from functools import wraps
+from numbers import Integral, Real
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +25,61 @@ import numpy as np
 from flax import struct
 from jaxtyping import Bool, Float, Int
 
+T = TypeVar("T")
 AnyArray = jax.Array | np.ndarray  # NumPy on the host, jax.Array where it is compiled
 
 
 class BadInput(ValueError):
     """Error for input that can't be used; the message is one sentence that names the place and the fix."""
+
+
+def check_range(
+    owner: str,
+    name: str,
+    value,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    exclusive: bool = False,
+    whole: bool = False,
+    optional: bool = False,
+) -> None:
+    """Raise `BadInput` unless `value` is a finite number from `low` (above it where `exclusive`) to `high`.
+
+    With `whole` it must be an integer; where it is `optional`, None passes. A bool is no number. Arrays pass, since
+    they may be traced.
+    """
+    if (value is None and optional) or isinstance(value, jax.Array | np.ndarray):
+        return
+    fits = isinstance(value, Integral if whole else Real) and not isinstance(value, bool) and math.isfinite(value)
+    if fits and (value > low if exclusive else value >= low) and value <= high:
+        return
+    kind = "" if fits else "a whole number" if whole else "a finite number"
+    least = f"{'greater than' if exclusive else 'at least'} {low:g}" if low > -math.inf else ""
+    most = f"and at most {high:g}" if high < math.inf else ""
+    raise BadInput(f"{owner}: {name} is {value!r}, but must be {' '.join(filter(None, (kind, least, most)))}")
+
+
+def check_names(owner: str, given: Collection[str], known: Collection[str]) -> None:
+    """Raise `BadInput` where one of the names of settings that are given is not known."""
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise BadInput(f"{owner} has no option {', '.join(unknown)}; it takes {', '.join(known)}")
+
+
+def checked(kind: type[T]) -> type[T]:
+    """Have a NamedTuple call its method `check`, which raises `BadInput`, wherever one is made, `_replace` included."""
+    named: Any = kind
+    new = named.__new__
+
+    @wraps(new)
+    def construct(cls, *values, **fields):
+        made = new(cls, *values, **fields)
+        made.check()
+        return made
+
+    named.__new__, named._make = construct, classmethod(lambda cls, values: cls(*values))
+    return kind
 
 
 # How a trajectory ends --------------------------------------------------------------------------------
@@ -82,6 +135,10 @@ class Task:
     domain: str
     metadata: Mapping[str, object] = field(default_factory=dict)
 
+    def __post_init__(self):
+        if isinstance(self.answers, str):
+            raise BadInput(f"Task: the answers of {self.id!r} are {self.answers!r}; give a tuple: ({self.answers!r},)")
+
 
 @dataclass(frozen=True, eq=False)
 class Turn:
@@ -97,6 +154,16 @@ class Turn:
     version: np.ndarray | int = 0
     reward: float | None = None
     anchor: int = 0
+
+    def __post_init__(self):
+        sizes = [len(self.tokens), len(self.chosen), len(self.logp_sampled)]
+        if not isinstance(self.version, int) and np.ndim(self.version):
+            sizes.append(np.size(self.version))
+        if sizes.count(sizes[0]) < len(sizes):
+            names = ("tokens", "chosen", "logp_sampled", "version")
+            found = ", ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=False))
+            raise BadInput(f"Turn: the lengths disagree: {found}; give one entry a token to each")
+        check_range("Turn", "reward", self.reward, optional=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from flowgrpo.agent.rendering import first_tokens
 from flowgrpo.agent.state import clean
 from flowgrpo.contracts import Do, HostEnv, HostStep, Said
 from flowgrpo.text import Text, guard
-from flowgrpo.types import BadInput, Status, Task
+from flowgrpo.types import Status, Task, check_range
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ def question(text: Text, *, max_tokens: int, instructions: str = "", name: str =
 
     An action that was cut before its stop token is scored as it stands, with TOKEN_LIMIT; an empty one is an error.
     """
-    if max_tokens < 1:
-        raise BadInput(f"max_tokens is {max_tokens}, but an answer needs at least 1")
+    check_range("question", "max_tokens", max_tokens, 1, whole=True)
     return HostEnv(
         name=name,
         tools=(),

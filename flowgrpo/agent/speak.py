@@ -7,7 +7,6 @@ role's own `parse` says whether it can be read. A model that is down, too slow, 
 the infrastructure. A prompt that is too long is not: it grew from what the policy wrote, which must not escape so.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -19,7 +18,7 @@ import numpy as np
 from flowgrpo.agent.rendering import first_tokens
 from flowgrpo.contracts import Call, Completion, Do, Generate, Request, Result
 from flowgrpo.text import Text, guard
-from flowgrpo.types import BadInput
+from flowgrpo.types import BadInput, check_range
 
 LONGEST_FAILURE = 300  # characters of a failure's sentence
 Complete = Callable[..., Any]  # (messages=, max_tokens=, temperature=, seed=, deadline=) -> with text and error
@@ -40,9 +39,10 @@ def speaker(
     Its key follows from the seed of the call. `top_k=1` is greedy, and needs an engine with `kept`. A prompt of more
     than `prompt_tokens`, or one that its template refuses, is an error of the caller.
     """
-    if max_tokens < 1 or prompt_tokens < 1 or not 0 < temperature < math.inf:
-        given = f"max_tokens={max_tokens}, prompt_tokens={prompt_tokens}, temperature={temperature}"
-        raise BadInput(f"{given}, but all three must be positive; top_k=1 is greedy")
+    for name, value in (("max_tokens", max_tokens), ("prompt_tokens", prompt_tokens), ("top_k", top_k)):
+        check_range("speaker", name, value, 1, whole=True)
+    check_range("speaker", "temperature", temperature, 0.0, exclusive=True)
+    check_range("speaker", "deadline", deadline, 0.0, exclusive=True, optional=True)
     settings = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "deadline": deadline}
     return partial(_speak, guard(text), generate, prompt_tokens, settings)
 
@@ -54,6 +54,9 @@ def remote_speaker(
 
     `complete` answers with what has a `text`, and an `error` of one sentence where there is none.
     """
+    check_range("remote_speaker", "max_tokens", max_tokens, 1, whole=True)
+    check_range("remote_speaker", "temperature", temperature, 0.0)
+    check_range("remote_speaker", "deadline", deadline, 0.0, exclusive=True)
     settings = {"max_tokens": max_tokens, "temperature": temperature, "deadline": deadline}
     return partial(_speak_remotely, complete, settings)
 

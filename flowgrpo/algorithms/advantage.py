@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 
 from flowgrpo import masked
-from flowgrpo.types import AnyArray, Trajectories, check_arguments
+from flowgrpo.types import AnyArray, Trajectories, check_arguments, check_range
 
 Normalize = Callable[[AnyArray, AnyArray, AnyArray], Array]  # (outcome_n, group_n, valid_n) -> adv_n
 
@@ -69,6 +69,7 @@ def _statistics(x_n: AnyArray, id_n: AnyArray, valid_n: AnyArray) -> GroupStatis
 def group_zscore(outcome_n: AnyArray, group_n: AnyArray, valid_n: AnyArray, *, eps: float = 1e-6) -> Array:
     """`(R_i - mean) / (std + eps)` over the valid trajectories of a group, std unbiased -> adv_n."""
     check_arguments("group_zscore", outcome_n=outcome_n, group_n=group_n, valid_n=valid_n)
+    check_range("group_zscore", "eps", eps, 0.0)
     id_n, valid_n = dense_ids(group_n), jnp.asarray(valid_n, bool)
     statistics = _statistics(outcome_n, id_n, valid_n)
     live_n = valid_n & statistics.varies

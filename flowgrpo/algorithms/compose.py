@@ -11,7 +11,7 @@ from jax import Array
 
 from flowgrpo.algorithms import loss as losses
 from flowgrpo.algorithms.advantage import last_turns, mixed_groups
-from flowgrpo.algorithms.options import Options, is_off, shaped_outcome
+from flowgrpo.algorithms.options import Options, check_options, is_off, shaped_outcome
 from flowgrpo.algorithms.weight import Weigh
 from flowgrpo.contracts import Algorithm
 from flowgrpo.types import Trajectories, check_axes
@@ -37,6 +37,7 @@ def compose(
     `by` names the batch fields that make a sequence where the surrogate reads sums over one; `clip`
     holds the widths (low, high) for the clip fractions among the metrics.
     """
+    check_options(name, options)
     first_pass = partial(losses.token_sums, by=by, correction=options.correction)
     sequence_corrected = options.correction is not None and options.correction.level == "sequence"
     return Algorithm(

@@ -20,9 +20,9 @@ from flowgrpo import masked
 from flowgrpo.algorithms import loss as losses
 from flowgrpo.algorithms.advantage import dense_ids
 from flowgrpo.algorithms.compose import bind, needs_of
-from flowgrpo.algorithms.options import Options, check_range, is_off, read_options
+from flowgrpo.algorithms.options import Options, check_options, is_off, read_options
 from flowgrpo.contracts import Algorithm, Metrics, Scores
-from flowgrpo.types import AnyArray, Batch, Trajectories
+from flowgrpo.types import AnyArray, Batch, Trajectories, check_range
 
 
 class Pairs(NamedTuple):
@@ -61,6 +61,7 @@ def dpo(*, beta=0.1, **options) -> Algorithm:
     rejects = ("beta", "kl", "kl_in", "kl_weighted", "dual_clip", "correction")
     settings = read_options("dpo", options, rejects=rejects)
     check_range("dpo", "beta", beta, 0.0, exclusive=True)
+    check_options("dpo", settings)
     sides = bind(_sides, settings)
     return Algorithm(
         name="dpo",

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from flowgrpo import masked
-from flowgrpo.types import AnyArray, BadInput, Trajectories
+from flowgrpo.types import AnyArray, BadInput, Trajectories, check_names, check_range, checked
 
 KL_KINDS = ("k1", "k2", "k3")
 
 
+@checked
 class Correction(NamedTuple):
     """Stop-gradient min(pi_old / mu, cap) for stale or mismatched samplers.
 
@@ -28,12 +29,23 @@ class Correction(NamedTuple):
     level: str = "token"
     mask: bool = False
 
+    def check(self) -> None:
+        """Raise `BadInput` for a cap or a level that can't be."""
+        check_range("Correction", "cap", self.cap, 0.0, exclusive=True)
+        check_choice("Correction", "level", self.level, ("token", "sequence"))
 
+
+@checked
 class Overlong(NamedTuple):
     """DAPO's soft punishment: 0 up to `max_tokens - buffer` chosen tokens, then down to -1 at `max_tokens`."""
 
     max_tokens: int
     buffer: int
+
+    def check(self) -> None:
+        """Raise `BadInput` unless 0 < buffer <= max_tokens."""
+        check_range("Overlong", "max_tokens", self.max_tokens, 1, whole=True)
+        check_range("Overlong", "buffer", self.buffer, 1, self.max_tokens, whole=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +102,12 @@ def is_off(number) -> bool:
 
 
 def read_options(name: str, settings: dict, *, rejects: tuple[str, ...] = ()) -> Options:
-    """`settings` as `Options`; raise `BadInput` for what is unknown, contradictory or not this member's."""
-    known = [item.name for item in fields(Options)]
-    unknown = sorted(set(settings) - set(known))
-    if unknown:
-        raise BadInput(f"{name} has no option {', '.join(unknown)}; it takes {', '.join(known)}")
+    """`settings` as `Options`; raise `BadInput` for what is unknown or not this member's."""
+    check_names(name, settings, [item.name for item in fields(Options)])
     options = Options(**settings)
     refused = [item for item in rejects if item in settings and not _is_default(item, settings[item])]
     if refused:
         raise BadInput(f"{name} can't honour {', '.join(refused)}: its formula has no place for it")
-    _check(name, options)
     return options
 
 
@@ -107,11 +115,11 @@ def _is_default(item: str, value) -> bool:
     return not isinstance(value, jax.Array) and value == getattr(Options, item)
 
 
-def _check(name: str, options: Options) -> None:
+def check_options(name: str, options: Options) -> None:
     """Raise `BadInput` for values that are out of range or contradict each other."""
     check_range(name, "beta", options.beta, 0.0)
     check_range(name, "entropy_bonus", options.entropy_bonus, 0.0)
-    check_range(name, "reference_every", options.reference_every, 1)
+    check_range(name, "reference_every", options.reference_every, 1, whole=True, optional=True)
     if options.kl is not None:
         check_choice(name, "kl", options.kl, KL_KINDS)
     check_choice(name, "kl_in", options.kl_in, ("loss", "reward"))
@@ -123,26 +131,17 @@ def _check(name: str, options: Options) -> None:
         raise BadInput(
             f"{name}: kl_weighted weighs a KL term in the loss, but there is none; set beta and kl_in='loss'"
         )
-    check_range(name, "dual_clip", options.dual_clip, 1.0, exclusive=True)
-    if options.correction is not None:
-        check_choice(name, "correction.level", options.correction.level, ("token", "sequence"))
-        check_range(name, "correction.cap", options.correction.cap, 0.0, exclusive=True)
-    if options.overlong is not None and not 0 < options.overlong.buffer <= options.overlong.max_tokens:
-        raise BadInput(f"{name}: overlong needs 0 < buffer <= max_tokens, got {options.overlong}")
+    check_range(name, "dual_clip", options.dual_clip, 1.0, exclusive=True, optional=True)
+    for field, kind in (("correction", Correction), ("overlong", Overlong)):
+        given = getattr(options, field)
+        if not isinstance(given, kind | None):
+            raise BadInput(f"{name}: {field} is {given!r}, but must be a fg.{kind.__name__}")
 
 
 def check_choice(name: str, field: str, value, choices: tuple[str, ...]) -> None:
     """Raise `BadInput` unless `value` is one of `choices`."""
     if value not in choices:
         raise BadInput(f"{name}: {field} is {value!r}, but must be one of {', '.join(choices)}")
-
-
-def check_range(name: str, field: str, value, low: float, *, exclusive: bool = False) -> None:
-    """Raise `BadInput` where a plain number is below `low`; arrays and None pass."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return
-    if not (value > low if exclusive else value >= low):
-        raise BadInput(f"{name}: {field} is {value}, but must be {'greater than' if exclusive else 'at least'} {low:g}")
 
 
 def check_clip(name: str, clip_low, clip_high) -> None:

@@ -25,8 +25,9 @@ from flowgrpo.algorithms.advantage import (
     row_group_advantage,
 )
 from flowgrpo.algorithms.compose import Advantage, compose
-from flowgrpo.algorithms.options import check_clip, check_range, read_options, reward_kl
+from flowgrpo.algorithms.options import check_clip, read_options, reward_kl
 from flowgrpo.contracts import Algorithm
+from flowgrpo.types import check_range
 
 # Advantages -------------------------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ def grpo(*, clip_low=0.2, clip_high=0.2, beta=0.04, eps=1e-6, **options) -> Algo
 
 def dr_grpo(*, max_tokens: int, clip_low=0.2, clip_high=0.2, **options) -> Algorithm:
     """Dr. GRPO (Liu et al., 2025): no deviation, no length mean; divides by trajectories x `max_tokens`."""
-    check_range("dr_grpo", "max_tokens", max_tokens, 1)
+    check_range("dr_grpo", "max_tokens", max_tokens, 1, whole=True)
     return _clipped(
         "dr_grpo",
         (clip_low, clip_high),
@@ -186,6 +187,7 @@ def reinforce_pp(*, clip_low=0.2, clip_high=0.2, gamma=1.0, baseline: Normalize 
 
     `baseline=group_center` is its variant that first subtracts the group's mean.
     """
+    check_range("reinforce_pp", "gamma", gamma, 0.0, 1.0)
     return _clipped(
         "reinforce_pp",
         (clip_low, clip_high),
@@ -200,6 +202,8 @@ def gigpo(*, omega=1.0, gamma=0.95, clip_low=0.2, clip_high=0.2, beta=0.01, eps=
 
     The second is that of the discounted return-to-go among turns of the group with equal anchors.
     """
+    check_range("gigpo", "omega", omega, 0.0)
+    check_range("gigpo", "gamma", gamma, 0.0, 1.0)
     return _clipped(
         "gigpo",
         (clip_low, clip_high),

@@ -17,10 +17,10 @@ from flowgrpo import masked
 from flowgrpo.algorithms.advantage import gae, paid_rewards
 from flowgrpo.algorithms.compose import bind, compose
 from flowgrpo.algorithms.loss import clip_surrogate, required, weighted_sums
-from flowgrpo.algorithms.options import check_clip, check_range, read_options, reward_kl
+from flowgrpo.algorithms.options import check_clip, read_options, reward_kl
 from flowgrpo.algorithms.weight import token_mean
 from flowgrpo.contracts import Algorithm, Metrics, Scores
-from flowgrpo.types import Batch, Trajectories
+from flowgrpo.types import Batch, Trajectories, check_range
 
 Credit = Callable[
     ..., tuple[Array, Array]
@@ -84,7 +84,10 @@ def ppo(
     """PPO with GAE over tokens (`credit=token_gae`) or turns (`turn_gae`), whitened; KL in the reward."""
     settings = read_options("ppo", {"beta": beta, "kl_in": kl_in, **options})
     check_clip("ppo", clip_low, clip_high)
-    check_range("ppo", "value_clip", value_clip, 0.0, exclusive=True)
+    check_range("ppo", "value_clip", value_clip, 0.0, exclusive=True, optional=True)
+    check_range("ppo", "value_coefficient", value_coefficient, 0.0)
+    check_range("ppo", "gamma", gamma, 0.0, 1.0)
+    check_range("ppo", "lam", lam, 0.0, 1.0)
     credit = partial(credit, gamma=gamma, lam=lam)
     actor = compose(
         "ppo",

@@ -58,11 +58,12 @@ from flowgrpo.envs.expressions import (
     write,
     wrong_order,
 )
-from flowgrpo.types import BadInput
+from flowgrpo.types import BadInput, check_range, checked
 
 MOST_CALLS = 8  # of the oracle, before it answers
 
 
+@checked
 class Flaws(NamedTuple):
     """How often a demonstration goes wrong."""
 
@@ -70,6 +71,13 @@ class Flaws(NamedTuple):
     swap: float = 1 / 4  # an operation with its operands swapped
     stray: float = 2 / 3  # a pointer that is followed to a wrong letter
     idle: float = 1 / 16  # a turn that looks up any letter
+
+    def check(self) -> None:
+        """Raise `BadInput` for what is no probability, or no four of them."""
+        if not isinstance(self.order, tuple | list) or len(self.order) != len(LAYOUTS):
+            raise BadInput(f"Flaws: order is {self.order!r}, but must be {len(LAYOUTS)} numbers, one a template")
+        for name, value in zip((*["order"] * len(LAYOUTS), *self._fields[1:]), (*self.order, *self[1:]), strict=True):
+            check_range("Flaws", name, value, 0.0, 1.0)
 
 
 FLAWS = Flaws()
@@ -88,8 +96,8 @@ class State(struct.PyTreeNode):
 
 def arithmetic(*, base: int = 19, turns: int = 10, flaws: Flaws = FLAWS) -> Env:
     """The environment; with a prime base answers are nearly uniform, so that guessing gains 1 / base."""
-    if base < 2 or turns <= MOST_CALLS:
-        raise BadInput(f"arithmetic needs base >= 2 and turns > {MOST_CALLS}; it got base {base} and turns {turns}")
+    check_range("arithmetic", "base", base, 2, whole=True)
+    check_range("arithmetic", "turns", turns, MOST_CALLS + 1, whole=True)
     return Env(
         name="arithmetic",
         words=(*WORDS, *(str(number) for number in range(base))),

@@ -28,7 +28,7 @@ An answer without a tool is right in at most 1 case of 15. What a model makes of
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ from jaxtyping import Bool, Int
 
 from flowgrpo.contracts import Env, Observation, Sizes, Step
 from flowgrpo.envs.env import END, SPECIAL, absorbing, fill, split_index
-from flowgrpo.types import BadInput
+from flowgrpo.types import BadInput, check_names, check_range
 
 PEOPLE = ("ada", "bo", "cy", "dee", "eli", "fay", "gus", "hal", "ivo", "jo", "kim", "lou", "mei", "ned", "ola", "pat")
 RELATIONS = ("friend", "boss", "mentor", "rival", "doctor", "tenant")
@@ -67,13 +67,13 @@ class World:
     def __post_init__(self):
         least = {"entities": 3, "relations": 3, "tools": 2, "turns_per_hop": 1}
         for name, low in least.items():
-            if getattr(self, name) < low:
-                raise BadInput(f"lookup: {name} is {getattr(self, name)}, but must be at least {low}")
-        if not 1 <= self.hops[0] <= self.hops[1]:
-            raise BadInput(f"lookup: hops is {self.hops}, but must be (fewest, most) with 1 <= fewest <= most")
+            check_range("lookup", name, getattr(self, name), low, whole=True)
         for name in ("lies", "skill", "slips"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise BadInput(f"lookup: {name} is {getattr(self, name)}, but must lie between 0 and 1")
+            check_range("lookup", name, getattr(self, name), 0.0, 1.0)
+        if not isinstance(self.hops, tuple | list) or len(self.hops) != 2:
+            raise BadInput(f"lookup: hops is {self.hops!r}, but must be (fewest, most), such as (2, 3)")
+        check_range("lookup", "the fewest hops", self.hops[0], 1, whole=True)
+        check_range("lookup", "the most hops", self.hops[1], self.hops[0], whole=True)
 
     @property
     def first_relation(self) -> int:
@@ -132,6 +132,7 @@ class Action(NamedTuple):
 
 def lookup(**settings) -> Env:
     """The environment; `World` lists its settings."""
+    check_names("lookup", settings, [item.name for item in fields(World)])
     world = World(**settings)
     most = world.hops[1]
     return Env(

@@ -31,7 +31,7 @@ from jax import Array
 from flowgrpo.contracts import Env, Observation, Sizes, Step
 from flowgrpo.envs.env import END, PAD, SPECIAL, absorbing, fill
 from flowgrpo.envs.grids import DIRECTIONS, FAR, Maze, make_task, neighbours, remaining
-from flowgrpo.types import BadInput
+from flowgrpo.types import check_range
 
 WORDS = (*SPECIAL, *DIRECTIONS, "key", "goal", "wall", "error")
 NORTH, KEY, GOAL, WALL, ERROR = (WORDS.index(word) for word in ("north", "key", "goal", "wall", "error"))
@@ -50,9 +50,10 @@ class State(struct.PyTreeNode):
 
 def maze(*, width: int = 4, turns: int = 16, slip: float = 0.75, by_turn: bool = False) -> Env:
     """The environment; `turns` must leave room for the longest of the shortest ways."""
+    check_range("maze", "width", width, 2, whole=True)
     longest = 4 * (width - 1)
-    if width < 2 or turns < longest:
-        raise BadInput(f"maze needs width >= 2 and turns >= 4 (width - 1); it got width {width} and turns {turns}")
+    check_range("maze", "turns", turns, longest, whole=True)
+    check_range("maze", "slip", slip, 0.0, 1.0)
     return Env(
         name="maze",
         words=WORDS,

@@ -25,7 +25,7 @@ from flowgrpo.generate.programs import Turn, make_programs
 from flowgrpo.generate.sampler import MAX_KEPT, Sampled
 from flowgrpo.generate.slots import Slot, columns, held_by
 from flowgrpo.generate.stops import TextOf
-from flowgrpo.types import BadInput, Fate, Ledger
+from flowgrpo.types import BadInput, Fate, Ledger, check_range
 
 AtSwap = Literal["recompute", "keep"]
 
@@ -54,8 +54,9 @@ class Engine:
         says what becomes of the caches of requests in flight when weights are swapped: they are computed again, or
         kept for the rest of the request and no longer.
         """
-        if not 0 <= kept <= MAX_KEPT:
-            raise BadInput(f"kept={kept}, but recorded sets hold at most {MAX_KEPT} tokens")
+        check_range("Engine", "kept", kept, 0, MAX_KEPT, whole=True)
+        for name, value in (("slots", slots), ("slot_length", slot_length), ("chunk", chunk), ("steps", steps)):
+            check_range("Engine", name, value, 1, whole=True)
         if at_swap not in ("recompute", "keep"):
             raise BadInput(f"at_swap={at_swap!r}, but must be recompute or keep")
         if policy.make_cache is None:

@@ -36,7 +36,7 @@ from flowgrpo.generate.wire import (
     retry_after,
     words_of,
 )
-from flowgrpo.types import BadInput
+from flowgrpo.types import BadInput, check_range
 
 LONGEST_BACKOFF = 30.0  # seconds between two attempts, unless the server asks for more
 GRACE = 5.0  # seconds that `close` waits for its threads, whose sockets are already shut down
@@ -114,11 +114,9 @@ def remote(
     if api_key is not None and not (isinstance(api_key, str) and re.fullmatch("[!-~]+", api_key)):
         raise BadInput("api_key must be printable ASCII without spaces; None sends no key")
     for name, value in (("timeout", timeout), ("backoff", backoff)):
-        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise BadInput(f"{name}={value!r} must be a positive number of seconds")
+        check_range("remote", name, value, 0.0, exclusive=True)
     for name, value, least in (("retries", retries, 0), ("concurrency", concurrency, 1), ("max_bytes", max_bytes, 1)):
-        if not isinstance(value, int) or value < least:
-            raise BadInput(f"{name}={value!r} must be a whole number of at least {least}")
+        check_range("remote", name, value, least, whole=True)
     base = f"{address.scheme}://{address.netloc}{address.path.rstrip('/') or '/v1'}"
     if address.scheme == "https":
         context = context or ssl.create_default_context()

@@ -10,6 +10,7 @@ ends with its process.
 
 import fcntl
 import json
+import math
 import os
 import platform
 import shutil
@@ -103,7 +104,10 @@ def check_run(folder: Path, settings: Mapping[str, Any], *, may_differ: Sequence
 
 
 def identity(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Collect what a run's bits depend on, its settings and machine, as JSON holds it."""
+    """Collect what a run's bits depend on, its settings and machine, as JSON holds it: no number is NaN or infinite."""
+    for name, value in settings.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BadInput(f"{name} is {value}: give a finite number")
     return json.loads(json.dumps({"settings": dict(settings), "machine": machine()}, default=str))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import optax
 import optax.contrib
 
-from flowgrpo.types import BadInput
+from flowgrpo.types import check_range
 
 Summed = tuple[tuple[int, ...], tuple[int, ...]]  # axes of a parameter that a product sums over, and that it leaves
 MUON = 5.0  # times the rate: a step of Muon against one of AdamW
@@ -38,11 +38,14 @@ def make_optimizer(
     The parameters that `matrices` names, with the axes that a product with them sums over and those it leaves, take
     Muon's orthogonal steps (Jordan et al., 2024) of about `MUON` times the size of AdamW's.
     """
-    for name, value, least in (("warmup_steps", warmup_steps, 0), ("decay_steps", decay_steps, 1)):
-        if value is not None and value < least:
-            raise BadInput(f"make_optimizer: {name} is {value}, but must be at least {least}")
-    if clip_norm is not None and not clip_norm > 0:
-        raise BadInput(f"make_optimizer: clip_norm is {clip_norm}; give a number above 0, or None for no clip")
+    check = partial(check_range, "make_optimizer")
+    if not callable(learning_rate):  # an optax schedule of its own
+        check("learning_rate", learning_rate, 0.0)
+    check("warmup_steps", warmup_steps, 0, whole=True)
+    check("decay_steps", decay_steps, 1, whole=True, optional=True)
+    check("final_share", final_share, 0.0, 1.0)
+    check("weight_decay", weight_decay, 0.0)
+    check("clip_norm", clip_norm, 0.0, exclusive=True, optional=True)
     clip = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
     decays = not isinstance(weight_decay, (int, float)) or weight_decay != 0
     rest = [optax.add_decayed_weights(weight_decay)] if decays else []

@@ -37,7 +37,7 @@ from flowgrpo.learner.state import LearnerState
 from flowgrpo.learner.trained import WHOLE, Trained
 from flowgrpo.learner.watch import WATCH, Watch, batch_signal, observe, report
 from flowgrpo.spread import Spread
-from flowgrpo.types import BadInput, Batch
+from flowgrpo.types import BadInput, Batch, check_range
 
 Update = Callable[..., tuple[LearnerState, Metrics]]  # (state, batch, ref_params=None) -> (state, metrics)
 
@@ -84,9 +84,10 @@ def make_update(
     to it for scoring, and only there, so rollouts are to sample from `cast(params, compute_dtype)` (F7). `watch` says
     what is told beside the algorithm's metrics; `None` is nothing.
     """
-    for name, value in (("micro_rows", micro_rows), ("epochs", epochs), ("mini_batches", mini_batches)):
-        if value < 1:
-            raise BadInput(f"make_update: {name} is {value}, but must be at least 1")
+    check_range("make_update", "temperature", temperature, 0.0, exclusive=True)
+    whole = {"micro_rows": micro_rows, "epochs": epochs, "mini_batches": mini_batches, "chunk": chunk}
+    for name, value in whole.items():
+        check_range("make_update", name, value, 1, whole=True)
     if "value" in algorithm.needs and score is None:
         raise BadInput(f"make_update: {algorithm.name} needs a critic's values: pass a `score` that gives them")
     if score is None:

@@ -25,7 +25,7 @@ from flowgrpo.models.attention import Attend, attend
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import hidden, make_policy
 from flowgrpo.models.families import TENSORS
-from flowgrpo.types import BadInput
+from flowgrpo.types import BadInput, check_range
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -40,10 +40,8 @@ class LoraConfig:
     rslora: bool = False  # the scale falls with the root of the rank
 
     def __post_init__(self):
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
-            raise BadInput(f"an adapter's rank is {self.rank!r}; give a whole number from 1")
-        if not isinstance(self.alpha, (int, float)) or not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise BadInput(f"an adapter's alpha is {self.alpha!r}; give a finite number above 0")
+        check_range("an adapter", "rank", self.rank, 1, whole=True)
+        check_range("an adapter", "alpha", self.alpha, 0.0, exclusive=True)
         if not self.targets or set(self.targets) - set(PROJECTIONS) or len(set(self.targets)) < len(self.targets):
             raise BadInput(f"an adapter's targets are {self.targets!r}; give some of {PROJECTIONS}, each once")
 

@@ -8,15 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from flowgrpo.report.metrics import Line, without_empty_means
 from flowgrpo.types import BadInput
 
 WORST = 10.0  # times as bad as the limit: what falls towards 0 gets no worse than that
 RISEN = 0.02  # of the success rate, from which it has risen between two windows
+CHANCE = 5.0  # standard errors of a difference to the best window, which is one of many
 FIGURES = {  # what is looked at, by phase
     "train": (
         *("success", "entropy", "repeated_text", "repeated_actions", "ratio_p01", "ratio_p99", "clip_low_fraction"),
-        *("clip_high_fraction", "zero_signal_groups", "chosen_per_trajectory", "gap"),
+        *("clip_high_fraction", "zero_signal_groups", "tool_errors", "chosen_per_trajectory", "gap"),
     ),
     "validation": ("success", "success_low", "success_high", "gap"),
 }
@@ -36,8 +39,10 @@ class Limits:
     ratio: float = 2.0  # by which one token in a hundred is more, or less, likely than when it was sampled
     clip_fraction: float = 0.4  # of the tokens
     zero_signal_groups: float = 0.85  # of the groups
+    zero_signal_rise: float = 0.3  # of the groups, more than when there were fewest
+    tool_errors_rise: float = 0.25  # of the turns, more than when there were fewest
     drift: float = 2.0  # times as many chosen tokens as at first, or as few
-    fall: float = 0.1  # of the validation success, where the intervals lie apart too
+    fall: float = 0.1  # of the success, and by more than chance
     gap: float = 0.1  # by which the gap has grown since the start: over two deviations of 256 answers
 
     def __post_init__(self) -> None:
@@ -63,7 +68,8 @@ Check = Callable[[History, Limits], Finding | None]
 
 def take(history: History, line: Line) -> bool:
     """Take a line in; whether there was anything in it to look at."""
-    phase, names = line.get("phase"), FIGURES.get(line.get("phase", ""), ())
+    phase = line.get("phase", "train")  # lines of `loop.train` have none
+    names = FIGURES.get(phase, ())
     figures = without_empty_means(line)
     for name in names:
         if figures.get(name) is not None:
@@ -88,6 +94,18 @@ def _first(history: History, name: str, limits: Limits) -> float | None:
     """The mean over the first window; None until a second one is over."""
     series = history.get(f"train/{name}", [])
     return sum(series[: limits.window]) / limits.window if len(series) >= 2 * limits.window else None
+
+
+def _means(history: History, name: str, limits: Limits) -> np.ndarray:
+    """The means over every two windows in a row; none until there are updates beside the last two."""
+    series, size = history.get(f"train/{name}", []), 2 * limits.window
+    return np.convolve(series, np.full(size, 1 / size), "valid") if len(series) >= 2 * size else np.empty(0)
+
+
+def _by_chance(history: History, name: str, limits: Limits) -> float:
+    """By how much the means of two windows in a row may differ by chance, from how much successive updates do."""
+    variance = np.mean(np.diff(history[f"train/{name}"]) ** 2) / 2
+    return CHANCE * float(np.sqrt(variance / limits.window))
 
 
 def _is_solved(history: History, limits: Limits) -> bool:
@@ -184,6 +202,31 @@ def _dead_groups(history: History, limits: Limits) -> Finding | None:
     return found._replace(severity=living)
 
 
+def _rise(history: History, limits: Limits, name: str, what: str, fix: str) -> Finding | None:
+    """Compare a share with what it was when it was lowest; success has not risen since."""
+    means, success, size = _means(history, name, limits), _means(history, "success", limits), 2 * limits.window
+    if not len(means) or _is_solved(history, limits):
+        return None
+    low, limit = int(means[:-size].argmin()), getattr(limits, f"{name.removesuffix('_groups')}_rise")
+    limit, rise = max(limit, _by_chance(history, name, limits)), float(means[-1] - means[low])
+    if rise <= limit or (len(success) == len(means) and _risen(success[-1], success[low])):
+        return None
+    words = (
+        f"{what} rose from {means[low]:.0%} to {means[-1]:.0%}, by more than {limit:.0%}, and success did not: {fix}"
+    )
+    return Finding(f"{name}_rise", rise, limit, rise / limit, words)
+
+
+def _more_tool_errors(history: History, limits: Limits) -> Finding | None:
+    fix = "look at trajectories; try a lower learning rate, less of an entropy bonus, more KL, or an earlier checkpoint"
+    return _rise(history, limits, "tool_errors", "turns that end in an error", fix)
+
+
+def _more_dead_groups(history: History, limits: Limits) -> Finding | None:
+    fix = "there is less to learn from; try a lower learning rate with an entropy bonus, or more samples of a query"
+    return _rise(history, limits, "zero_signal_groups", "groups with equal rewards", fix)
+
+
 def _length(history: History, limits: Limits) -> Finding | None:
     name = "chosen_per_trajectory"
     now, first = _mean(history, name, limits), _first(history, name, limits)
@@ -221,6 +264,23 @@ def _falling_success(history: History, limits: Limits) -> Finding | None:
     return Finding("success", fall, limits.fall, fall / limits.fall, words)
 
 
+def _falling_training(history: History, limits: Limits) -> Finding | None:
+    """Compare training success with its best, where no two validations say more."""
+    means, size = _means(history, "success", limits), 2 * limits.window
+    if not len(means) or len(history.get("validation/success", [])) > 1:
+        return None
+    best = float(means[:-size].max())
+    fall = best - float(means[-1])
+    limit = max(min(limits.fall, best / 2), _by_chance(history, "success", limits))
+    if fall <= limit:
+        return None
+    words = (
+        f"training success fell from {best:.2f} to {means[-1]:.2f}, by more than {limit:.2f} and than chance: go on "
+        "from an earlier checkpoint with a lower learning rate or more KL, and validate to know the best one"
+    )
+    return Finding("training_success", fall, limit, fall / limit, words)
+
+
 def _gap(history: History, limits: Limits) -> Finding | None:
     """By validations where they have one, else by windows of training."""
     seen = history.get("validation/gap", [])
@@ -236,5 +296,5 @@ def _gap(history: History, limits: Limits) -> Finding | None:
 
 CHECKS: tuple[Check, ...] = (
     *(_low_entropy, _falling_entropy, _repeated_text, _repeated_actions, _ratio, _clip_fraction),
-    *(_dead_groups, _length, _falling_success, _gap),
+    *(_dead_groups, _more_dead_groups, _more_tool_errors, _length, _falling_success, _falling_training, _gap),
 )

@@ -8,8 +8,10 @@
     repeated_text, repeated_actions     actions repeat themselves; `rollout.repetition` says how that is counted
     ratio, clip_fraction    updates go far from the policy that sampled
     zero_signal_groups      nearly all groups have equal rewards, while success is not near 1
+    zero_signal_groups_rise, tool_errors_rise   they rise, and success doesn't
     chosen_per_trajectory   trajectories grow or shrink, and success doesn't rise
     success            validations fall by more than chance
+    training_success   so does training success, where there are no two validations
     gap                the training reward rises above what a held-out check says (R3)
 
 All figures but those of validations are means over a window of updates; those of tokens skip updates in which no token
@@ -56,7 +58,7 @@ class Watcher:
         found = examine(self._history, self._limits)
         news = [one for one in found if one.severity >= WORSE * self._told.get(one.name, 0.0)]
         self._told |= {one.name: max(one.severity, 1e-9) for one in news}
-        return [{"phase": line["phase"], "update": line["update"], **_shown(one)} for one in news]
+        return [{"phase": line.get("phase", "train"), "update": line["update"], **_shown(one)} for one in news]
 
 
 def watch_health(
@@ -88,5 +90,5 @@ def summary(told: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _shown(one: Finding) -> dict[str, Any]:
-    rounded = {"figure": round(one.figure, 6), "limit": one.limit}
+    rounded = {"figure": round(one.figure, 6), "limit": round(one.limit, 6)}
     return {"warning": one.name, **rounded, "words": one.words}

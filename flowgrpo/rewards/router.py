@@ -36,7 +36,7 @@ def _score(members: Mapping[str, Reward], default: Reward | None, task: Task, ou
     if member is None:
         return _unknown(members, task)
     try:
-        return member.score(task, output)
+        return Reward(member.score).many([task], [output])[0]
     except Exception as error:
         return _failed(task.domain, error)
 

@@ -8,12 +8,11 @@
 each. Invalid is never 0: a sum is invalid where a component is that it needs.
 """
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from flowgrpo.contracts import Reward, Scored
-from flowgrpo.types import BadInput, Task
+from flowgrpo.types import BadInput, Task, check_range
 
 Components = Mapping[str, tuple[Reward, float]]
 CHECK = "second_check"  # the part that a held-out check writes
@@ -27,8 +26,7 @@ def _reward(score_many: Callable[[Sequence[Task], Sequence[str]], list[Scored]])
 def combine(components: Components, *, optional: Collection[str] = ()) -> Reward:
     """The weighted sum of components; an invalid one makes the sum invalid, unless it is optional and adds nothing."""
     for name, (_, weight) in components.items():
-        if not math.isfinite(weight):
-            raise BadInput(f"combine: the weight of {name!r} is {weight}, but must be a finite number")
+        check_range("combine", f"the weight of {name!r}", weight)
         if not name or "/" in name or name == CHECK:
             raise BadInput(f"combine: a component is named {name!r}; a name has letters, no slash, and is not {CHECK}")
     unknown = [name for name in optional if name not in components]

@@ -20,7 +20,7 @@ from flowgrpo.contracts import Env, Observation, Policy, Step
 from flowgrpo.envs.env import END, PAD
 from flowgrpo.generate.sampler import Rows, Sampled, decode, feed, sampling
 from flowgrpo.spread import Spread, lay, map_rows
-from flowgrpo.types import AnyArray, BadInput, Status, Trajectories
+from flowgrpo.types import AnyArray, BadInput, Status, Trajectories, check_range
 
 
 class Rollout(struct.PyTreeNode):
@@ -65,8 +65,7 @@ def make_rollout(
     """
     if policy.make_cache is None:
         raise BadInput("the policy has no make_cache, and a rollout needs one")
-    if not temperature > 0:
-        raise BadInput(f"temperature is {temperature}, but must be greater than 0")
+    check_range("make_rollout", "temperature", temperature, 0.0, exclusive=True)
     policy = policy._replace(unembed=partial(_unembed, env, policy.unembed))
     return partial(_rollout, env, policy, temperature=temperature, block=block, mesh=mesh)
 

@@ -7,7 +7,6 @@ Trajectories of pure environments have no text: there a reward looks at the dens
 and `judge_groups` has several groups judged side by side.
 """
 
-import math
 import queue
 import threading
 import time
@@ -35,7 +34,7 @@ def judge(reward: Reward, tasks: Sequence[Task], outputs: Sequence[str]) -> list
     try:
         verdicts = list(reward.many(tasks, outputs))
         if len(verdicts) == len(tasks):
-            return [_checked(verdict) for verdict in verdicts]
+            return verdicts
         why = _miscounted(len(verdicts), len(tasks))
     except BaseException:
         return [_alone(reward, task, output) for task, output in zip(tasks, outputs, strict=True)]
@@ -52,7 +51,7 @@ def judge_and_post(group: object, reward: Reward, tasks, outputs, post: Callable
 
 def _alone(reward: Reward, task: Task, output: str) -> Scored:
     try:
-        return _checked(reward.many([task], [output])[0])
+        return reward.many([task], [output])[0]
     except BaseException as error:
         return Scored(None, _raised(error))
 
@@ -66,11 +65,9 @@ def _raised(error: BaseException) -> str:
 
 
 def _checked(verdict: Scored) -> Scored:
-    """A value that is no finite number is none."""
+    """What is no `Scored` is none."""
     if not isinstance(verdict, Scored):
         return Scored(None, f"the reward gave {verdict!r:.200}, which is no Scored")
-    if verdict.value is not None and not math.isfinite(verdict.value):
-        return Scored(None, f"the reward gave {verdict.value}, which is no finite number", verdict.parts)
     return verdict
 
 

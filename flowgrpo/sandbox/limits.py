@@ -1,10 +1,9 @@
 """Limits, outcome and isolation of a run: the values that the sandbox takes and gives."""
 
-import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from flowgrpo.types import BadInput
+from flowgrpo.types import check_range
 
 
 @dataclass(frozen=True)
@@ -20,9 +19,7 @@ class Limits:
 
     def __post_init__(self):
         for item in fields(self):
-            value = getattr(self, item.name)
-            if not (math.isfinite(value) and value > 0):
-                raise BadInput(f"Limits: {item.name} is {value}, but must be a positive number")
+            check_range("Limits", item.name, getattr(self, item.name), 0.0, exclusive=True)
 
 
 class Ran(NamedTuple):

@@ -23,7 +23,7 @@ from typing import Any, Literal, Union
 
 from flowgrpo.contracts import Tool
 from flowgrpo.tools.arguments import check_arguments, fault
-from flowgrpo.types import BadInput
+from flowgrpo.types import BadInput, check_range
 
 __all__ = ["check_arguments", "check_name", "tool"]
 
@@ -44,8 +44,7 @@ def tool(
     check_name(title)
     if inspect.iscoroutinefunction(inner):
         raise BadInput(f"tool {title!r}: the function is a coroutine; give one that returns its result")
-    if seconds is not None and not seconds > 0:
-        raise BadInput(f"tool {title!r}: seconds is {seconds}, but must be positive, or None for that of the toolset")
+    check_range(f"tool {title!r}", "seconds", seconds, 0.0, exclusive=True, optional=True)
     given = [item for item in inspect.signature(function).parameters.values() if item.name not in bound]
     description, lines = _docstring(title, inner, [item.name for item in given])
     try:

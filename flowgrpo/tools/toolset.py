@@ -26,7 +26,7 @@ from flowgrpo.sandbox import SandboxFailure
 from flowgrpo.tools.arguments import check_arguments
 from flowgrpo.tools.observe import LEAST, observation, sentence
 from flowgrpo.tools.schema import check_name
-from flowgrpo.types import BadInput
+from flowgrpo.types import BadInput, check_range
 
 
 class ToolFailure(RuntimeError):
@@ -203,11 +203,9 @@ def toolset(
             raise BadInput(
                 f"toolset: {names.count(name)} tools are named {name!r}; rename all but one (name=, prefix=)"
             )
-    if not seconds > 0:
-        raise BadInput(f"toolset: seconds is {seconds}, but must be positive")
+    check_range("toolset", "seconds", seconds, 0.0, exclusive=True)
     for setting, value, least in (("most", most, LEAST), ("workers", workers, 1), ("kept", kept, 1)):
-        if value < least:
-            raise BadInput(f"toolset: {setting} is {value}, but must be at least {least}")
+        check_range("toolset", setting, value, least, whole=True)
     return Toolset(tools, seconds, most, workers, kept)
 
 

@@ -93,12 +93,6 @@ def test_a_message_ends_no_prompt_of_a_frozen_model():
     assert [i for i in sent[0].tokens if i in added] == expected
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"max_tokens": 0}, {"prompt_tokens": 0}])
-def test_settings_of_a_speaker_are_checked(settings):
-    with pytest.raises(BadInput, match="must be positive"):
-        speaker(TEXT, completing()[0], **settings)
-
-
 # Endpoints ----------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from env_cases import ENVS, at, play, played, player, repeated, talk, talks, tasks_of, to_numpy
 
-import flowgrpo as fg
 from flowgrpo.envs import expressions
 from flowgrpo.envs.arithmetic import FLAWS, Flaws, arithmetic
 from flowgrpo.envs.env import in_words
@@ -153,9 +152,3 @@ def test_pointers_lead_out_of_the_expression_to_a_number():
     assert (there >= NUMBER).all()
     np.testing.assert_array_equal(here[tasks.points], LETTER + tasks.letters[:, 4:][tasks.points])
     assert (here[~tasks.points] >= NUMBER).all()
-
-
-def test_settings_are_checked():
-    for settings in ({"base": 1}, {"turns": 8}):
-        with pytest.raises(fg.BadInput, match="base >= 2 and turns > 8"):
-            arithmetic(**settings)

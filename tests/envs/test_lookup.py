@@ -178,21 +178,6 @@ def test_a_knowledge_base_says_nothing_without_a_tool():
     assert 0.45 < np.mean(tasks.hops == 2) < 0.55
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"tools": 1}, "tools is 1, but must be at least 2"),
-        ({"entities": 2}, "entities is 2"),
-        ({"relations": 2}, "relations is 2"),
-        ({"hops": (3, 2)}, "hops is"),
-        ({"lies": 1.5}, "lies is 1.5, but must lie between 0 and 1"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings, said):
-    with pytest.raises(fg.BadInput, match=said):
-        fg.lookup(**settings)
-
-
 @pytest.mark.slow
 def test_other_sizes():
     """More than there are names for; one hop; the oracle still solves it."""

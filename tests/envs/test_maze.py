@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from env_cases import ENVS, play, played, player, talk, talks, tasks_of, to_numpy
 
-import flowgrpo as fg
 from flowgrpo.envs.grids import Maze, both_sides, furnish, neighbours
 from flowgrpo.envs.maze import maze
 
@@ -114,9 +113,3 @@ def test_what_is_paid_by_turn_sums_to_one_where_it_is_solved():
     assert (paid.step.reward < 0).any()
     np.testing.assert_array_equal(plays.step.reward.sum(axis=1), correct)
     assert (play(PAID, player(PAID, "oracle")).step.reward >= 0).all()
-
-
-def test_settings_are_checked():
-    for settings, said in ({"width": 1}, "width"), ({"turns": 11}, "turns 11"):
-        with pytest.raises(fg.BadInput, match=said):
-            maze(**settings)

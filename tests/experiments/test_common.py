@@ -16,6 +16,7 @@ from flowgrpo.types import BadInput
 heading("What is run")
 _WORD = flags.DEFINE_string("word", "hello", "What is said.")
 _TIMES = flags.DEFINE_integer("times", 1, "How often.", lower_bound=1)
+_RATE = flags.DEFINE_float("rate", None, "How fast.", lower_bound=0.0)
 
 def main():
     import jax.numpy as jnp
@@ -56,6 +57,8 @@ def test_a_run_says_what_it_prints_and_nothing_else(run, tmp_path):
         (1, "--word=bad", "tiny: --word=bad is no word: say another one"),
         (1, "--compilation_cache=/dev/null/cache", "/dev/null/cache can't be made"),
         (2, "--times=0", "flag --times=0: 0 is not a positive integer"),
+        (2, "--rate=nan", "tiny: --rate=nan must be a finite number"),
+        (2, "--rate=inf", "tiny: --rate=inf must be a finite number"),
         (2, "--tims=2", "--tims is no flag; did you mean --times? (--help lists them)"),
         (2, "--nodeterminstic", "--nodeterminstic is no flag; did you mean --nodeterministic?"),
         (2, "--qqq", "--qqq is no flag (--help lists them)"),

@@ -477,11 +477,9 @@ def test_a_greeting_that_never_comes_is_cut(client):
         *[({"url": url}, "printable ASCII") for url in ("http://127.0.0.1/v1\r\nX: y", "http://a/a b", None)],
         ({"url": "http://user:secret@127.0.0.1"}, "without spaces or credentials"),
         *[({"api_key": key}, "api_key must be") for key in ("", "secret words", "secret\nline", "secreté", b"secret")],
-        *[({"timeout": bad}, "timeout=") for bad in (0, math.inf, None)],
-        *[({name: -1}, f"{name}=-1") for name in ("backoff", "retries", "concurrency", "max_bytes")],
+        *[({name: bad}, f"{name} is {bad}") for name in ("timeout", "max_bytes") for bad in (0, math.inf, None)],
+        ({"backoff": -1}, "backoff is -1"),
         ({"model": ""}, "model=''"),
-        ({"retries": 1.5}, "retries=1.5"),
-        ({"concurrency": 0}, "concurrency=0"),
     ],
 )
 def test_a_server_that_can_not_be_used_is_refused_without_repeating_its_key(given, said):

@@ -97,7 +97,7 @@ def test_target_modules_are_read_in_every_form_and_what_changes_nothing_is_read_
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS'"),
         ({"r": None}, "r is missing"),
-        ({"r": 0}, "rank is 0; give a whole number from 1"),
+        ({"r": 0}, "rank is 0, but must be at least 1"),
         ({"lora_alpha": -1}, "alpha is -1"),
         ({"target_modules": ["q_proj", "lm_head"]}, "has a name that is none of q, k"),
         ({"target_modules": []}, r"targets are \(\)"),

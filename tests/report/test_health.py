@@ -4,6 +4,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flowgrpo.report.checks import WORST
@@ -14,7 +15,13 @@ from flowgrpo.types import BadInput
 HERE = Path(__file__).parent
 HEALTHY = {"success": 0.5, "entropy": 0.3, "repeated_text": 0.05, "repeated_actions": 0.1}
 HEALTHY |= {"ratio_p01": 0.9, "ratio_p99": 1.1, "clip_low_fraction": 0.02, "clip_high_fraction": 0.05}
-HEALTHY |= {"zero_signal_groups": 0.3, "chosen_per_trajectory": 100.0, "gap": 0.05, "live_tokens": 1000.0}
+HEALTHY |= {
+    "zero_signal_groups": 0.3,
+    "tool_errors": 0.03,
+    "chosen_per_trajectory": 100.0,
+    "gap": 0.05,
+    "live_tokens": 1000.0,
+}
 
 
 def run(count=10, **changed):
@@ -76,11 +83,47 @@ def test_each_check_has_its_figure(field, first, last, name, figure):
         {"zero_signal_groups": (0.9, 0.9), "success": (0.95, 0.95)},
         {"chosen_per_trajectory": (60.0, 330.0), "success": (0.3, 0.7)},
         {"gap": (0.5, 0.5)},  # it was there from the start
+        {"zero_signal_groups": (0.2, 0.8), "success": (0.3, 0.6), "count": 40},
+        {"tool_errors": (0.0, 0.6), "success": (0.3, 0.6), "count": 40},
+        {"success": (0.5, 0.42), "count": 40},
         {"ratio_p01": (0.0, 0.0), "ratio_p99": (0.0, 0.0), "entropy": (0.0, 0.0), "live_tokens": (0.0, 0.0)},
     ],
 )
 def test_what_looks_alike_and_is_healthy_is_not_told(changed):
     assert names(run(**changed)) == []
+
+
+COLLAPSE = {"success": (0.16, 0.05), "tool_errors": (0.03, 0.94), "zero_signal_groups": (0.31, 0.75)}
+
+
+def test_a_collapse_is_told_without_validations():
+    """Success fell from 16 to 5 % while nearly all turns became errors; lines of `loop.train` have no phase."""
+    lines = run(count=60, **COLLAPSE)
+    told = {one["warning"]: one for one in reversed(warnings_of(lines))}  # the first of each
+    assert {name: one["update"] for name, one in told.items()} == {
+        "tool_errors_rise": 27,
+        "zero_signal_groups_rise": 51,
+        "training_success": 51,
+    }
+    assert told["tool_errors_rise"]["words"].startswith("turns that end in an error rose from 10% to 36%, by more than")
+    assert told["training_success"]["words"].startswith(
+        "training success fell from 0.15 to 0.08, by more than 0.08 and"
+    )
+    bare = [{name: value for name, value in line.items() if name != "phase"} for line in lines]
+    assert names(bare) == names(lines) == ["zero_signal_groups_rise", "tool_errors_rise", "training_success"]
+    steady = [validation(0, 0.5), *lines, validation(60, 0.5)]  # what validations say goes before training success
+    assert names(steady) == ["zero_signal_groups_rise", "tool_errors_rise"]
+
+
+@pytest.mark.parametrize(("queries", "rate"), [(4, 0.15), (16, 0.15), (16, 0.5)])
+def test_chance_is_no_collapse(queries, rate):
+    """Over 300 updates, of groups of 8 whose tasks differ in difficulty, the best and the last window differ."""
+    rng = np.random.default_rng(0)
+    won = rng.binomial(8, rng.beta(2 * rate, 2 - 2 * rate, (300, queries))) / 8
+    lines = run(count=300)
+    for line, won_g in zip(lines, won, strict=True):
+        line |= {"success": won_g.mean(), "zero_signal_groups": ((won_g == 0) | (won_g == 1)).mean()}
+    assert [one for one in warnings_of(lines) if one["warning"] != "zero_signal_groups"] == []
 
 
 def test_nothing_is_said_before_a_window_is_over_and_limits_are_settings():

@@ -591,9 +591,9 @@ def leaves(task, _):
     [
         (broken, "the reward raised RuntimeError: no judge"),
         (leaves, "the reward raised SystemExit: 3"),
-        (lambda task, _: Scored(float("inf") if task.query == "0/1" else 1.0), "gave inf, which is no finite number"),
+        (lambda task, _: Scored(float("inf") if task.query == "0/1" else 1.0), "Scored: the value is inf; give a"),
         (lambda task, _: Scored(None, "unsure") if task.query == "0/1" else Scored(1.0), "unsure"),
-        (lambda task, _: None if task.query == "0/1" else Scored(1.0), "is no Scored"),
+        (lambda task, _: None if task.query == "0/1" else Scored(1.0), "which is no fg.Scored: return"),
     ],
 )
 def test_F5_a_verdict_that_fails_is_invalid_and_costs_no_other_its_own(engine, score, said):
