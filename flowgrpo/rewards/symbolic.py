@@ -17,9 +17,10 @@ from typing import Any
 from flowgrpo.contracts import Reward, Scored
 from flowgrpo.rewards.answer import EXACT, TEXT, Rule, match_answers, numeric, verdict
 from flowgrpo.rewards.choice import CHOICE
-from flowgrpo.rewards.numbers import Close, rounded
+from flowgrpo.rewards.numbers import Close, read_plain, rounded
 from flowgrpo.rewards.school import ELEMENTS, same_list
 from flowgrpo.rewards.spelling import peel, plain
+from flowgrpo.rewards.units import QUANTITY
 from flowgrpo.sandbox import CallFailed, SandboxFailure
 from flowgrpo.types import BadInput, Task
 
@@ -110,12 +111,17 @@ def _affirm(rule: Rule, task: Task, gold: str, answer: str) -> Scored | None:
     return scored if scored is not None and scored.value else None
 
 
+def counted(task: Task, gold: str, answer: str) -> Scored | None:
+    """Right where gold is a number and the answer, in words, that many of something; else there is nothing to say."""
+    return None if read_plain(plain(gold)) is None or mathematical(answer) else _affirm(QUANTITY, task, gold, answer)
+
+
 def mathematics_rules(call: Call, *, seconds: float = 5.0, close: Close = rounded) -> tuple[Rule, ...]:
-    """Exact, choice, numeric, lists of those, symbolic, text."""
+    """Exact, choice, numeric, lists of those, symbolic, numbers of things, text."""
     number = Rule("numeric", partial(numeric, close=close))
     elements: Sequence[Rule] = tuple(rule for rule in ELEMENTS if rule is not TEXT)
     parts = affirming(Rule("list", partial(same_list, rules=elements)))
-    return (EXACT, CHOICE, number, parts, symbolic_rule(call, seconds=seconds), TEXT)
+    return (EXACT, CHOICE, number, parts, symbolic_rule(call, seconds=seconds), Rule("counted", counted), TEXT)
 
 
 def mathematics(call: Call, *, seconds: float = 5.0, close: Close = rounded, workers: int = 1) -> Reward:
