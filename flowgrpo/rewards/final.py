@@ -20,7 +20,7 @@ THINKING = ("</think>", "</thinking>", "</reasoning>")
 LEADS = ("final answer", "answer", "correct option", "correct choice", "result", "solution")
 LINKS = ("is", "are", "was", "=", ":", "would be", "must be", "should be", "will be", "equals")
 HEDGES = {"or", "either", "maybe", "perhaps", "possibly", "alternatively", "probably", "might", "could", "unsure"}
-# What may stand before the value that a sentence states. After a verb it must have a digit: "fish have gills" states none.
+# What may stand before the value that a sentence states; after a verb it has a digit: "fish have gills" states none.
 STATES = (" is ", " are ", " was ", ": ")
 OPENERS = tuple(f" {word}{sign} " for word in ("so", "thus", "hence", "therefore", "finally") for sign in ("", ","))
 VERBS = "get gets got give gives make makes yield yields obtain have has equals find leaves pays costs takes needs"
@@ -82,7 +82,7 @@ def _claim(text: str, marks: Sequence[str]) -> int:
     sentence = lower[_after(lower[:at], STOPS) : at]
     said = _tokens(sentence[_after(sentence, BREAKS) :])
     # "The one that is not prime is 9" says 9; "it is not true that x is 9" doesn't.
-    heard = said[: said.index("that")] if "that" in said else said[: 1 if marks is STATES else None]
+    heard = said if marks is not STATES else said[: said.index("that")] if "that" in said else said[:1]
     if set(heard) & UNSAID or (marks is not STATES and "if" in heard):
         return 0
     spaced = sentence.replace("=", " = ").split()

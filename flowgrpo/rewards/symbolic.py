@@ -20,6 +20,7 @@ from flowgrpo.rewards.choice import CHOICE
 from flowgrpo.rewards.numbers import Close, read_plain, rounded
 from flowgrpo.rewards.school import ELEMENTS, same_list
 from flowgrpo.rewards.spelling import peel, plain
+from flowgrpo.rewards.unit_table import CURRENCIES
 from flowgrpo.rewards.units import QUANTITY
 from flowgrpo.sandbox import CallFailed, SandboxFailure
 from flowgrpo.types import BadInput, Task
@@ -112,16 +113,17 @@ def _affirm(rule: Rule, task: Task, gold: str, answer: str) -> Scored | None:
 
 
 def counted(task: Task, gold: str, answer: str) -> Scored | None:
-    """Right where gold is a number and the answer, in words, that many of something; else there is nothing to say."""
-    return None if read_plain(plain(gold)) is None or mathematical(answer) else _affirm(QUANTITY, task, gold, answer)
+    """Right where gold is a number, and the answer that many of something or money; else there is nothing to say."""
+    formula = mathematical(answer) and not plain(answer).startswith(CURRENCIES)
+    return None if formula or read_plain(plain(gold)) is None else _affirm(QUANTITY, task, gold, answer)
 
 
 def mathematics_rules(call: Call, *, seconds: float = 5.0, close: Close = rounded) -> tuple[Rule, ...]:
-    """Exact, choice, numeric, lists of those, symbolic, numbers of things, text."""
+    """Exact, choice, numeric, lists of those, numbers of things, symbolic, text."""
     number = Rule("numeric", partial(numeric, close=close))
     elements: Sequence[Rule] = tuple(rule for rule in ELEMENTS if rule is not TEXT)
     parts = affirming(Rule("list", partial(same_list, rules=elements)))
-    return (EXACT, CHOICE, number, parts, symbolic_rule(call, seconds=seconds), Rule("counted", counted), TEXT)
+    return (EXACT, CHOICE, number, parts, Rule("counted", counted), symbolic_rule(call, seconds=seconds), TEXT)
 
 
 def mathematics(call: Call, *, seconds: float = 5.0, close: Close = rounded, workers: int = 1) -> Reward:

@@ -21,7 +21,21 @@ from flowgrpo.types import Task
 
 MOST = 120  # characters of a quantity
 NOUN_WORDS = 4
-NO_NOUNS = {"bc", "bce", "hundred", "squared", "cubed", "factorial", "plus", "minus", "times", "than", "if", "unless", *SCALES}
+NO_NOUNS = {
+    "bc",
+    "bce",
+    "hundred",
+    "squared",
+    "cubed",
+    "factorial",
+    "plus",
+    "minus",
+    "times",
+    "than",
+    "if",
+    "unless",
+    *SCALES,
+}
 
 
 class Quantity(NamedTuple):
