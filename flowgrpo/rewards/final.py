@@ -8,9 +8,11 @@ Boxes that share a line are one answer of several parts, so that naming two answ
 into again, so a box inside a tag is opened. One pass over bounded text, without regular expressions.
 """
 
+import unicodedata
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from flowgrpo.rewards.spelling import ASCII_LOWER, peel
+from flowgrpo.rewards.spelling import ASCII_LOWER, peel, visible
 
 LOOK = 2000  # characters of the end of an output that are looked at
 SHORT = 400  # characters of an answer up to which its parts are read too
@@ -18,8 +20,19 @@ THINKING = ("</think>", "</thinking>", "</reasoning>")
 LEADS = ("final answer", "answer", "correct option", "correct choice", "result", "solution")
 LINKS = ("is", "are", "was", "=", ":", "would be", "must be", "should be", "will be", "equals")
 HEDGES = {"or", "either", "maybe", "perhaps", "possibly", "alternatively", "probably", "might", "could", "unsure"}
+# What may stand before the value that a sentence states; after a verb it has a digit: "fish have gills" states none.
+STATES = (" is ", " are ", " was ", ": ")
+OPENERS = tuple(f" {word}{sign} " for word in ("so", "thus", "hence", "therefore", "finally") for sign in ("", ","))
+VERBS = "get gets got give gives make makes yield yields obtain have has equals find leaves pays costs takes needs"
+VERBS = tuple(f" {verb} " for verb in VERBS.split())
+VERBS += (" must be ", " will be ", " comes to ", " amounts to ", " adds up to ", " turns out to be ", " left with ")
+EQUALS = ("=", "≈")
+CLOSINGS = (" is the answer", " is the final answer", " is the result")
+TAILS = (" in total", " in all", " altogether", " overall", " left", " remain", " of them")  # behind a number
+STOPS, BREAKS = (". ", "; ", "! "), (", ", " so ", " but ", " then ")  # of sentences, and of clauses
 QUALIFIERS = {"approximately", "about", "approx", "roughly", "exactly", "just", "only", "in", "on", "at"}
 DENIALS = {"not", "never", "neither", "nor", "cannot", "no", "isn't", "aren't", "wasn't", "don't", "doesn't", "can't"}
+UNSAID = DENIALS | {"didn't", "won't", "nobody", "false", "wrong", "incorrect", "suppose", "assume", "unless", "fails"}
 
 
 class Found(NamedTuple):
@@ -31,7 +44,7 @@ class Found(NamedTuple):
 
 def find_answer(output: str) -> Found:
     """The final answer of an output; empty where there is none."""
-    text = _after_thinking(output[-LOOK:])
+    text = _after_thinking(unicodedata.normalize("NFC", visible(output[-LOOK:])))
     found = _tagged(text) or _boxed(text) or _marked(text) or Found(_last_line(text), "last line")
     if found.where == "tag":
         found = Found((_boxed(found.text) or found).text.strip(), "tag")
@@ -39,23 +52,52 @@ def find_answer(output: str) -> Found:
 
 
 def readings(found: Found) -> tuple[str, ...]:
-    """List the readings of an answer: all of it, and the part of a sentence after its last `=`, `is` or the like.
+    """List the readings of an answer: all of it, and the value that a sentence states last ("so we get 5", "it is 5").
 
-    A sentence that hedges is read only whole, so that naming two answers is naming none.
+    A sentence that hedges or asks is read only whole, so that naming two answers is naming none.
     """
     text = peel(found.text[:SHORT])
-    if len(found.text) > SHORT or set(_tokens(text)) & HEDGES:
+    if len(found.text) > SHORT or hedges(text) or text.endswith("?"):
         return (text,) if len(found.text) <= SHORT else ()
-    lower = text.translate(ASCII_LOWER)
-    cuts = [0, _after(lower, (" is ", " are ", " was ", ": "))]
-    if not _names(text):
-        cuts.append(_after(lower, ("=", "≈")))
-    spans = [text[cut:] for cut in cuts if cut or not cuts.index(cut)]
+    base = _without(text, CLOSINGS)
+    cuts = [_claim(base, marks) for marks in (STATES, OPENERS, VERBS)]
+    spans = [text, base, *(base[cut:] for cut in cuts if cut)]
+    if not _names(base) and (cut := _claim(base, EQUALS)):
+        spans.append(base[cut:])
     spans += [span[: span.index(", not ")] for span in spans if ", not " in span]
+    spans += [_without(span, TAILS) for span in spans if _counts(span)]
     spans += [span.partition(" ")[2] for span in spans if span.partition(" ")[0].lower() in QUALIFIERS]
-    if text.count("$") == 2 and not denies(text):
-        spans.append(text.split("$")[1])
+    if base[max(cuts) :].count("$") == 2 and not denies(base):
+        spans.append(base[max(cuts) :].split("$")[1])
     return tuple(dict.fromkeys(peel(span) for span in spans if peel(span)))
+
+
+def _claim(text: str, marks: Sequence[str]) -> int:
+    """Find where the value behind the last of the marks begins; 0 where it is denied or supposed, or stated twice."""
+    lower = f" {text.translate(ASCII_LOWER)}"
+    at, mark = max((lower.rfind(mark), mark) for mark in marks)
+    end = at + len(mark) - 1
+    if at < 0 or (marks is VERBS and not _counts(text[end:])) or lower[:at].endswith((" to", "!", "<", ">", "~")):
+        return 0
+    sentence = lower[_after(lower[:at], STOPS) : at]
+    said = _tokens(sentence[_after(sentence, BREAKS) :])
+    # "The one that is not prime is 9" says 9; "it is not true that x is 9" doesn't.
+    heard = said if marks is not STATES else said[: said.index("that")] if "that" in said else said[:1]
+    if set(heard) & UNSAID or (marks is not STATES and "if" in heard):
+        return 0
+    spaced = sentence.replace("=", " = ").split()
+    again = f" {' '.join([*spaced[-1:], mark.strip()])} " in f" {' '.join(spaced)} "
+    return 0 if again else end
+
+
+def _without(text: str, endings: Sequence[str]) -> str:
+    """The text without the first of these endings that it has."""
+    ending = next((ending for ending in endings if text.translate(ASCII_LOWER).endswith(ending)), "")
+    return text.removesuffix(text[len(text) - len(ending) :])
+
+
+def _counts(text: str) -> bool:
+    return any(mark.isdigit() for mark in text)
 
 
 def _names(text: str) -> bool:

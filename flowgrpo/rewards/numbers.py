@@ -50,17 +50,21 @@ def exactly(gold: Number, answer: Number) -> bool:
 
 
 def rounded(gold: Number, answer: Number) -> bool:
-    """Equal; or a gold of three digits and two decimals, or more, is the answer rounded; or a gold that never ends is
-    rounded in the answer to three decimals or more."""
-    if gold.value == answer.value:
-        return True
+    """Equal, or the same at the written precision of the coarser of the two.
+
+    That is gold's where it has two decimals or more and the answer is a fraction (0.67 is 2/3), or has more of them and
+    gold at least three digits. It is the answer's, of three decimals or more, where gold is a fraction that never ends.
+    A sign of percent that only one of them has stands for two decimals.
+    """
     off = abs(gold.value - answer.value)
-    finer = answer.step is None or (gold.step is not None and answer.step < gold.step)
-    if gold.step is not None:
-        return (
-            gold.decimals >= 2 and gold.digits >= 3 and finer and answer.value.denominator > 1 and 2 * off <= gold.step
-        )
-    return endless(gold.value) and answer.step is not None and answer.decimals >= 3 and 2 * off <= answer.step
+    if off == 0:
+        return True
+    signs = 2 * (gold.percent - answer.percent)
+    if gold.step is None:
+        return answer.decimals + max(-signs, 0) >= 3 and endless(gold.value) and 2 * off <= (answer.step or 0)
+    fraction = answer.step is None and answer.value.denominator > 1
+    finer = answer.step is not None and answer.step < gold.step and gold.digits >= 3
+    return gold.decimals + max(signs, 0) >= 2 and gold.digits >= 2 and (fraction or finer) and 2 * off <= gold.step
 
 
 def within(*, relative: float = 0.0, absolute: float = 0.0) -> Close:

@@ -33,6 +33,11 @@ RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict=True))
 MARKS = {"−": "-", "–": "-", "‐": "-", "‑": "-", "﹣": "-", "－": "-", "×": "*", "·": "*", "⋅": "*", "∙": "*"}  # noqa: RUF001
 MARKS |= {"’": "'", "‘": "'", "“": '"', "”": '"', "⁄": "/", "∕": "/", "÷": "/", "∶": ":", "％": "%", "º": "°"}  # noqa: RUF001
 TABLE = str.maketrans(MARKS | {mark: f" {fraction}" for mark, fraction in VULGAR.items()})
+# What nobody sees: fillers that are letters to Unicode read as spaces, selectors and joiners as nothing.
+HIDDEN = dict.fromkeys((0x115F, 0x1160, 0x2800, 0x3164, 0xFFA0), " ")
+HIDDEN |= dict.fromkeys(
+    (0x34F, 0x17B4, 0x17B5, *range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))
+)
 ASCII_LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)  # keeps every position
 
 PAIRS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"), ('"', '"'), ("'", "'"))
@@ -48,12 +53,16 @@ SINGULAR_ENDS = ("ss", "us", "is", "news", "series", "species")
 
 def plain(text: str) -> str:
     """The text without typography, on one line."""
-    text = _raise(peel(text)).translate(TABLE)
+    text = _raise(peel(visible(text))).translate(TABLE)
     text = unlatex(text)
     composed = unicodedata.normalize("NFKC", text)
     text = (composed if len(composed) <= 2 * len(text) + 64 else text).translate(TABLE)  # one sign can become eighteen
-    kept = (" " if mark.isspace() else mark for mark in text if mark.isspace() or mark.isprintable())
-    return peel(" ".join("".join(kept).split()))
+    return peel(" ".join(visible(text).split()))
+
+
+def visible(text: str) -> str:
+    """The text without characters that show nothing, such as soft hyphens, tags and Hangul fillers; spaces stay."""
+    return "".join(mark for mark in text.translate(HIDDEN) if mark.isspace() or mark.isprintable())
 
 
 def peel(text: str) -> str:

@@ -17,9 +17,11 @@ from typing import Any
 from flowgrpo.contracts import Reward, Scored
 from flowgrpo.rewards.answer import EXACT, TEXT, Rule, match_answers, numeric, verdict
 from flowgrpo.rewards.choice import CHOICE
-from flowgrpo.rewards.numbers import Close, rounded
+from flowgrpo.rewards.numbers import Close, read_plain, rounded
 from flowgrpo.rewards.school import ELEMENTS, same_list
 from flowgrpo.rewards.spelling import peel, plain
+from flowgrpo.rewards.unit_table import CURRENCIES
+from flowgrpo.rewards.units import QUANTITY
 from flowgrpo.sandbox import CallFailed, SandboxFailure
 from flowgrpo.types import BadInput, Task
 
@@ -110,12 +112,18 @@ def _affirm(rule: Rule, task: Task, gold: str, answer: str) -> Scored | None:
     return scored if scored is not None and scored.value else None
 
 
+def counted(task: Task, gold: str, answer: str) -> Scored | None:
+    """Right where gold is a number, and the answer that many of something or money; else there is nothing to say."""
+    formula = mathematical(answer) and not plain(answer).startswith(CURRENCIES)
+    return None if formula or read_plain(plain(gold)) is None else _affirm(QUANTITY, task, gold, answer)
+
+
 def mathematics_rules(call: Call, *, seconds: float = 5.0, close: Close = rounded) -> tuple[Rule, ...]:
-    """Exact, choice, numeric, lists of those, symbolic, text."""
+    """Exact, choice, numeric, lists of those, numbers of things, symbolic, text."""
     number = Rule("numeric", partial(numeric, close=close))
     elements: Sequence[Rule] = tuple(rule for rule in ELEMENTS if rule is not TEXT)
     parts = affirming(Rule("list", partial(same_list, rules=elements)))
-    return (EXACT, CHOICE, number, parts, symbolic_rule(call, seconds=seconds), TEXT)
+    return (EXACT, CHOICE, number, parts, Rule("counted", counted), symbolic_rule(call, seconds=seconds), TEXT)
 
 
 def mathematics(call: Call, *, seconds: float = 5.0, close: Close = rounded, workers: int = 1) -> Reward:

@@ -47,7 +47,19 @@ def compare(gold: str, answer: str) -> str:
     wanted, given = _read(gold), _read(answer)
     if not given:
         return "unreadable"
-    return "same" if verify(wanted, given, timeout_seconds=0) else "different"
+    return "same" if verify(wanted, given, timeout_seconds=0) or _rounds(gold, given) else "different"
+
+
+def _rounds(gold: str, given: list) -> bool:
+    """Whether gold is a decimal of three digits and two places, or more, and an exact value is that when rounded."""
+    import sympy
+
+    whole, _, places = gold.strip("$ -").partition(".")
+    if not (whole + places).isdecimal() or len(places) < 2 or len((whole + places).lstrip("0")) < 3:
+        return False
+    exact = [one for one in given if getattr(one, "is_number", False) and one.is_real and not one.is_Float]
+    off = [abs(one.evalf(len(gold) + 10) - sympy.Rational(gold.strip("$ "))) for one in exact]
+    return any(2 * one <= sympy.Rational(1, 10 ** len(places)) for one in off)
 
 
 def verify_alone(gold: str, output: str) -> bool:

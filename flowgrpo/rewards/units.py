@@ -14,13 +14,28 @@ from typing import NamedTuple
 from flowgrpo.contracts import Scored
 from flowgrpo.rewards.answer import Rule, named, same_number, verdict
 from flowgrpo.rewards.final import denies, hedges
-from flowgrpo.rewards.numbers import Number, read_plain
-from flowgrpo.rewards.spelling import bare, plain
+from flowgrpo.rewards.numbers import PARTS, SCALES, Number, read_plain
+from flowgrpo.rewards.spelling import bare, plain, singular
 from flowgrpo.rewards.unit_table import CURRENCIES, LOWER, MONEY, SPELLINGS, Unit
 from flowgrpo.types import Task
 
 MOST = 120  # characters of a quantity
 NOUN_WORDS = 4
+NO_NOUNS = {
+    "bc",
+    "bce",
+    "hundred",
+    "squared",
+    "cubed",
+    "factorial",
+    "plus",
+    "minus",
+    "times",
+    "than",
+    "if",
+    "unless",
+    *SCALES,
+}
 
 
 class Quantity(NamedTuple):
@@ -120,8 +135,10 @@ def _with_noun(text: str) -> Quantity | None:
 
 
 def _is_noun(words: list[str]) -> bool:
-    """Words that count something; what turns a year around is none."""
-    return all(word.isalpha() and word.lower() not in ("bc", "bce") for word in words)
+    """Words that count something; what makes another number of it, as `squared` does, is none."""
+    lower = [word.lower() for word in words]
+    nouns = (word.isalpha() and word not in NO_NOUNS and singular(word) not in PARTS for word in lower)
+    return all(nouns) and all(len(word) > 1 or word == "a" for word in lower)
 
 
 def _compound(text: str) -> Quantity | None:

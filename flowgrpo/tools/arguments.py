@@ -46,13 +46,26 @@ def check_arguments(schema: Mapping[str, Any], arguments: Any) -> str:
     return f"{name}: {wrong}" if wrong else ""
 
 
-def fault(schema: Any, value: Any, place: str, root: Mapping[str, Any], depth: int = 0) -> str:
-    """Describe the first fault of a value in words; "" where it has none, or where the schema isn't understood."""
+def fault(
+    schema: Any, value: Any, place: str, root: Mapping[str, Any], depth: int = 0, known: dict | None = None
+) -> str:
+    """Describe the first fault of a value in words; "" where it has none, or where the schema isn't understood.
+
+    `known` keeps what was said of a value at its place by a schema: two alternatives that both lead back to themselves
+    would otherwise be tried twice at every level of what a model nested.
+    """
     if schema is False:
         return f"{place} isn't allowed"
     if not isinstance(schema, Mapping) or depth > DEEPEST:
         return ""
-    following = partial(fault, root=root, depth=depth + 1)
+    known = {} if known is None else known
+    key = id(schema), id(value), place
+    if key not in known:
+        known[key] = _fault(schema, value, place, root, partial(fault, root=root, depth=depth + 1, known=known))
+    return known[key]
+
+
+def _fault(schema: Mapping[str, Any], value: Any, place: str, root: Mapping[str, Any], following: Callable) -> str:
     if isinstance(target := schema.get("$ref"), str) and (wrong := following(_resolve(root, target), value, place)):
         return wrong
     if wrong := _type_fault(schema.get("type"), value, place) or _choice_fault(schema, value, place):

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from flowgrpo.types import BadInput
 
 TEXTS = (".txt", ".md")
-HEADING = re.compile(r"#{1,6}\s+(.+?)\s*#*")
 
 
 class Document(NamedTuple):
@@ -94,7 +93,7 @@ def _paragraphs(path: Path, name: str, text: str) -> Iterator[Document]:
     """A document for each paragraph; its title is the heading above it (Markdown), or the name of the file."""
     title, lines, first = path.stem, [], 1
     for number, line in enumerate([*text.split("\n"), ""], 1):
-        heading = HEADING.fullmatch(line.strip()) if path.suffix == ".md" else None
+        heading = _heading(line.strip()) if path.suffix == ".md" else ""
         if line.strip() and not heading:
             first = first if lines else number
             lines.append(line)
@@ -102,12 +101,22 @@ def _paragraphs(path: Path, name: str, text: str) -> Iterator[Document]:
         if lines:
             yield Document(title, "\n".join(lines), name, first, True)
             lines = []
-        title = heading.group(1) if heading else title
+        title = heading or title
+
+
+def _heading(line: str) -> str:
+    """The words of a Markdown heading, such as `## words ##`; "" where the line is none."""
+    words = line.lstrip("#")
+    if not 1 <= len(line) - len(words) <= 6 or not words[:1].isspace():
+        return ""
+    return words.strip().rstrip("#").rstrip() or words.strip()
 
 
 def _cut(document: Document, words: int, overlap: int) -> Iterator[Passage]:
     found = list(re.finditer(r"\S+", document.text))
+    line, before = document.line, 0
     for start in range(0, max(len(found) - overlap, 1), words - overlap):
         piece = found[start : start + words]
-        line = document.line + document.text.count("\n", 0, piece[0].start()) * document.many_lines
+        line += document.text.count("\n", before, piece[0].start()) * document.many_lines
+        before = piece[0].start()
         yield Passage(document.title, " ".join(word.group() for word in piece), f"{document.file}:{line}")

@@ -20,7 +20,6 @@ UNPAID = {  # right answers that are not, as (gold, output)
     ("1, 2, 3", "1\n2\n3"),
     ("no", "It does not."),
     ("O(n log n)", "$O(n \\log n)$"),
-    ("9", "She has 12 - 3 = 9 left."),
     ("$4.75", "$4.75 per pound"),
     ("1945", "World War II ended in 1945."),
 }
