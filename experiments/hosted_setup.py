@@ -51,7 +51,7 @@ class HostedSetup(NamedTuple):
     optimizer: optax.GradientTransformation
     sizes: loop.Settings
     warm_start: Callable[[Callable[[int, float], None]], Any]
-    story: Callable[[Played], str]  # a trajectory as text
+    story: Callable[[HostEnv, Played], str]  # a trajectory as text, with what it was played in
     solved: Callable[[Scored], bool] = is_solved  # by what a reward said, which `correct` records
     journal: Journal | None = None  # of what the world answers
     prompts: Hard | None = None  # what chooses the tasks of training, where `tasks` does not

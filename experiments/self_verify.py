@@ -140,18 +140,22 @@ def _stories(setup: HostedSetup, before, after) -> list[str]:
     pairs = list(zip(before, after, strict=True))
     learned = [pair for pair in pairs if pair[1].trajectory.correct and not pair[0].trajectory.correct]
     fooled = [one for one in after if not one.trajectory.correct and (one.trajectory.outcome or 0.0) >= 0.5]
-    told = [f"before:\n{setup.story(learned[0][0])}\nafter:\n{setup.story(learned[0][1])}"] if learned else []
-    return [*told, *(f"the judge is wrong:\n{setup.story(one)}" for one in fooled[:1])]
+    told = (
+        [f"before:\n{setup.story(setup.env, learned[0][0])}\nafter:\n{setup.story(setup.env, learned[0][1])}"]
+        if learned
+        else []
+    )
+    return [*told, *(f"the judge is wrong:\n{setup.story(setup.env, one)}" for one in fooled[:1])]
 
 
 def main() -> None:
     """Train, and draw both curves."""
     settings, logged = read_flags(), chosen_loggers()
     folder = Path(_WORKDIR.value or f"runs/self_verify-{_SEED.value}")
-    if not _RESUME.value:
-        begin_anew(folder)  # here, since the model to start with lies there too
-    check_own(folder, settings, may_differ=MAY_DIFFER)  # before a model to start with is made there
-    with open_setup(settings, folder) as setup:
+    if _RESUME.value:
+        check_own(folder, settings, may_differ=MAY_DIFFER)  # before a model to start with is made there
+    begin = (lambda: None) if _RESUME.value else partial(begin_anew, folder)
+    with open_setup(settings, folder, begin=begin) as setup:
         result = one_run(self_verify_work(setup), folder, every=_EVERY.value, loggers=logged)
     draw(folder, title="P(Yes) of the frozen start as the reward")
     print(json.dumps(result))

@@ -4,7 +4,7 @@ The model's starting weights are frozen as the judge. The reward of an answer is
 answer is right is found by a matcher, which the training never sees, and recorded as `correct`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from flowgrpo.effects import no_effects
 from flowgrpo.files import make_folder
 from flowgrpo.learner.folder import START
 from flowgrpo.learner.state import make_optimizer
-from flowgrpo.models.hf import Model
+from flowgrpo.models.hf import Model, check_model
 from flowgrpo.report.progress import Progress
 from flowgrpo.rewards.answer import answer
 from flowgrpo.rewards.judge import ask_alone, make_next_logp, verifier_probability
@@ -106,10 +106,18 @@ def settings_of(model: str | None, tasks: str | None, **chosen: Any) -> dict[str
 
 
 @contextmanager
-def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetup]:
-    """The parts that these settings describe; engine and sandbox live as long as the block."""
+def open_setup(
+    settings: Mapping[str, Any], folder: Path, *, begin: Callable[[], None] = lambda: None
+) -> Iterator[HostedSetup]:
+    """The parts that these settings describe; engine and sandbox live as long as the block.
+
+    `begin` is called when everything that is named was found, and before anything is written.
+    """
     with ExitStack() as stack:
+        if settings["model"] is not None:
+            check_model(settings["model"])
         draw, check = _tasks_and_check(settings, stack)
+        begin()
         if settings["model"] is None:
             _make_start(settings, folder)
         start = load_start(settings["model"] or folder / START, settings)
@@ -139,7 +147,7 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
                 compute_dtype=planner.compute_dtype,
             ),
             warm_start=lambda _tell: jax.tree.map(jnp.copy, planner.params),
-            story=story,
+            story=lambda _, played: story(played),
             solved=is_right,
         )
 
