@@ -31,6 +31,7 @@ from flowgrpo.agent.system import agent_system
 from flowgrpo.algorithms.compose import newest_segment_only
 from flowgrpo.algorithms.options import Correction
 from flowgrpo.contracts import Algorithm, Do, HostEnv, Reward, Tool
+from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.remote import remote
 from flowgrpo.generate.wire import TextRequest
 from flowgrpo.learner.folder import START
@@ -186,6 +187,7 @@ def open_setup(
         planner = make_planner(model, settings)
         served = model._replace(policy=planner.served, params=planner.serve(planner.params))
         engine = stack.enter_context(make_engine(served, settings))
+        speakers, spoken = _speakers(settings, frozen(model, settings), stack)
         env, exam_env = (make(model.text, turns=settings[name]) for name in ("turns", "exam_turns"))
         yield HostedSetup(
             name="agent",
@@ -197,7 +199,7 @@ def open_setup(
             exam_env=exam_env,
             engine=engine,
             residency=stack.enter_context(make_residency(settings, folder)),
-            do=either(tools.do, endpoints | _speakers(settings, frozen(model, settings), stack)),
+            do=either(tools.do, endpoints | speakers),
             reward=reward,
             tasks=draw,
             prompts=hard,
@@ -208,6 +210,7 @@ def open_setup(
                 offline_warmstart.warm_start, model._replace(params=planner.params), env, tools.do, settings
             ),
             story=partial(_story, model.text),
+            spoken=spoken,
         )
 
 
@@ -280,11 +283,11 @@ def check_role(name: str, who: str) -> None:
         raise BadInput(f"--{name}={who} must be {', '.join(players(name))}, or a server and its model, as URL#MODEL")
 
 
-def _speakers(settings: Mapping[str, Any], model: Model, stack: ExitStack) -> dict[str, Do]:
-    """Open a speaker for the roles that the planner's first weights speak, frozen."""
+def _speakers(settings: Mapping[str, Any], model: Model, stack: ExitStack) -> tuple[dict[str, Do], Engine | None]:
+    """Open a speaker for the roles that the planner's first weights speak, frozen, and the engine behind it."""
     asked = [name for name in ROLES if settings[name] == "model"]
     if not asked:
-        return {}
+        return {}, None
     engine = stack.enter_context(make_engine(model, settings, kept=1))
     spoken = speaker(
         model.text,
@@ -294,7 +297,7 @@ def _speakers(settings: Mapping[str, Any], model: Model, stack: ExitStack) -> di
         top_k=1,
         deadline=settings["turn_seconds"],
     )
-    return dict.fromkeys(asked, spoken)
+    return dict.fromkeys(asked, spoken), engine
 
 
 def _endpoints(settings: Mapping[str, Any], stack: ExitStack) -> dict[str, Do]:

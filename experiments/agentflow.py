@@ -34,7 +34,7 @@ from experiments import agent_setups, common, loggers, planner_flags
 from experiments.benchmarks.measured import show_lines
 from experiments.dry_runs import hosted_rows, parse_memory
 from experiments.headings import heading
-from experiments.hosted_setup import HostedSetup, play
+from experiments.hosted_setup import HostedSetup, compile_engines, play
 from experiments.hosted_work import hosted_work, training_tasks
 from experiments.loggers import chosen_loggers
 from experiments.members import ALGORITHMS
@@ -99,6 +99,7 @@ _TURNS = flags.DEFINE_integer("turns", None, "Turns of the planner in training."
 _EXAM_TURNS = flags.DEFINE_integer("exam_turns", None, "Turns of the planner in examinations.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "New tokens of an action.", lower_bound=1)
 _CONTEXT = flags.DEFINE_integer("context_tokens", None, "Tokens of a context with its action.", lower_bound=2)
+_VALIDATION = flags.DEFINE_integer("validation_tasks", None, "Tasks of each validation.", lower_bound=1)
 _TEST = flags.DEFINE_integer("test_tasks", None, "Test tasks of the final table.", lower_bound=1)
 heading("Learning")
 _RATE = flags.DEFINE_float("learning_rate", None, "Of the reinforcement phase.", lower_bound=0.0)
@@ -163,6 +164,7 @@ def chosen_settings() -> dict[str, Any]:
         "slots": _SLOTS.value,
         "warm_steps": _WARM.value,
         "demonstrations": _SHOWN.value,
+        "validation_tasks": _VALIDATION.value,
         "test_tasks": _TEST.value,
         "fields": _FIELDS.value or None,
         "domain": _DOMAIN.value,
@@ -185,6 +187,8 @@ def dry_run(setup: HostedSetup) -> None:
     else:
         print(f"the first prompt, {len(said.tokens)} tokens:\n{setup.model.text.decode(said.tokens)}\n")
     played = play(setup, setup.env, tasks, jax.random.key(setup.settings["seed"]), samples=1)
+    if setup.progress is not None:
+        setup.progress.end()
     for one in played.played:
         why = one.scored.reason if one.scored else one.reason
         print(f"{setup.story(setup.env, one)}\nreward    {one.trajectory.outcome} {why}\n")
@@ -219,6 +223,7 @@ def main() -> None:
         check_own(folder, settings, may_differ=MAY_DIFFER)  # before a model to start with is written there
     begin = partial(begin_anew, folder) if anew else lambda: None
     with agent_setups.open_setup(settings, folder, begin=begin) as setup:
+        setup = compile_engines(setup)
         if _DRY.value == "true":
             dry_run(setup)
             return

@@ -19,7 +19,7 @@ def examine(
 ) -> Hosted:
     """Play so many tasks of a split with these parameters, from the `first` on, `samples` times each."""
     setup.engine.swap(setup.planner.serve(params), 0)
-    return play(setup, setup.exam_env, setup.tasks(split, first, tasks), key, samples=samples)
+    return play(setup, setup.exam_env, setup.tasks(split, first, tasks), key, samples=samples, stage=split)
 
 
 def judge(played: Sequence[Played], tools: Sequence[str], *, samples: int = 1, ks: Sequence[int] = (1,)) -> Evaluation:

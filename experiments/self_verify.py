@@ -25,7 +25,6 @@ was stopped.
 """
 
 import json
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -37,7 +36,7 @@ from absl import flags
 from experiments import common, loggers, planner_flags
 from experiments.headings import heading
 from experiments.hosted_exam import examine
-from experiments.hosted_setup import HostedSetup, record
+from experiments.hosted_setup import HostedSetup, compile_engines, record
 from experiments.hosted_work import exam_key, hosted_work
 from experiments.loggers import chosen_loggers
 from experiments.self_verify_report import Verified, comparison, draw, figures, sentence
@@ -90,7 +89,9 @@ def read_flags() -> dict[str, Any]:
 
 def self_verify_work(setup: HostedSetup) -> Work:
     """The stages of a run on a host environment; what is examined is the judge, too."""
-    return hosted_work(setup)._replace(
+    work = hosted_work(setup)
+    setup = setup._replace(progress=work.progress)
+    return work._replace(
         examine=partial(_examine, setup, exam_key(setup, "validation")),
         test=partial(_test, setup, exam_key(setup, "test")),
     )
@@ -100,8 +101,8 @@ def _examine(setup: HostedSetup, key: jax.Array, params) -> Verified:
     """The figures on validation questions, said aloud; `report.health` warns where the gap has grown."""
     played = examine(setup, params, key, "validation", tasks=setup.settings["validation_tasks"]).played
     found = figures(played)
-    before = "\n" if sys.stderr.isatty() else ""  # the line of the progress stays as it is
-    print(before + sentence(found), file=sys.stderr, flush=True)
+    assert setup.progress is not None
+    setup.progress.say(sentence(found))
     return found
 
 
@@ -156,7 +157,7 @@ def main() -> None:
         check_own(folder, settings, may_differ=MAY_DIFFER)  # before a model to start with is made there
     begin = (lambda: None) if _RESUME.value else partial(begin_anew, folder)
     with open_setup(settings, folder, begin=begin) as setup:
-        result = one_run(self_verify_work(setup), folder, every=_EVERY.value, loggers=logged)
+        result = one_run(self_verify_work(compile_engines(setup)), folder, every=_EVERY.value, loggers=logged)
     draw(folder, title="P(Yes) of the frozen start as the reward")
     print(json.dumps(result))
 
