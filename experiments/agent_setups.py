@@ -20,7 +20,7 @@ from experiments import domains, offline_tasks, offline_warmstart, prompts
 from experiments.agent_tasks import Source, tasks_of
 from experiments.hosted_setup import HostedSetup, make_engine, make_residency
 from experiments.members import base_of, make_algorithm, make_reward, make_tool
-from experiments.planner_setup import PLANNER, frozen, load_start, make_planner
+from experiments.planner_setup import PLANNER, check_planner, frozen, load_start, make_planner
 from flowgrpo import launch, loop
 from flowgrpo.agent import roles
 from flowgrpo.agent.rendering import appending, fresh
@@ -158,6 +158,17 @@ def settings_of(model: str | None, **chosen: Any) -> dict[str, Any]:
     return settings
 
 
+def check_settings(settings: Mapping[str, Any]) -> Source:
+    """Raise `BadInput` for what is wrong with roles, learning, model and tasks, of which the tasks are returned."""
+    for name in ROLES:
+        check_role(name, settings[name])
+    algorithm_of(settings)
+    optimizer_of(settings)
+    if settings["model"] is not None:
+        check_model(settings["model"])
+    return tasks_of(settings)
+
+
 @contextmanager
 def open_setup(
     settings: Mapping[str, Any], folder: Path, *, begin: Callable[[], None] = lambda: None
@@ -167,12 +178,9 @@ def open_setup(
     `begin` is called when everything that is named was found and has answered: before that nothing is written, and
     no program compiled.
     """
-    for name in ROLES:
-        check_role(name, settings[name])
+    check_planner(settings)
+    source = check_settings(settings)
     with ExitStack() as stack:
-        if settings["model"] is not None:
-            check_model(settings["model"])
-        source = tasks_of(settings)
         draw, hard = prompts.choose(settings, source.draw, source.train, groups=settings["queries"])
         sandbox = stack.enter_context(_sandbox(settings, source))
         reward = _reward(settings, source, sandbox)

@@ -47,6 +47,8 @@ from flowgrpo.learner.folder import begin_anew, check_own
 heading("What is run")
 _MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id; without one, a small model is made.")
 _TASKS = flags.DEFINE_string("tasks", None, "Task file (.jsonl, .parquet) or reasoning_gym:NAME, with --model.")
+_FIELDS = flags.DEFINE_list("fields", [], "Names of fields in the task file, such as query=question,answers=gold.")
+_DOMAIN = flags.DEFINE_string("domain", None, "The domain of tasks that name none.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of everything.")
 heading("Sizes")
 _UPDATES = flags.DEFINE_integer("updates", None, "Updates of the reinforcement phase.", lower_bound=0)
@@ -79,6 +81,8 @@ def read_flags() -> dict[str, Any]:
         "temperature": _TEMPERATURE.value,
         "max_tokens": _MAX_TOKENS.value,
         "test_tasks": _TEST.value,
+        "fields": _FIELDS.value or None,
+        "domain": _DOMAIN.value,
         **planner_flags.planner_choices(),
     }
     return settings_of(_MODEL.value, _TASKS.value, **chosen) | {"devices": jax.device_count()}

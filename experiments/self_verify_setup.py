@@ -16,7 +16,7 @@ import flowgrpo as fg
 from experiments import domains, self_verify_tasks
 from experiments.hosted_setup import Draw, HostedSetup, draw_from, make_engine, make_residency
 from experiments.members import base_of
-from experiments.planner_setup import PLANNER, frozen, load_start, make_planner
+from experiments.planner_setup import PLANNER, check_planner, frozen, load_start, make_planner
 from flowgrpo import loop
 from flowgrpo.agent.question import question
 from flowgrpo.contracts import Reward, Scored
@@ -32,7 +32,7 @@ from flowgrpo.rewards.prompts import LENGTHS
 from flowgrpo.rewards.shaping import CHECK, second_check
 from flowgrpo.rollout.records import Played
 from flowgrpo.sandbox import Sandbox
-from flowgrpo.task_files import read_tasks
+from flowgrpo.task_files import parse_fields, read_tasks
 from flowgrpo.types import BadInput
 
 BRIEF = 'Answer the question. Put the final answer last, after "Answer:".'  # what a given model is told
@@ -91,7 +91,7 @@ def settings_of(model: str | None, tasks: str | None, **chosen: Any) -> dict[str
     if tasks is not None and model is None:
         raise BadInput("--tasks needs --model: the small model that is made here can answer its own questions only")
     preset: dict[str, Any] = (OFFLINE if model is None else GIVEN) | {"model": model, "tasks": tasks}
-    unknown = sorted(set(chosen) - set(preset))
+    unknown = sorted(set(chosen) - {*preset, "fields", "domain"})
     if unknown:
         raise BadInput(f"{unknown[0]!r} is no setting of this run; they are {', '.join(preset)}")
     settings: dict[str, Any] = preset | {name: value for name, value in chosen.items() if value is not None}
@@ -113,6 +113,7 @@ def open_setup(
 
     `begin` is called when everything that is named was found, and before anything is written.
     """
+    check_planner(settings)
     with ExitStack() as stack:
         if settings["model"] is not None:
             check_model(settings["model"])
@@ -189,7 +190,8 @@ def _tasks_and_check(settings: Mapping[str, Any], stack: ExitStack) -> tuple[Dra
     seed = settings["seed"]
     if settings["tasks"] is None:
         return lambda split, first, count: self_verify_tasks.make_tasks(seed, split, first, count), answer()
-    read = read_tasks(settings["tasks"])
+    fields = parse_fields(settings.get("fields", []))
+    read = read_tasks(settings["tasks"], fields=fields, domain=settings.get("domain"))
     for task in read:
         if not task.answers:
             raise BadInput(f"{read.source}: task {task.id!r} has no answer, so what is right is not known: give it one")
