@@ -1,12 +1,17 @@
 """Every command starts and knows its flags; what it can't do is one sentence and a status."""
 
+import ast
 import json
+import re
 import shlex
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 
+from experiments import agent_setups
 from experiments.listing import commands
 from experiments.offline_model import write_model
 from tests.experiments.conftest import EXPERIMENTS, check_refused
@@ -210,3 +215,65 @@ def test_bad_input_is_one_sentence_and_leaves_everything_as_it_is(command, world
 )
 def test_flags_that_cannot_be_read_end_with_status_2(command, module, given, said):
     check_refused(command(module, given, check=False), said, status=2)
+
+
+# Flags in sentences ------------------------------------------------------------------------------------------
+
+OPENERS = {"evaluate", "export", "replay", "view"}  # say what is wrong with a run, in the flags it was started with
+PARTS_ONLY = {  # commands that take nothing from a module that would say its sentences
+    "experiments.cluster_plan": {"simulate", "benchmarks.cluster"},
+    "experiments.hosted_setup": {"quickstart"},
+    "experiments.planner_setup": {"plan", "quickstart", "benchmarks.staged"},
+    "experiments.prompts": {"quickstart", "self_verify"},
+    "experiments.session_files": {"soak", "benchmarks.cluster"},
+    "experiments.studies": {"benchmarks.seeds"},
+    "flowgrpo.report.sinks": {"soak", "benchmarks.cluster"},
+    "flowgrpo.task_files": {"finetune"},
+}
+RAISES = ("BadInput", "ValidationError", "exit", "unreadable")
+
+
+def path_of(module: str) -> Path:
+    return ROOT / f"{module.replace('.', '/')}.py"
+
+
+def texts(node: ast.AST) -> list[str]:
+    return [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+
+
+@cache
+def read(module: str) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """The modules that one imports, the flags that it defines, and those that its errors name."""
+    imports, defined, named = set(), set(), set()
+    for node in ast.walk(ast.parse(path_of(module).read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+            imports |= {name for name in names if path_of(name).exists()}
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            defined |= {text for text in texts(node) if text.isidentifier()} if name.startswith("DEFINE_") else set()
+            said = " ".join(texts(node)) if name in RAISES else ""
+            named |= set(re.findall(r"--([a-z]\w*)", said))
+    return frozenset(imports), frozenset(defined), frozenset(named)
+
+
+def reached(module: str) -> set[str]:
+    """A module with all that it imports."""
+    found, new = set(), {module}
+    while new:
+        found |= new
+        new = {name for each in new for name in read(each)[0]} - found
+    return found
+
+
+def test_every_flag_that_an_error_names_is_one_of_the_command_that_says_it():
+    for folder in ("experiments", "experiments/benchmarks"):
+        for command in commands(ROOT / folder):
+            modules = reached(f"{folder}/{command}".replace("/", "."))
+            flags = (
+                {flag for module in modules for flag in read(module)[1]} | {"help", "name"} | set(agent_setups.ROLES)
+            )
+            for module in modules:
+                own = f"{folder}.{command}".replace("/", ".").removeprefix("experiments.")
+                if own not in OPENERS | PARTS_ONLY.get(module, set()):
+                    assert read(module)[2] <= flags, (own, module)
