@@ -5,8 +5,8 @@ run: a small model that is made and warm-started here, the tasks of `offline_tas
 are those of the paper (AgentFlow, arXiv:2510.05592), and the other roles are spoken by the model's own frozen weights.
 """
 
-import json
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,10 +17,10 @@ from typing import Any
 import optax
 
 from experiments import domains, offline_tasks, offline_warmstart, prompts
-from experiments.agent_tasks import tasks_of
+from experiments.agent_tasks import Source, tasks_of
 from experiments.hosted_setup import HostedSetup, make_engine, make_residency
-from experiments.members import base_of, make_algorithm
-from experiments.planner_setup import PLANNER, frozen, load_start, make_planner
+from experiments.members import base_of, make_algorithm, make_reward, make_tool
+from experiments.planner_setup import PLANNER, check_planner, frozen, load_start, make_planner
 from flowgrpo import launch, loop
 from flowgrpo.agent import roles
 from flowgrpo.agent.rendering import appending, fresh
@@ -31,21 +31,22 @@ from flowgrpo.agent.system import agent_system
 from flowgrpo.algorithms.compose import newest_segment_only
 from flowgrpo.algorithms.options import Correction
 from flowgrpo.contracts import Algorithm, Do, HostEnv, Reward, Tool
-from flowgrpo.files import write_whole
+from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.remote import remote
 from flowgrpo.generate.wire import TextRequest
 from flowgrpo.learner.folder import START
 from flowgrpo.learner.state import make_optimizer
-from flowgrpo.models.hf import Model
+from flowgrpo.models.hf import Model, check_model
 from flowgrpo.rollout.records import Played
 from flowgrpo.rollout.replay import last_state
 from flowgrpo.sandbox import Limits, Sandbox
 from flowgrpo.text import Text
 from flowgrpo.tools.calculator import calculator
+from flowgrpo.tools.corpus import Corpus, Document
 from flowgrpo.tools.mcp import Stdio, mcp_tools
 from flowgrpo.tools.python import python
 from flowgrpo.tools.search import read_corpus, search
-from flowgrpo.tools.toolset import toolset
+from flowgrpo.tools.toolset import ToolFailure, toolset
 from flowgrpo.types import BadInput
 
 PAPER: dict[str, Any] = PLANNER | {
@@ -128,9 +129,11 @@ OFFLINE: dict[str, Any] = PAPER | {
     "demonstrations": 4000,
     "domains": ",".join(offline_tasks.DOMAINS),
 }
+MAY_BE_LEFT_OUT = ("reward", "fields", "domain")  # settings that are there only where they are given
 CONTROLS = ("none", "shuffled_rewards")
 RENDERINGS = {"fresh": fresh, "append": appending}
 BRIEF = ""  # the small model learns what to do from demonstrations
+PROBE = 60.0  # seconds in which a server that speaks a role has to answer at the start
 SIZES = ("queries", "samples", "temperature", "micro_rows")
 SPOKEN = {
     "executor": roles.executor,
@@ -145,7 +148,7 @@ ROLES = ("executor", "verifier", "generator", "analyst")
 def settings_of(model: str | None, **chosen: Any) -> dict[str, Any]:
     """The preset, offline or the paper's, with what was chosen in its place; `None` is no choice."""
     preset = (OFFLINE if model is None else PAPER) | {"model": model, "seed": 0}
-    unknown = sorted(set(chosen) - set(preset))
+    unknown = sorted(set(chosen) - {*preset, *MAY_BE_LEFT_OUT})
     if unknown:
         raise BadInput(f"{unknown[0]!r} is no setting of this run; they are {', '.join(preset)}")
     settings = preset | {name: value for name, value in chosen.items() if value is not None}
@@ -155,17 +158,36 @@ def settings_of(model: str | None, **chosen: Any) -> dict[str, Any]:
     return settings
 
 
-@contextmanager
-def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetup]:
-    """The parts that these settings describe; sandbox, servers and engines live as long as the block."""
+def check_settings(settings: Mapping[str, Any]) -> Source:
+    """Raise `BadInput` for what is wrong with roles, learning, model and tasks, of which the tasks are returned."""
     for name in ROLES:
-        _check_role(name, settings[name])
+        check_role(name, settings[name])
+    algorithm_of(settings)
+    optimizer_of(settings)
+    if settings["model"] is not None:
+        check_model(settings["model"])
+    return tasks_of(settings)
+
+
+@contextmanager
+def open_setup(
+    settings: Mapping[str, Any], folder: Path, *, begin: Callable[[], None] = lambda: None
+) -> Iterator[HostedSetup]:
+    """The parts that these settings describe; sandbox, servers and engines live as long as the block.
+
+    `begin` is called when everything that is named was found and has answered: before that nothing is written, and
+    no program compiled.
+    """
+    check_planner(settings)
+    source = check_settings(settings)
     with ExitStack() as stack:
-        source = tasks_of(settings)
         draw, hard = prompts.choose(settings, source.draw, source.train, groups=settings["queries"])
-        sandbox = stack.enter_context(Sandbox(workers=launch.cores(), preload=domains.preload(source.domains)))
-        own = _tools(settings, sandbox, folder, stack)
+        sandbox = stack.enter_context(_sandbox(settings, source))
+        reward = _reward(settings, source, sandbox)
+        own = _tools(settings, sandbox, stack)
         tools = stack.enter_context(toolset(own, seconds=settings["tool_seconds"], workers=settings["slots"]))
+        endpoints = _endpoints(settings, stack)
+        begin()
         make = partial(make_env, schemas=tools.schemas, settings=settings)
         if settings["model"] is None:
             offline_warmstart.write_start(folder / START, make, tools.do, settings)
@@ -173,6 +195,7 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
         planner = make_planner(model, settings)
         served = model._replace(policy=planner.served, params=planner.serve(planner.params))
         engine = stack.enter_context(make_engine(served, settings))
+        speakers, spoken = _speakers(settings, frozen(model, settings), stack)
         env, exam_env = (make(model.text, turns=settings[name]) for name in ("turns", "exam_turns"))
         yield HostedSetup(
             name="agent",
@@ -184,8 +207,8 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
             exam_env=exam_env,
             engine=engine,
             residency=stack.enter_context(make_residency(settings, folder)),
-            do=either(tools.do, _speakers(settings, frozen(model, settings), stack)),
-            reward=_reward(sandbox),
+            do=either(tools.do, endpoints | speakers),
+            reward=reward,
             tasks=draw,
             prompts=hard,
             algorithm=algorithm_of(settings),
@@ -194,19 +217,40 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
             warm_start=partial(
                 offline_warmstart.warm_start, model._replace(params=planner.params), env, tools.do, settings
             ),
-            story=partial(_story, model.text, exam_env),
+            story=partial(_story, model.text),
+            spoken=spoken,
         )
 
 
 @contextmanager
 def open_reward(settings: Mapping[str, Any]) -> Iterator[Reward]:
     """The rewards alone, as `open_setup` routes them; their sandbox lives as long as the block."""
-    with Sandbox(workers=launch.cores(), preload=domains.preload(tasks_of(settings).domains)) as sandbox:
-        yield _reward(sandbox)
+    source = tasks_of(settings)
+    with _sandbox(settings, source) as sandbox:
+        yield _reward(settings, source, sandbox)
 
 
-def _reward(sandbox: Sandbox) -> Reward:
-    return domains.route(domains.Means(sandbox=sandbox), default="answer")
+def _sandbox(settings: Mapping[str, Any], source: Source) -> Sandbox:
+    """The sandbox of tools and rewards."""
+    judged = () if settings.get("reward") else (*source.domains, settings.get("domain", ""))
+    return Sandbox(workers=launch.cores(), preload=domains.preload(judged))
+
+
+def _reward(settings: Mapping[str, Any], source: Source, sandbox: Sandbox) -> Reward:
+    """The reward of one's own, or that of each domain; no task is without."""
+    if settings.get("reward"):
+        return make_reward(settings["reward"], source.draw("train", 0, 1)[0])
+    default = settings.get("domain", None if settings["tasks"] else "answer")
+    missing = [name for name in source.domains if name not in domains.DOMAINS]
+    known = ", ".join(domains.DOMAINS)
+    if default not in (None, *domains.DOMAINS):
+        raise BadInput(f"--domain={default} has no reward; choose from {known}")
+    if missing and default is None:
+        raise BadInput(
+            f"{settings['tasks']}: tasks of the domain {missing[0]!r} have no reward (there are {known}): have them "
+            "judged like one of these, such as --domain=answer, or by a function of yours, --reward=MODULE:FUNCTION"
+        )
+    return domains.route(domains.Means(sandbox=sandbox), default=default)
 
 
 def make_env(text: Text, *, schemas: Sequence[Schema], settings: Mapping[str, Any], turns: int) -> HostEnv:
@@ -235,40 +279,49 @@ def _role(name: str, who: str) -> Role | Rule | None:
     return RULES[name]
 
 
-def _check_role(name: str, who: str) -> None:
+def players(name: str) -> tuple[str, str]:
+    """Who may play a role, beside a server: an analyst may be left out, and the others may be plain code."""
+    return ("model", "rule") if name in RULES else ("model", "none")
+
+
+def check_role(name: str, who: str) -> None:
     """Raise `BadInput` for a name that nobody has."""
-    known = ("model", "rule") if name in RULES else ("model", "none")
-    if who not in known and "://" not in who:
-        raise BadInput(f"--{name}={who} must be {known[0]}, {known[1]}, or the URL of a server (URL#model)")
+    url, _, model = who.partition("#")
+    if who not in players(name) and not ("://" in url and model):
+        raise BadInput(f"--{name}={who} must be {', '.join(players(name))}, or a server and its model, as URL#MODEL")
 
 
-def _speakers(settings: Mapping[str, Any], model: Model, stack: ExitStack) -> dict[str, Do]:
-    """Open a speaker for each role that is not plain code: the planner's first weights, frozen, or an endpoint."""
-    asked = {name: settings[name] for name in ROLES if settings[name] not in ("rule", "none")}
-    found: dict[str, Do] = {}
-    if "model" in asked.values():
-        engine = stack.enter_context(make_engine(model, settings, kept=1))
-        room = settings["context_tokens"] - settings["max_tokens"]
-        frozen = speaker(
-            model.text,
-            engine.generate,
-            max_tokens=settings["max_tokens"],
-            prompt_tokens=room,
-            top_k=1,
-            deadline=settings["turn_seconds"],
-        )
-        found |= {name: frozen for name, who in asked.items() if who == "model"}
-    for name, who in asked.items():
-        if who != "model":
-            found[name] = _endpoint(who, settings, stack)
-    return found
+def _speakers(settings: Mapping[str, Any], model: Model, stack: ExitStack) -> tuple[dict[str, Do], Engine | None]:
+    """Open a speaker for the roles that the planner's first weights speak, frozen, and the engine behind it."""
+    asked = [name for name in ROLES if settings[name] == "model"]
+    if not asked:
+        return {}, None
+    engine = stack.enter_context(make_engine(model, settings, kept=1))
+    spoken = speaker(
+        model.text,
+        engine.generate,
+        max_tokens=settings["max_tokens"],
+        prompt_tokens=settings["context_tokens"] - settings["max_tokens"],
+        top_k=1,
+        deadline=settings["turn_seconds"],
+    )
+    return dict.fromkeys(asked, spoken), engine
 
 
-def _endpoint(who: str, settings: Mapping[str, Any], stack: ExitStack) -> Do:
-    """A role that an OpenAI-compatible server speaks: `URL` or `URL#model`."""
-    url, _, name = who.partition("#")
-    server = remote(url, model=name)
+def _endpoints(settings: Mapping[str, Any], stack: ExitStack) -> dict[str, Do]:
+    """Open a speaker for each role that an OpenAI-compatible server speaks, which has to answer now."""
+    return {name: _endpoint(name, settings, stack) for name in ROLES if "://" in settings[name]}
+
+
+def _endpoint(name: str, settings: Mapping[str, Any], stack: ExitStack) -> Do:
+    """A role that a server speaks: `URL#model`."""
+    url, _, model = settings[name].partition("#")
+    server = remote(url, model=model)
     stack.callback(server.close)
+    print(f"--{name}: asking {server.url} for a first token", file=sys.stderr, flush=True)
+    said = server.generate([TextRequest([{"role": "user", "content": "Hello"}], max_tokens=1, deadline=PROBE)])[0]
+    if said.error is not None:
+        raise BadInput(f"--{name}={settings[name]} does not answer ({said.error}): start the server, or mend the URL")
 
     def complete(**asked: Any):
         return server.generate([TextRequest(**asked)])[0]
@@ -279,21 +332,26 @@ def _endpoint(who: str, settings: Mapping[str, Any], stack: ExitStack) -> Do:
 # Tools and tasks ----------------------------------------------------------------------------------------
 
 
-def _tools(settings: Mapping[str, Any], sandbox: Sandbox, folder: Path, stack: ExitStack) -> list[Tool]:
-    """The tools that are named, and those of MCP servers."""
+def _tools(settings: Mapping[str, Any], sandbox: Sandbox, stack: ExitStack) -> list[Tool]:
+    """The tools that are named, of one's own, too, and those of MCP servers."""
     limits = Limits(seconds=settings["tool_seconds"])
     known: dict[str, Callable[[], Tool]] = {
         "calculator": calculator,
         "python": lambda: python(sandbox, limits=limits, pure=settings["model"] is None),
-        "search": lambda: search(read_corpus(_corpus(settings, folder)), top=settings["passages"]),
+        "search": lambda: search(_corpus(settings), top=settings["passages"]),
     }
     names = [name for name in settings["tools"].split(",") if name]
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in known and ":" not in name]
     if unknown:
-        raise BadInput(f"--tools: {unknown[0]!r} is none of {', '.join(known)}; servers are named by --mcp")
-    found = [known[name]() for name in names]
+        raise BadInput(
+            f"--tools: {unknown[0]!r} is none of {', '.join(known)}, nor MODULE:FUNCTION; servers are named by --mcp"
+        )
+    found = [known[name]() if name in known else make_tool(name) for name in names]
     for server in settings["mcp"]:
-        found += stack.enter_context(mcp_tools(_server(server))).tools
+        try:
+            found += stack.enter_context(mcp_tools(_server(server))).tools
+        except ToolFailure as error:
+            raise BadInput(f"--mcp={server}: {error}; mend the command or the URL, or start the server") from None
     return found
 
 
@@ -305,16 +363,14 @@ def _server(named: str) -> Stdio | str:
     return named if "://" in named else Stdio(words[0], words[1:])
 
 
-def _corpus(settings: Mapping[str, Any], folder: Path) -> Path:
-    """The corpus that is named, or that of the offline world, which is written into the run's folder."""
+def _corpus(settings: Mapping[str, Any]) -> Corpus:
+    """The corpus that is named, or that of the offline world."""
     if settings["corpus"] is not None:
-        return Path(settings["corpus"])
+        return read_corpus(settings["corpus"])
     if settings["model"] is not None:
         raise BadInput("the tool search needs --corpus: a .jsonl, .txt or .md file, or a folder of them")
-    path = folder / "corpus.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, "".join(json.dumps(passage) + "\n" for passage in offline_tasks.passages()))
-    return path
+    texts = enumerate(offline_tasks.passages(), 1)
+    return Corpus(tuple(Document(one["title"], one["text"], "corpus.jsonl", n, False) for n, one in texts))
 
 
 # Learning -----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from experiments import offline_tasks
 from experiments.hosted_setup import draw_from
 from experiments.prompts import Draw
-from flowgrpo.task_files import read_tasks
+from flowgrpo.task_files import parse_fields, read_tasks
 from flowgrpo.tasks import split_tasks
 from flowgrpo.types import BadInput, Task
 
@@ -33,7 +33,8 @@ def tasks_of(settings: Mapping[str, Any]) -> Source:
             train=lambda: offline_tasks.make_tasks(seed, 0, POOL, "train", names),
             domains=names,
         )
-    read = read_tasks(settings["tasks"])
+    fields = parse_fields(settings.get("fields", []))
+    read = read_tasks(settings["tasks"], fields=fields, domain=settings.get("domain"))
     return Source(
         draw=draw_from(read, seed),
         train=lambda: split_tasks(read)["train"].items,

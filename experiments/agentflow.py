@@ -23,6 +23,7 @@ which can be replayed without tools. The same command goes on where a run was st
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +34,27 @@ from experiments import agent_setups, common, loggers, planner_flags
 from experiments.benchmarks.measured import show_lines
 from experiments.dry_runs import hosted_rows, parse_memory
 from experiments.headings import heading
-from experiments.hosted_setup import HostedSetup, play
+from experiments.hosted_setup import HostedSetup, compile_engines, play
 from experiments.hosted_work import hosted_work, training_tasks
 from experiments.loggers import chosen_loggers
 from experiments.members import ALGORITHMS
 from experiments.prompts import PROMPTS, prompt_settings
 from experiments.published import shape_of_model
 from experiments.session import MAY_DIFFER, one_run
+from flowgrpo.agent.state import DONE
 from flowgrpo.learner.floor import count_parameters
 from flowgrpo.learner.folder import begin_anew, check_own
+from flowgrpo.types import BadInput
 
 heading("What is run")
 _MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id; without one, a small model is made.")
 _TASKS = flags.DEFINE_string("tasks", None, "Task file (.jsonl, .parquet) or reasoning_gym:NAME; needed with --model.")
 _CORPUS = flags.DEFINE_string("corpus", None, "What search looks through: a .jsonl, .txt or .md file, or a folder.")
+_FIELDS = flags.DEFINE_list("fields", [], "Names of fields in the task file, such as query=question,answers=gold.")
+_DOMAIN = flags.DEFINE_string("domain", None, "The domain of tasks that name none, or one that nobody judges.")
+_REWARD = flags.DEFINE_string(
+    "reward", None, "Judge all tasks by MODULE:FUNCTION, a function (task, answer) -> fg.Scored, or a fg.Reward."
+)
 _ALGORITHM = flags.DEFINE_enum("algorithm", None, list(ALGORITHMS), "Member of the family; flow_grpo by default.")
 _CONTROL = flags.DEFINE_enum("control", None, agent_setups.CONTROLS, "Shuffle the rewards within groups.")
 _PROMPTS = flags.DEFINE_enum(
@@ -69,14 +77,18 @@ _DRY = flags.DEFINE_flag(
     )
 )
 heading("The agents")
-_TOOLS = flags.DEFINE_string("tools", None, "Tools, by commas: calculator, python, search.")
+_TOOLS = flags.DEFINE_string(
+    "tools", None, "Tools, by commas: calculator, python, search, or MODULE:FUNCTION, which has types and a docstring."
+)
 _MCP = flags.DEFINE_multi_string("mcp", [], "An MCP server: a command, or the URL of one.")
 _DOMAINS = flags.DEFINE_string("domains", None, "Domains of the offline tasks, by commas.")
 _RENDERING = flags.DEFINE_enum(
     "rendering", None, list(agent_setups.RENDERINGS), "Contexts afresh, or one that appends."
 )
 _ROLES = {
-    name: flags.DEFINE_string(name, None, f"Who plays the {name}: rule, model, or the URL of a server (URL#model).")
+    name: flags.DEFINE_string(
+        name, None, f"Who plays the {name}: {', '.join(agent_setups.players(name))}, or a server, as URL#MODEL."
+    )
     for name in agent_setups.ROLES
 }
 heading("Sizes")
@@ -87,6 +99,7 @@ _TURNS = flags.DEFINE_integer("turns", None, "Turns of the planner in training."
 _EXAM_TURNS = flags.DEFINE_integer("exam_turns", None, "Turns of the planner in examinations.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "New tokens of an action.", lower_bound=1)
 _CONTEXT = flags.DEFINE_integer("context_tokens", None, "Tokens of a context with its action.", lower_bound=2)
+_VALIDATION = flags.DEFINE_integer("validation_tasks", None, "Tasks of each validation.", lower_bound=1)
 _TEST = flags.DEFINE_integer("test_tasks", None, "Test tasks of the final table.", lower_bound=1)
 heading("Learning")
 _RATE = flags.DEFINE_float("learning_rate", None, "Of the reinforcement phase.", lower_bound=0.0)
@@ -95,6 +108,7 @@ _WARM = flags.DEFINE_integer("warm_steps", None, "Steps of imitation at most, in
 _SHOWN = flags.DEFINE_integer("demonstrations", None, "How many are imitated, in the offline run.", lower_bound=20)
 heading("Sampling")
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "Of the planner's words.", lower_bound=0.0)
+_PATIENCE = flags.DEFINE_float("turn_seconds", None, "Of what follows one action of the planner.", lower_bound=0.1)
 heading("Devices and memory")
 _SLOTS = flags.DEFINE_integer("slots", None, "Requests that decode together.", lower_bound=2)
 _MEMORY = flags.DEFINE_string("device_memory", None, "Of a device, for --dry_run=compile: 80GiB, 24GB.")
@@ -104,6 +118,19 @@ _RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work dire
 _EVERY = flags.DEFINE_integer("checkpoint_every", 10, "Updates between validations and checkpoints.", lower_bound=1)
 flags.adopt_module_key_flags(planner_flags)
 flags.adopt_module_key_flags(loggers)
+
+
+def _is_player(name: str, who: str | None) -> bool:
+    """Whether a role's flag can be honoured; raises what absl makes a sentence of."""
+    try:
+        agent_setups.check_role(name, who or agent_setups.PAPER[name])
+    except BadInput as error:
+        raise flags.ValidationError(str(error)) from None
+    return True
+
+
+for role in agent_setups.ROLES:
+    flags.register_validator(role, partial(_is_player, role))
 
 
 def read_flags() -> dict[str, Any]:
@@ -137,7 +164,12 @@ def chosen_settings() -> dict[str, Any]:
         "slots": _SLOTS.value,
         "warm_steps": _WARM.value,
         "demonstrations": _SHOWN.value,
+        "validation_tasks": _VALIDATION.value,
         "test_tasks": _TEST.value,
+        "fields": _FIELDS.value or None,
+        "domain": _DOMAIN.value,
+        "reward": _REWARD.value,
+        "turn_seconds": _PATIENCE.value,
         **planner_flags.planner_choices(),
     }
     settings = agent_setups.settings_of(_MODEL.value, **chosen)
@@ -146,15 +178,20 @@ def chosen_settings() -> dict[str, Any]:
 
 
 def dry_run(setup: HostedSetup) -> None:
-    """The first prompts as they are rendered, and one rollout of each domain as it is parsed."""
+    """The first prompt as it is rendered, and one rollout of each of the first tasks as it is parsed."""
     tasks = training_tasks(setup, 0)[:4]
     print(f"model {setup.settings['model'] or setup.folder / agent_setups.START}, tools {', '.join(setup.env.tools)}\n")
-    _, said = setup.env.reset(jax.random.key(0), tasks[0], setup.do)
-    print(f"the first prompt, {len(said.tokens)} tokens:\n{setup.model.text.decode(said.tokens)}\n")
+    state, said = setup.env.reset(jax.random.key(0), tasks[0], setup.do)
+    if state.stage == DONE:
+        print(f"there is no first prompt, since the planner never came to speak: {state.reason}\n")
+    else:
+        print(f"the first prompt, {len(said.tokens)} tokens:\n{setup.model.text.decode(said.tokens)}\n")
     played = play(setup, setup.env, tasks, jax.random.key(setup.settings["seed"]), samples=1)
+    if setup.progress is not None:
+        setup.progress.end()
     for one in played.played:
         why = one.scored.reason if one.scored else one.reason
-        print(f"{setup.story(one)}\nreward    {one.trajectory.outcome} {why}\n")
+        print(f"{setup.story(setup.env, one)}\nreward    {one.trajectory.outcome} {why}\n")
 
 
 def dry_compile(settings: Mapping[str, Any], folder: Path) -> None:
@@ -181,10 +218,12 @@ def main() -> None:
     if _DRY.value == "compile":
         dry_compile(settings, folder)
         return
-    if not _RESUME.value and _DRY.value == "false":
-        begin_anew(folder)  # here, since the model to start with and the corpus lie there too
-    check_own(folder, settings, may_differ=MAY_DIFFER)  # before a model to start with is written there
-    with agent_setups.open_setup(settings, folder) as setup:
+    anew = not _RESUME.value and _DRY.value == "false"
+    if not anew:
+        check_own(folder, settings, may_differ=MAY_DIFFER)  # before a model to start with is written there
+    begin = partial(begin_anew, folder) if anew else lambda: None
+    with agent_setups.open_setup(settings, folder, begin=begin) as setup:
+        setup = compile_engines(setup)
         if _DRY.value == "true":
             dry_run(setup)
             return

@@ -33,7 +33,7 @@ import jax
 from absl import flags
 
 from experiments import agentflow, common
-from experiments.agent_tasks import tasks_of
+from experiments.agent_setups import check_settings
 from experiments.cluster_plan import TAKES, plan_of
 from experiments.cluster_table import Table
 from experiments.cluster_work import ANY, make_worker, pool_of
@@ -119,6 +119,7 @@ def main() -> None:
     folder = Path(flags.FLAGS["workdir"].value or f"runs/cluster-{settings['seed']}").absolute()
     plan = plan_of(settings)
     check_trainers(settings)
+    source = check_settings(settings)
     if not flags.FLAGS["resume"].value:
         begin_anew(folder)
     shape = Shape(
@@ -137,7 +138,7 @@ def main() -> None:
     gpus = {"rollout": _ROLLOUT_GPUS.value, "train": _TRAINER_GPUS.value}
     choose = None
     if settings.get("prompts") == "hard":
-        choose = partial(choose_task, seed=settings["seed"], count=len(tasks_of(settings).train()))
+        choose = partial(choose_task, seed=settings["seed"], count=len(source.train()))
     with RayCrew(_ADDRESS.value, gpus=gpus) as crew:
         result = Master(crew, plan, shape, exams, make, folder, choose=choose, on_turn=Table(_SHOWN.value)).run()
     print(json.dumps(result))

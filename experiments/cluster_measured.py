@@ -31,12 +31,12 @@ def measured_run(folder: Path) -> Measured:
     """Read off the log of a run that was not disturbed; its first update, which compiles, is left out."""
     settings = read_run(folder)["settings"]
     if "schedule" not in settings:
-        raise BadInput(f"--run={folder} is no cluster's run")
+        raise BadInput(f"{folder} is no cluster's run")
     lines = list(read_events(folder / "events.jsonl"))
     trains = [line["at"] for line in lines if line["what"] == "train"]
     dones = [line for line in lines if line["what"] == "trained"]
     if len(trains) < 3 or not dones:
-        raise BadInput(f"--run={folder} has made {len(trains)} updates: give one of at least 3")
+        raise BadInput(f"{folder} has made {len(trains)} updates: give one of at least 3")
     late = [line for line in lines if line["at"] > trains[0]]
     joined = [line["event"] for line in lines if line["what"] == "event" and line["event"]["kind"] == "joined"]
     rolled = [line for line in late if line["what"] == "rolled"]
@@ -64,7 +64,7 @@ def iterations(lines: list[dict[str, Any]]) -> list[float]:
         elif line["what"] in ("saved", "resumed", "lost"):
             last = None
     if not found:
-        raise BadInput("every update of this run was examined: give a run with a larger --checkpoint_every")
+        raise BadInput("every update of this run was examined: give a run whose checkpoints are further apart")
     return found
 
 

@@ -46,8 +46,8 @@ def run(main: Callable[[], None], *, cpu_devices: int = 1) -> None:
     """Run an experiment as a command; doesn't return. It suits it to have so many CPU devices."""
 
     def guarded(_argv: Sequence[str]) -> None:
-        try:
-            with listening(signal.SIGTERM):
+        with listening(signal.SIGTERM):  # to the end: the signal may come twice, and the sentence is still to be said
+            try:
                 launch.configure(
                     compilation_cache=_CACHE.value,
                     deterministic=_DETERMINISTIC.value,
@@ -55,12 +55,12 @@ def run(main: Callable[[], None], *, cpu_devices: int = 1) -> None:
                 )
                 with launch.profile(_PROFILE.value):
                     main()
-        except BadInput as error:
-            sys.exit(f"{_name()}: {error}")
-        except KeyboardInterrupt as stop:
-            number = number_of(stop)
-            print(f"\n{_name()}: {STOPPED[number]}", file=sys.stderr)
-            _leave(BY_SIGNAL + number)
+            except BadInput as error:
+                sys.exit(f"{_name()}: {error}")
+            except KeyboardInterrupt as stop:
+                number = number_of(stop)
+                print(f"\n{_name()}: {STOPPED[number]}", file=sys.stderr)
+                _leave(BY_SIGNAL + number)
 
     for flag in flags.FLAGS.get_key_flags_for_module(sys.modules[__name__]):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)  # so that --help lists them

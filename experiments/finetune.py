@@ -33,7 +33,6 @@ from experiments.finetune_lessons import METHODS
 from experiments.finetune_run import finetune
 from experiments.headings import heading
 from experiments.loggers import chosen_loggers
-from flowgrpo.learner.folder import begin_anew
 
 heading("What is run")
 _METHOD = flags.DEFINE_enum(
@@ -90,10 +89,8 @@ def main() -> None:
     """Train, and print one JSON line."""
     settings, logged = read_flags(), chosen_loggers()
     folder = Path(_WORKDIR.value or f"runs/{settings['method']}-{settings['seed']}")
-    if not _RESUME.value:
-        begin_anew(folder)
     settings = settings | {"devices": jax.device_count()}
-    print(json.dumps(finetune(settings, folder, loggers=logged)))
+    print(json.dumps(finetune(settings, folder, resume=_RESUME.value, loggers=logged)))
 
 
 if __name__ == "__main__":

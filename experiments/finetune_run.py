@@ -15,7 +15,7 @@ from experiments.session import RESULT
 from experiments.session_files import write_result
 from experiments.stopping import STOPPING, held, listening
 from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
-from flowgrpo.learner.folder import run_folder
+from flowgrpo.learner.folder import begin_anew, run_folder
 from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
 from flowgrpo.learner.update import cast
 from flowgrpo.models.decoder import make_policy
@@ -34,10 +34,14 @@ class Place(NamedTuple):
     position: Position  # in the files of metrics; empty before the first line
 
 
-def finetune(settings: Mapping[str, Any], folder: Path, *, loggers: Sequence[str] = ()) -> dict[str, Any]:
+def finetune(
+    settings: Mapping[str, Any], folder: Path, *, resume: bool = True, loggers: Sequence[str] = ()
+) -> dict[str, Any]:
     """Train in a folder, or go on there, to the end."""
     began, model = time.monotonic(), load_masters(settings)
     examples = split(settings, METHODS[settings["method"]].read(settings["data"], model.text))
+    if not resume:
+        begin_anew(folder)
     steps = max(math.ceil(settings["epochs"] * len(examples.learned) / settings["batch"]), 1)
     optimizer = make_optimizer(
         learning_rate=settings["learning_rate"], warmup_steps=steps // 20, decay_steps=steps - steps // 20

@@ -19,6 +19,7 @@ from absl import app, flags
 from experiments.headings import under_headings
 
 USAGE = 2  # the status of a command line that can't be read
+REFUSED = re.compile(r"flag --(\w+)=(.*?): (.*)", re.DOTALL)  # as absl says it
 NUMBERS = (flags.IntegerParser, flags.FloatParser)
 LEFT, NARROW, WIDE = 24, 80, 100  # columns: where a flag's sentence begins; a page
 ENDING = "Where no default is named, the preset or the sentence says what holds. --helpfull lists absl's own flags too."
@@ -146,7 +147,28 @@ def complaint(error: flags.Error) -> str:
     if str(error).endswith("must have a value other than None."):
         missing = [flag for flag in _own() if is_required(flag) and flag.value is None]
         return "; ".join(f"--{flag.name} must be given ({plain(flag).rstrip('.')})" for flag in missing)
-    return str(error)
+    bad = REFUSED.fullmatch(str(error))
+    if bad is None:
+        return str(error)
+    name, value, why = bad.groups()
+    if why.startswith(f"--{name}"):  # a sentence of the command's own
+        return why
+    return f"--{name}={value} must be {_wanted(flags.FLAGS[name], value) or why}"
+
+
+def _wanted(flag: flags.Flag, value: str) -> str:
+    """Say what a flag may be, where its kind says it."""
+    parser = flag.parser
+    if isinstance(parser, flags.EnumParser):
+        near = difflib.get_close_matches(value, parser.enum_values, n=1)
+        return f"one of {', '.join(parser.enum_values)}{f'; did you mean {near[0]}?' if near else ''}"
+    if isinstance(parser, flags.BooleanParser):
+        return f"true or false: --{flag.name}, or --no{flag.name}"
+    if not isinstance(parser, NUMBERS):
+        return ""
+    kind = "a whole number" if isinstance(parser, flags.IntegerParser) else "a number"
+    bounds = (("of at least", parser.lower_bound), ("of at most", parser.upper_bound))
+    return " ".join([kind, *(f"{words} {bound:g}" for words, bound in bounds if bound is not None)])
 
 
 def _own() -> list[flags.Flag]:

@@ -19,12 +19,12 @@ def examine(
 ) -> Hosted:
     """Play so many tasks of a split with these parameters, from the `first` on, `samples` times each."""
     setup.engine.swap(setup.planner.serve(params), 0)
-    return play(setup, setup.exam_env, setup.tasks(split, first, tasks), key, samples=samples)
+    return play(setup, setup.exam_env, setup.tasks(split, first, tasks), key, samples=samples, stage=split)
 
 
 def judge(played: Sequence[Played], tools: Sequence[str], *, samples: int = 1, ks: Sequence[int] = (1,)) -> Evaluation:
     """The figures of so many trajectories a task."""
-    turns = max(len(one.tools) for one in played)
+    turns = max(1, *(len(one.tools) for one in played))  # of those that were all aborted before the first
     number = {name: index for index, name in enumerate(tools)}
     calls = [[number.get(tool, -1) for tool in one.tools] + [-1] * (turns - len(one.tools)) for one in played]
     columns = (
@@ -93,4 +93,7 @@ def domain_table(by: Mapping[str, Sequence[Evaluation]]) -> str:
 def _stories(setup: HostedSetup, played: Sequence[Sequence[Played]]) -> list[str]:
     before, after = ([one.trajectory.correct for one in own] for own in played)
     index = int(np.argmax(~np.array(before) & np.array(after)))
-    return [f"{when}:\n{setup.story(own[index])}" for when, own in zip(("before", "after"), played, strict=True)]
+    return [
+        f"{when}:\n{setup.story(setup.exam_env, own[index])}"
+        for when, own in zip(("before", "after"), played, strict=True)
+    ]

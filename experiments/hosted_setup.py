@@ -3,6 +3,8 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +16,12 @@ import flowgrpo as fg
 from experiments.planner_setup import OFFLOAD, Planner
 from experiments.prompts import Draw, Hard
 from flowgrpo import loop
-from flowgrpo.contracts import Do, HostEnv, Reward, Scored
+from flowgrpo.contracts import Do, HostEnv, Request, Reward, Scored
 from flowgrpo.files import make_folder, write_whole
 from flowgrpo.generate.engine import Engine
 from flowgrpo.learner.residency import DISK, Residency, places
 from flowgrpo.models.hf import Model
+from flowgrpo.report.progress import Progress
 from flowgrpo.rollout.compiled import Rollout
 from flowgrpo.rollout.deadlines import NOTHING
 from flowgrpo.rollout.hosted import Hosted, hosted
@@ -51,16 +54,32 @@ class HostedSetup(NamedTuple):
     optimizer: optax.GradientTransformation
     sizes: loop.Settings
     warm_start: Callable[[Callable[[int, float], None]], Any]
-    story: Callable[[Played], str]  # a trajectory as text
+    story: Callable[[HostEnv, Played], str]  # a trajectory as text, with what it was played in
     solved: Callable[[Scored], bool] = is_solved  # by what a reward said, which `correct` records
     journal: Journal | None = None  # of what the world answers
     prompts: Hard | None = None  # what chooses the tasks of training, where `tasks` does not
+    spoken: Engine | None = None  # of the roles that frozen weights speak
+    progress: Progress | None = None  # that shows how far rollouts are
 
 
 def make_engine(model: Model, settings: Mapping[str, Any], *, kept: int = 0) -> Engine:
     """An engine whose slots hold a whole context."""
     sizes = {"slots": settings["slots"], "slot_length": settings["context_tokens"], "chunk": settings["chunk"]}
     return Engine(model.policy, model.params, **sizes, steps=settings["steps"], banned=model.banned, kept=kept)
+
+
+def compile_engines(setup: HostedSetup) -> HostedSetup:
+    """Have the engines compile all their programs, which then takes time from no deadline, and show how far it is.
+
+    Returns the setup with the progress in which its rollouts go on.
+    """
+    progress = Progress(setup.settings["updates"])
+    engines = [engine for engine in (setup.engine, setup.spoken) if engine is not None]
+    for done, engine in enumerate(engines):
+        progress.step("compile", done, len(engines))
+        engine.generate([Request([setup.model.text.pad_id], jax.random.key(0), max_tokens=1)])
+    progress.step("compile", len(engines), len(engines))
+    return setup._replace(progress=progress)
 
 
 def draw_from(read: Tasks, seed: int) -> Draw:
@@ -94,12 +113,23 @@ def dense(setup: HostedSetup, played: Hosted) -> Rollout:
 
 
 def play(
-    setup: HostedSetup, env: HostEnv, tasks: Sequence[Task], key: jax.Array, *, samples: int, **callbacks
+    setup: HostedSetup,
+    env: HostEnv,
+    tasks: Sequence[Task],
+    key: jax.Array,
+    *,
+    samples: int,
+    stage: str = "rollout",
+    **callbacks,
 ) -> Hosted:
     """So many trajectories of each task, all at once, in the order of tasks and samples; callbacks as in `hosted`."""
     rollout = make_rollout(setup, env, do=setup.do, reward=setup.reward, journal=setup.journal)
     every = [task for task in tasks for _ in range(samples)]
     groups = np.repeat(np.arange(len(tasks)), samples)
+    if setup.progress is not None:
+        show, done = partial(setup.progress.step, stage, total=len(every)), count()
+        show(next(done))
+        callbacks["on_done"] = lambda _: show(next(done))
     return in_order(rollout(every, jax.random.split(key, len(every)), groups, **callbacks))
 
 

@@ -37,6 +37,7 @@ from experiments.session import Work
 from experiments.session_files import train_line
 from flowgrpo import loop
 from flowgrpo.learner.checkpoint import Checkpoints
+from flowgrpo.report.progress import Progress
 from flowgrpo.rewards.shaping import CHECK
 from flowgrpo.rollout.exam import shuffled_rewards
 from flowgrpo.rollout.hosted import Hosted
@@ -55,7 +56,9 @@ def hosted_work(setup: HostedSetup) -> Work:
     a rollout hears the same again.
     """
     settings, journal = setup.settings, Journal(setup.folder / "journal", _covered(setup.folder))
-    setup = setup._replace(do=journal.effects(setup.do), reward=journal.verdicts(setup.reward), journal=journal)
+    progress = setup.progress or Progress(settings["updates"])
+    effects = {"do": journal.effects(setup.do), "reward": journal.verdicts(setup.reward)}
+    setup = setup._replace(**effects, journal=journal, progress=progress)
     return Work(
         name=setup.name,
         algorithm=setup.algorithm.name,
@@ -72,6 +75,7 @@ def hosted_work(setup: HostedSetup) -> Work:
         trained=setup.planner.trained,
         frozen=lambda: setup.planner.params,
         memory=setup.prompts,
+        progress=progress,
     )
 
 
@@ -131,6 +135,8 @@ def _roll_out(run: loop.Run, told: Told, *, setup: HostedSetup) -> Rolled:
         setup.journal.forget(_covered(setup.folder))
     with kept(setup, "train", update + 1):
         played = play(setup, setup.env, tasks, _keys(run.key, update)[0], samples=sizes.samples, **callbacks)
+    if setup.progress is not None:
+        setup.progress.step("learn", 0, 1)
     more = {
         f"engine_{fate.name.lower()}": size - lost.fates.get(fate, 0) for fate, size in setup.engine.lost.fates.items()
     }

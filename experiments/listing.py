@@ -62,15 +62,20 @@ def listing(package: str, folder: Path, groups: Groups, arguments: Sequence[str]
     names = [word for word in arguments if word not in ("--help", "-h")]
     unknown = [name for name in names if name not in docs]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], docs, n=1)
-        hint = f"; did you mean {near[0]} (python -m {package}.{near[0]})?" if near else ""
-        print(
-            f"{package}: {unknown[0]!r} is none of its commands{hint or f': python -m {package} lists them'}",
-            file=sys.stderr,
-        )
+        print(f"{package}: {_unknown(package, unknown[0], names, docs)}", file=sys.stderr)
         return USAGE
     for name in names:
         print(f"{docs[name]}\n\nIts flags: python -m {package}.{name} --help")
     if not names:
         print("\n\n".join(filter(None, [page(package, docs, groups, width=columns()), ending])))
     return 0
+
+
+def _unknown(package: str, word: str, names: Sequence[str], docs: Mapping[str, str]) -> str:
+    """Say what to call in the place of a word that names no command."""
+    if word.startswith("-"):
+        named = next((name for name in names if name in docs), "NAME")
+        return f"{word} is a flag, and this lists commands: python -m {package}.{named} {word}"
+    near = difflib.get_close_matches(word, docs, n=1)
+    hint = f"; did you mean {near[0]} (python -m {package}.{near[0]})?" if near else f": python -m {package} lists them"
+    return f"{word!r} is none of its commands{hint}"

@@ -1,5 +1,6 @@
 """The dicts that map a flag's value to a constructor: one for each family."""
 
+import inspect
 import os
 import sys
 from importlib import import_module
@@ -37,19 +38,52 @@ ENVIRONMENTS = {
 BY_IMPORT = "MODULE:FUNCTION, which is called without arguments and gives a fg.Env"
 
 
+def imported(name: str, what: str) -> Any:
+    """Import what `MODULE:NAME` names; the module may lie in the current folder. `what` it is, a message says."""
+    module, _, own = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return getattr(import_module(module), own)
+    except Exception as error:  # a module of the user's, which may raise anything
+        why = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        where = "its module lies in the current folder, or where Python looks"
+        raise fg.BadInput(f"{what} {name!r} can't be imported: {why} (MODULE:NAME; {where})") from None
+
+
+def make_tool(name: str) -> fg.Tool:
+    """The tool that `MODULE:NAME` names: a `fg.Tool`, or a function with types and a docstring."""
+    found = imported(name, "tool")
+    if isinstance(found, fg.Tool):
+        return found
+    if not inspect.isfunction(found):
+        raise fg.BadInput(f"tool {name!r} is {found!r:.80}: name a function with types and a docstring, or a fg.Tool")
+    return fg.tool(found)
+
+
+def make_reward(name: str, task: fg.Task) -> fg.Reward:
+    """The reward of `MODULE:NAME`: a `fg.Reward`, or a function (task, answer) -> fg.Scored, tried on a task."""
+    found = imported(name, "reward")
+    reward = found if isinstance(found, fg.Reward) else fg.Reward(found)
+    try:
+        said: Any = reward.score(task, "")
+    except Exception as error:  # a function of the user's
+        said = error
+    if not isinstance(said, fg.Scored):
+        raise fg.BadInput(
+            f"reward {name!r} came to {said!r:.200} for task {task.id!r} and an empty answer: name a function "
+            "(task, answer) that returns fg.Scored(value), or fg.Scored(None, reason) where it can't judge"
+        )
+    return reward
+
+
 def make_env(name: str) -> fg.Env:
     """The environment of that name, or what `module:function` gives; the module may lie in the current folder."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]()
-    module, _, function = name.partition(":")
-    if not module or not function:
+    if ":" not in name:
         raise fg.BadInput(f"environment {name!r} is unknown; choose from {', '.join(ENVIRONMENTS)}, or {BY_IMPORT}")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        constructor = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise fg.BadInput(f"environment {name!r} can't be imported: {error}") from None
+    constructor = imported(name, "environment")
     env = constructor() if callable(constructor) else constructor
     if not isinstance(env, fg.Env):
         raise fg.BadInput(f"environment {name!r} gave {env!r:.80}, which is no fg.Env: give {BY_IMPORT}")

@@ -64,15 +64,27 @@ def frozen(start: Model, settings: Mapping[str, Any]) -> Model:
     return start._replace(policy=policy, params=cast(start.params, settings["dtype"]))
 
 
+def check_planner(settings: Mapping[str, Any]) -> tuple[LoraConfig | None, Mesh | None]:
+    """Raise `BadInput` where settings of a planner contradict each other; return its adapter and its mesh."""
+    lora, offloads = lora_of(settings), settings["offload"] != "none"
+    if lora is not None and offloads:
+        raise BadInput("--offload takes away what the base of an adapter is shared with: leave one of them out")
+    if lora is not None and settings["model"] is None:
+        raise BadInput("--lora_rank needs --model: the small model that is made here has to be trained whole")
+    if settings["mesh"] is None:
+        return lora, None  # one device: an engine decodes on the first
+    if offloads:
+        raise BadInput("--offload moves the models of one device: leave out --mesh, or --offload")
+    return lora, mesh_of(settings["mesh"])
+
+
 def make_planner(start: Model, settings: Mapping[str, Any]) -> Planner:
     """The planner that starts as this model."""
-    lora, mesh = lora_of(settings), _mesh(settings)
+    lora, mesh = check_planner(settings)
     axes = decoder_axes(start.config)
     letters: Any = axes
     policy, params, trained = make_policy(start.config, **computes_in(settings)), start.params, WHOLE
     if lora is not None:
-        if settings["offload"] != "none":
-            raise BadInput("--offload takes away what the base of an adapter is shared with: leave one of them out")
         policy, params = _adapted(start, lora, settings)
         letters, axes = Adapted._make((axes, adapter_axes(lora))), axes | adapter_axes(lora)
         trained = ADAPTER
@@ -99,19 +111,8 @@ def has_masters(settings: Mapping[str, Any]) -> bool:
     return settings["dtype"] != "float32" and lora_of(settings) is None
 
 
-def _mesh(settings: Mapping[str, Any]) -> Mesh | None:
-    """One device, unless a mesh is asked for: an engine decodes on the first."""
-    if settings["mesh"] is None:
-        return None
-    if settings["offload"] != "none":
-        raise BadInput("--offload moves the models of one device: leave out --mesh, or --offload")
-    return mesh_of(settings["mesh"])
-
-
 def _adapted(start: Model, lora: LoraConfig, settings: Mapping[str, Any]) -> tuple[Policy, Adapted]:
     """The model as a base, and a new adapter, which follows from the run's seed."""
-    if settings["model"] is None:
-        raise BadInput("--lora_rank needs --model: the small model that is made here has to be trained whole")
     policy = lora_policy(start.config, lora, **computes_in(settings))
     return policy, Adapted(start.params, init_adapter(jax.random.key(settings["seed"]), start.config, lora))
 

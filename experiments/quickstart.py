@@ -56,7 +56,7 @@ _EVERY = flags.DEFINE_integer("checkpoint_every", 10, "Updates between validatio
 flags.adopt_module_key_flags(loggers)
 
 flags.register_validator(
-    _ENV, lambda name: name in setups.PRESETS or ":" in name, f"choose from {', '.join(setups.PRESETS)}, or {BY_IMPORT}"
+    _ENV, lambda name: name in setups.PRESETS or ":" in name, f"one of {', '.join(setups.PRESETS)}, or {BY_IMPORT}"
 )
 
 # The command ------------------------------------------------------------------------------------------

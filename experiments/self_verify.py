@@ -25,7 +25,6 @@ was stopped.
 """
 
 import json
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -37,7 +36,7 @@ from absl import flags
 from experiments import common, loggers, planner_flags
 from experiments.headings import heading
 from experiments.hosted_exam import examine
-from experiments.hosted_setup import HostedSetup, record
+from experiments.hosted_setup import HostedSetup, compile_engines, record
 from experiments.hosted_work import exam_key, hosted_work
 from experiments.loggers import chosen_loggers
 from experiments.self_verify_report import Verified, comparison, draw, figures, sentence
@@ -48,6 +47,8 @@ from flowgrpo.learner.folder import begin_anew, check_own
 heading("What is run")
 _MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id; without one, a small model is made.")
 _TASKS = flags.DEFINE_string("tasks", None, "Task file (.jsonl, .parquet) or reasoning_gym:NAME, with --model.")
+_FIELDS = flags.DEFINE_list("fields", [], "Names of fields in the task file, such as query=question,answers=gold.")
+_DOMAIN = flags.DEFINE_string("domain", None, "The domain of tasks that name none.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of everything.")
 heading("Sizes")
 _UPDATES = flags.DEFINE_integer("updates", None, "Updates of the reinforcement phase.", lower_bound=0)
@@ -80,6 +81,8 @@ def read_flags() -> dict[str, Any]:
         "temperature": _TEMPERATURE.value,
         "max_tokens": _MAX_TOKENS.value,
         "test_tasks": _TEST.value,
+        "fields": _FIELDS.value or None,
+        "domain": _DOMAIN.value,
         **planner_flags.planner_choices(),
     }
     return settings_of(_MODEL.value, _TASKS.value, **chosen) | {"devices": jax.device_count()}
@@ -90,7 +93,9 @@ def read_flags() -> dict[str, Any]:
 
 def self_verify_work(setup: HostedSetup) -> Work:
     """The stages of a run on a host environment; what is examined is the judge, too."""
-    return hosted_work(setup)._replace(
+    work = hosted_work(setup)
+    setup = setup._replace(progress=work.progress)
+    return work._replace(
         examine=partial(_examine, setup, exam_key(setup, "validation")),
         test=partial(_test, setup, exam_key(setup, "test")),
     )
@@ -100,8 +105,8 @@ def _examine(setup: HostedSetup, key: jax.Array, params) -> Verified:
     """The figures on validation questions, said aloud; `report.health` warns where the gap has grown."""
     played = examine(setup, params, key, "validation", tasks=setup.settings["validation_tasks"]).played
     found = figures(played)
-    before = "\n" if sys.stderr.isatty() else ""  # the line of the progress stays as it is
-    print(before + sentence(found), file=sys.stderr, flush=True)
+    assert setup.progress is not None
+    setup.progress.say(sentence(found))
     return found
 
 
@@ -140,19 +145,23 @@ def _stories(setup: HostedSetup, before, after) -> list[str]:
     pairs = list(zip(before, after, strict=True))
     learned = [pair for pair in pairs if pair[1].trajectory.correct and not pair[0].trajectory.correct]
     fooled = [one for one in after if not one.trajectory.correct and (one.trajectory.outcome or 0.0) >= 0.5]
-    told = [f"before:\n{setup.story(learned[0][0])}\nafter:\n{setup.story(learned[0][1])}"] if learned else []
-    return [*told, *(f"the judge is wrong:\n{setup.story(one)}" for one in fooled[:1])]
+    told = (
+        [f"before:\n{setup.story(setup.env, learned[0][0])}\nafter:\n{setup.story(setup.env, learned[0][1])}"]
+        if learned
+        else []
+    )
+    return [*told, *(f"the judge is wrong:\n{setup.story(setup.env, one)}" for one in fooled[:1])]
 
 
 def main() -> None:
     """Train, and draw both curves."""
     settings, logged = read_flags(), chosen_loggers()
     folder = Path(_WORKDIR.value or f"runs/self_verify-{_SEED.value}")
-    if not _RESUME.value:
-        begin_anew(folder)  # here, since the model to start with lies there too
-    check_own(folder, settings, may_differ=MAY_DIFFER)  # before a model to start with is made there
-    with open_setup(settings, folder) as setup:
-        result = one_run(self_verify_work(setup), folder, every=_EVERY.value, loggers=logged)
+    if _RESUME.value:
+        check_own(folder, settings, may_differ=MAY_DIFFER)  # before a model to start with is made there
+    begin = (lambda: None) if _RESUME.value else partial(begin_anew, folder)
+    with open_setup(settings, folder, begin=begin) as setup:
+        result = one_run(self_verify_work(compile_engines(setup)), folder, every=_EVERY.value, loggers=logged)
     draw(folder, title="P(Yes) of the frozen start as the reward")
     print(json.dumps(result))
 

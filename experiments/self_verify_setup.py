@@ -4,7 +4,7 @@ The model's starting weights are frozen as the judge. The reward of an answer is
 answer is right is found by a matcher, which the training never sees, and recorded as `correct`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import flowgrpo as fg
 from experiments import domains, self_verify_tasks
 from experiments.hosted_setup import Draw, HostedSetup, draw_from, make_engine, make_residency
 from experiments.members import base_of
-from experiments.planner_setup import PLANNER, frozen, load_start, make_planner
+from experiments.planner_setup import PLANNER, check_planner, frozen, load_start, make_planner
 from flowgrpo import loop
 from flowgrpo.agent.question import question
 from flowgrpo.contracts import Reward, Scored
@@ -24,7 +24,7 @@ from flowgrpo.effects import no_effects
 from flowgrpo.files import make_folder
 from flowgrpo.learner.folder import START
 from flowgrpo.learner.state import make_optimizer
-from flowgrpo.models.hf import Model
+from flowgrpo.models.hf import Model, check_model
 from flowgrpo.report.progress import Progress
 from flowgrpo.rewards.answer import answer
 from flowgrpo.rewards.judge import ask_alone, make_next_logp, verifier_probability
@@ -32,7 +32,7 @@ from flowgrpo.rewards.prompts import LENGTHS
 from flowgrpo.rewards.shaping import CHECK, second_check
 from flowgrpo.rollout.records import Played
 from flowgrpo.sandbox import Sandbox
-from flowgrpo.task_files import read_tasks
+from flowgrpo.task_files import parse_fields, read_tasks
 from flowgrpo.types import BadInput
 
 BRIEF = 'Answer the question. Put the final answer last, after "Answer:".'  # what a given model is told
@@ -91,7 +91,7 @@ def settings_of(model: str | None, tasks: str | None, **chosen: Any) -> dict[str
     if tasks is not None and model is None:
         raise BadInput("--tasks needs --model: the small model that is made here can answer its own questions only")
     preset: dict[str, Any] = (OFFLINE if model is None else GIVEN) | {"model": model, "tasks": tasks}
-    unknown = sorted(set(chosen) - set(preset))
+    unknown = sorted(set(chosen) - {*preset, "fields", "domain"})
     if unknown:
         raise BadInput(f"{unknown[0]!r} is no setting of this run; they are {', '.join(preset)}")
     settings: dict[str, Any] = preset | {name: value for name, value in chosen.items() if value is not None}
@@ -106,10 +106,19 @@ def settings_of(model: str | None, tasks: str | None, **chosen: Any) -> dict[str
 
 
 @contextmanager
-def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetup]:
-    """The parts that these settings describe; engine and sandbox live as long as the block."""
+def open_setup(
+    settings: Mapping[str, Any], folder: Path, *, begin: Callable[[], None] = lambda: None
+) -> Iterator[HostedSetup]:
+    """The parts that these settings describe; engine and sandbox live as long as the block.
+
+    `begin` is called when everything that is named was found, and before anything is written.
+    """
+    check_planner(settings)
     with ExitStack() as stack:
+        if settings["model"] is not None:
+            check_model(settings["model"])
         draw, check = _tasks_and_check(settings, stack)
+        begin()
         if settings["model"] is None:
             _make_start(settings, folder)
         start = load_start(settings["model"] or folder / START, settings)
@@ -139,7 +148,7 @@ def open_setup(settings: Mapping[str, Any], folder: Path) -> Iterator[HostedSetu
                 compute_dtype=planner.compute_dtype,
             ),
             warm_start=lambda _tell: jax.tree.map(jnp.copy, planner.params),
-            story=story,
+            story=lambda _, played: story(played),
             solved=is_right,
         )
 
@@ -181,7 +190,8 @@ def _tasks_and_check(settings: Mapping[str, Any], stack: ExitStack) -> tuple[Dra
     seed = settings["seed"]
     if settings["tasks"] is None:
         return lambda split, first, count: self_verify_tasks.make_tasks(seed, split, first, count), answer()
-    read = read_tasks(settings["tasks"])
+    fields = parse_fields(settings.get("fields", []))
+    read = read_tasks(settings["tasks"], fields=fields, domain=settings.get("domain"))
     for task in read:
         if not task.answers:
             raise BadInput(f"{read.source}: task {task.id!r} has no answer, so what is right is not known: give it one")

@@ -78,6 +78,7 @@ class Work(NamedTuple):
     frozen: Callable[[], Any] = lambda: None  # the parameters that the part belongs into, where it isn't all
     remembers: bool = False  # whether its checkpoints hold the memory of a master
     memory: Memory | None = None  # or that of the run itself, which is one process then
+    progress: Progress | None = None  # that its stages show themselves
 
 
 class Standing(NamedTuple):
@@ -94,7 +95,7 @@ class Session:
     def __init__(self, work: Work, folder: Path):
         self.work, self.folder = work, folder
         self.checkpoints = Checkpoints(folder, keep=2, best="validation", background=True)
-        self.progress = Progress(work.settings["updates"])
+        self.progress = work.progress or Progress(work.settings["updates"])
         self.identity = identity(work.settings)
         self.at: Standing | None = None
         self.resumed_at: list[int] = []

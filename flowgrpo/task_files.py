@@ -62,7 +62,8 @@ def read_tasks(
             if task.id in tasks:
                 first = tasks[task.id][1]
                 raise BadInput(
-                    f"{record.place}: field 'id' repeats {task.id!r} of {first}; give each task its own, or map id=#"
+                    f"{record.place}: field 'id' repeats {task.id!r} of {first}; give each task its "
+                    "own, or have ids made of the content by --fields=id=# (fields= in Python)"
                 )
             tasks[task.id] = task, record.place
         except BadInput as error:
@@ -151,7 +152,8 @@ def _task(record: Record, fields: Mapping[str, str], domain: str | None, folder:
     kind = _find(content, names["domain"])
     if kind is None and domain is None:
         raise BadInput(
-            f"{place}: field {names['domain']!r} is missing; add it, map it with domain=FIELD, or give a domain for all"
+            f"{place}: field {names['domain']!r} is missing; add it, name another by --fields=domain=FIELD, "
+            "or give all tasks one by --domain (fields= and domain= in Python)"
         )
     kind = domain if kind is None else _text(place, names["domain"], kind)
     if names["id"] == CONTENT:
@@ -186,7 +188,8 @@ def _take(place: str, content: Mapping[str, Any], names: Mapping[str, str], name
     value = _find(content, field)
     if value is None:
         there = ", ".join(map(repr, content)) or "none"
-        raise BadInput(f"{place}: field {field!r} is missing (there are: {there}); add it, or map {name}=FIELD")
+        other = f"name another by --fields={name}=FIELD (fields= in Python)"
+        raise BadInput(f"{place}: field {field!r} is missing (there are: {there}); add it, or {other}")
     return value
 
 

@@ -179,7 +179,9 @@ def _render(text: Text, before: Messages, messages: Messages, tools: Sequence[An
     """`before` and `messages` as the template writes them, `BREAK` inside specials; or `BadInput` naming the role."""
     _check_messages(messages)
     if not text.tokenizer.chat_template:
-        raise BadInput(f"{text.source} has no chat template: pass one as template= to load_text")
+        raise BadInput(
+            f"{text.source} has no chat template: put a chat_template.jinja there, or pass template= to load_text"
+        )
     marked = [_mark_message(text, message) for message in messages]
     schemas = None if tools is None else [_mark(text.special, tool) for tool in tools]
     rendered, why = _apply(text, [*before, *marked], schemas)

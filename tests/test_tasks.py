@@ -140,7 +140,10 @@ BAD_LINES = [
     (b'{"id": NaN}', "NaN is not a JSON number"),
     (b"[" * 100_000, "isn't JSON"),
     (b'{"id": "\xff"}', "isn't UTF-8 (byte 9)"),
-    ({**GOOD, "query": None}, "field 'query' is missing (there are: 'id', 'answers', 'domain'); add it, or map query="),
+    (
+        {**GOOD, "query": None},
+        "field 'query' is missing (there are: 'id', 'answers', 'domain'); add it, or name another by --fields=q",
+    ),
     ({**GOOD, "query": "  "}, "field 'query' is '  ', but must be a text"),
     ({**GOOD, "query": "\ud800"}, "field 'query' holds half of a surrogate pair"),
     ({**GOOD, "id": 1.5}, "field 'id' is 1.5"),

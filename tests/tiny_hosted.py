@@ -83,5 +83,5 @@ def make_setup(folder, engine: Engine, params, offload: str = "none", **settings
         optimizer=make_optimizer(learning_rate=0.01),
         sizes=loop.Settings(queries=4, samples=4, micro_rows=8),
         warm_start=lambda _: jax.tree.map(jnp.copy, params),
-        story=lambda _: "",
+        story=lambda *_: "",
     )

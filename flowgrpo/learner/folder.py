@@ -169,9 +169,15 @@ def read_run(folder: str | os.PathLike) -> dict[str, Any]:
     path = Path(folder) / RUN
     try:
         there = json.loads(path.read_text())
-        return {"settings": dict(there["settings"]), "machine": dict(there["machine"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise BadInput(f"{path} can't be read ({error}): restore it, or choose another folder") from None
+    parts = {name: there.get(name) if isinstance(there, dict) else None for name in ("settings", "machine")}
+    for name, part in parts.items():
+        if not isinstance(part, dict):
+            raise BadInput(
+                f"{path} is no record of a run, since it has no {name!r}: restore it, or choose another folder"
+            )
+    return parts
 
 
 def _shown(settings: Mapping[str, Any], name: str) -> str:

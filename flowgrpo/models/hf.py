@@ -58,15 +58,21 @@ def load_model(path: str | Path, *, dtype="float32", sharding: Placing | None = 
     `dtype` is what the parameters are stored in, whatever the files have. `sharding`, one for all or a function
     of a parameter's name and axes, says where each goes as soon as it is complete. `text=False` reads no tokenizer.
     """
-    folder = _folder(path)
-    where = str(folder / "config.json")
-    source = families.text_source(read_json(folder / "config.json"), where)
-    config = families.decoder_config(source, where)
+    folder, source, config = _shape(path)
     dtype, words = _dtype(dtype), _text(folder) if text else None
     tensors = find_tensors(folder)
     _check_tensors(folder, tensors, config)
     params = {name: _read(name, tensors, config, dtype, sharding) for name in parameters(config)}
     return Model(make_policy(config, dtype=dtype), params, words, config, source)
+
+
+def check_model(path: str | Path) -> None:
+    """Raise `BadInput` where `load_model` would, or where the chat template writes no message; no weights are read."""
+    from flowgrpo.text import start
+
+    folder, _, config = _shape(path)
+    start(_text(folder), [{"role": "user", "content": "x"}])
+    _check_tensors(folder, find_tensors(folder), config)
 
 
 def init_model(source: Mapping[str, Any], key: jax.Array, *, dtype="float32") -> Model:
@@ -104,6 +110,14 @@ def _folder(path: str | Path) -> Path:
     except Exception as error:  # offline, unknown, gated: each has its own class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInput(f"{path} is no folder here, and the hub does not give a model of this id: {reason}") from error
+
+
+def _shape(path: str | Path) -> tuple[Path, families.Source, DecoderConfig]:
+    """Find the folder, and read from it the config.json and the shape that it describes."""
+    folder = _folder(path)
+    where = str(folder / "config.json")
+    source = families.text_source(read_json(folder / "config.json"), where)
+    return folder, source, families.decoder_config(source, where)
 
 
 def _text(folder: Path):

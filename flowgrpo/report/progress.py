@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
+QUIET = 30.0  # seconds between two lines of a stage where there is no terminal
 
 FORMS = {  # what is shown where it is there, and how
     "success": "success {:.2f}",
@@ -33,18 +34,34 @@ class Progress:
     def __init__(self, total: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         self._total, self._stream, self._clock = total, stream or sys.stderr, clock
         self._phase, self._begun = "", {}
+        self._printed_at, self._line = -math.inf, ""
         self._live = self._stream.isatty()
         self._open = False  # the line on the terminal can still be rewritten
 
     def show(self, phase: str, update: int, figures: Mapping[str, Any], *, total: int | None = None) -> None:
         """Say that this update of a phase is done; `figures` may hold the names of `FORMS` and others."""
-        total = self._total if total is None else total
+        self._line = self._words(phase, update, self._total if total is None else total, figures)
+        self._print(self._line, new=phase != self._phase)
+        self._phase = phase
+
+    def step(self, stage: str, done: int, total: int) -> None:
+        """Say how many parts of a stage are done, which may come again; on a terminal before the line that is there.
+
+        Elsewhere a stage has a line where it first begins, and later ones are `QUIET` seconds from any line.
+        """
+        is_new = stage not in self._begun
+        if done == 0:
+            self._begun.pop(stage, None)
+        words = self._words(stage, done, total, {})
+        if self._live:
+            self._print("  |  ".join(filter(None, [words, self._line])), new=False)
+        elif is_new or self._clock() - self._printed_at >= QUIET:
+            self._print(words, new=False)
+
+    def _words(self, phase: str, update: int, total: int, figures: Mapping[str, Any]) -> str:
         words = [f"{phase} {update:>{len(str(total))}}/{total}", *shown(figures)]
         left = self.left(phase, update, total)
-        if left is not None:
-            words.append(f"{clock_time(left)} left")
-        self._print("  ".join(words), new=phase != self._phase)
-        self._phase = phase
+        return "  ".join([*words, *([] if left is None else [f"{clock_time(left)} left"])])
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
@@ -63,6 +80,7 @@ class Progress:
         return (self._clock() - begun) / (update - first) * (total - update) if update > first else None
 
     def _print(self, line: str, new: bool) -> None:
+        self._printed_at = self._clock()
         if not self._live:
             print(line, file=self._stream, flush=True)
             return

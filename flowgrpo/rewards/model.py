@@ -76,7 +76,9 @@ def conversation_ids(text: Text, query: str, answer: str, options: Mapping[str, 
     said = [("user", query), ("assistant", answer)]
     messages = [{"role": role, "content": mark(text, content)} for role, content in said]
     if not text.tokenizer.chat_template:
-        raise BadInput(f"{text.source} has no chat template: pass one as template= to load_text")
+        raise BadInput(
+            f"{text.source} has no chat template: put a chat_template.jinja there, or pass template= to load_text"
+        )
     try:
         settings = {**options, "add_generation_prompt": False, "tokenize": False}
         rendered = text.tokenizer.apply_chat_template(messages, **settings)

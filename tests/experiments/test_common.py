@@ -56,7 +56,7 @@ def test_a_run_says_what_it_prints_and_nothing_else(run, tmp_path):
     [
         (1, "--word=bad", "tiny: --word=bad is no word: say another one"),
         (1, "--compilation_cache=/dev/null/cache", "/dev/null/cache can't be made"),
-        (2, "--times=0", "flag --times=0: 0 is not a positive integer"),
+        (2, "--times=0", "tiny: --times=0 must be a whole number of at least 1"),
         (2, "--rate=nan", "tiny: --rate=nan must be a finite number"),
         (2, "--rate=inf", "tiny: --rate=inf must be a finite number"),
         (2, "--tims=2", "--tims is no flag; did you mean --times? (--help lists them)"),

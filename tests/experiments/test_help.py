@@ -95,7 +95,24 @@ def test_a_flag_that_is_missing_is_named_with_what_it_is(own, monkeypatch):
     assert complaint(raised.value) == "--data must be given (The examples)"
     with pytest.raises(flags.IllegalFlagValueError) as raised:
         own(["prog", "--env=chess"])
-    assert complaint(raised.value) == "flag --env=chess: value should be one of <lookup|maze>"
+    assert complaint(raised.value) == "--env=chess must be one of lookup, maze"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--queries=-3", "--queries=-3 must be a whole number of at least 1"),
+        ("--queries=two", "--queries=two must be a whole number of at least 1"),
+        ("--share=0.2", "--share=0.2 must be a number of at least 0.5"),
+        ("--env=lokup", "--env=lokup must be one of lookup, maze; did you mean lookup?"),
+        ("--resume=perhaps", "--resume=perhaps must be true or false: --resume, or --noresume"),
+        ("--querys=3", "--querys is no flag; did you mean --queries? (--help lists them)"),
+    ],
+)
+def test_a_value_that_a_flag_refuses_is_answered_with_what_it_takes(own, given, said):
+    with pytest.raises(flags.Error) as raised:
+        own(["prog", "--data=x", given])
+    assert complaint(raised.value) == said
 
 
 def test_every_module_has_a_heading_before_its_first_flag():

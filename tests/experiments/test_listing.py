@@ -56,13 +56,15 @@ def test_a_name_is_answered_with_what_it_does_and_an_unknown_one_with_the_neares
     known = listed("experiments.benchmarks", "packing")
     assert known.stdout.startswith("Seconds and fill rate of `pack`, by number of trajectories.\n\n")
     assert known.stdout.endswith("Its flags: python -m experiments.benchmarks.packing --help\n")
-    near, far = listed("experiments", "quikstart"), listed("experiments", "zzz")
-    said = [done.stderr.splitlines()[-1] for done in (near, far)]
+    asked = (["quikstart"], ["zzz"], ["quickstart", "--updates=4"])
+    near, far, flag = [listed("experiments", *words) for words in asked]
+    said = [done.stderr.splitlines()[-1] for done in (near, far, flag)]
     assert said == [
         "experiments: 'quikstart' is none of its commands; did you mean quickstart (python -m experiments.quickstart)?",
         "experiments: 'zzz' is none of its commands: python -m experiments lists them",
+        "experiments: --updates=4 is a flag, and this lists commands: python -m experiments.quickstart --updates=4",
     ]
-    assert (near.returncode, far.returncode) == (2, 2)
+    assert [done.returncode for done in (near, far, flag)] == [2, 2, 2]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="pipes have no signal here")

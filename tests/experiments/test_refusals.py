@@ -1,8 +1,19 @@
 """Every command starts and knows its flags; what it can't do is one sentence and a status."""
 
-import pytest
+import ast
+import json
+import re
+import shlex
+import shutil
+from functools import cache
+from pathlib import Path
 
+import pytest
+from commands import ROOT
+
+from experiments import agent_setups
 from experiments.listing import commands
+from experiments.offline_model import write_model
 from tests.experiments.conftest import EXPERIMENTS, check_refused
 
 pytestmark = pytest.mark.slow
@@ -15,23 +26,140 @@ def test_every_command_has_a_page_of_help(command, folder):
         assert "\n\nEvery command:\n  --compilation_cache=TEXT\n" in page, name
 
 
+OWN = """
+import flowgrpo as fg
+
+NUMBER = 3
+
+def untyped(city):
+    "Says what the weather is."
+
+def number(task, answer):
+    return 1.0
+
+def broken(task, answer):
+    return task.nothing
+"""
+SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """A folder with files of all kinds, good and bad, in which nothing may change."""
+    folder = tmp_path_factory.mktemp("world")
+    for domain in ("answer", "chemistry"):
+        tasks = [{"id": str(n), "query": "1+1?", "answers": ["2"], "domain": domain} for n in range(9)]
+        (folder / f"{domain}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    (folder / "few.jsonl").write_text((folder / "answer.jsonl").read_text().splitlines()[0])
+    (folder / "other.jsonl").write_text('{"id": "1", "problem": "1+1?", "answers": ["2"], "domain": "answer"}\n')
+    (folder / "broken.jsonl").write_text('{"id": "1", "query"\n')
+    (folder / "empty.jsonl").touch()
+    (folder / "own.py").write_text(OWN)
+    write_model(folder / "model", ["one two"] * 3, seed=0, shape=SHAPE, vocab_size=300)
+    shutil.copytree(folder / "model", folder / "mute")
+    (folder / "mute" / "chat_template.jinja").unlink()
+    shutil.copytree(folder / "model", folder / "gutted")
+    (folder / "gutted" / "model.safetensors").write_bytes(b"")
+    for name, kept in (("spoiled", "{}"), ("run", '{"settings": {"seed": 0}, "machine": {}}')):
+        (folder / name).mkdir()
+        (folder / name / "run.json").write_text(kept)
+    (folder / "run" / "metrics.jsonl").write_text('{"phase": "train", "update": 1}\n')
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What lies in a folder, but for what Python compiles."""
+    every = (path for path in folder.rglob("*") if "__pycache__" not in path.parts)
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in every}
+
+
+GIVEN = "--model=model --tasks=answer.jsonl"
 BAD_INPUT = [
-    ("agentflow", "--tools=calculator,browser", "'browser' is none of calculator, python, search"),
+    ("agentflow", "--tools=calculator,browser", "'browser' is none of calculator, python, search, nor MODULE:FUNCTION"),
+    ("agentflow", "--tools=nowhere:weather", "tool 'nowhere:weather' can't be imported: No module named 'nowhere'"),
+    ("agentflow", "--tools=own:weather", "can't be imported: module 'own' has no attribute 'weather'"),
+    ("agentflow", "--tools=own:untyped", "argument 'city' has no type; annotate it"),
+    ("agentflow", "--tools=own:NUMBER", "tool 'own:NUMBER' is 3: name a function with types and a docstring"),
+    ("agentflow", "--reward=own:number", "came to 1.0 for task"),
+    ("agentflow", "--reward=own:broken", "name a function (task, answer) that returns fg.Scored(value)"),
+    ("agentflow", "--reward=own", "reward 'own' can't be imported"),
     ("agentflow", "--domains=chess", "'chess' has no offline tasks"),
-    ("agentflow", "--tasks=nowhere.jsonl", "nowhere.jsonl"),
-    ("agentflow", "--corpus=nowhere.txt", "nowhere.txt"),
-    ("agentflow", "--executor=loud", "loud"),
+    ("agentflow", "--tasks=nowhere.jsonl", "nowhere.jsonl is no file; give the path of a task file"),
+    ("agentflow", "--tasks=broken.jsonl", "line 1: isn't JSON"),
+    ("agentflow", "--tasks=empty.jsonl", "empty.jsonl holds no task"),
+    ("agentflow", "--tasks=few.jsonl", "few.jsonl has no task for"),
+    ("agentflow", "--tasks=other.jsonl", "field 'query' is missing"),
+    ("agentflow", "--tasks=other.jsonl --fields=query", "--fields=query must be NAME=FIELD"),
+    ("agentflow", "--model=/nowhere --tasks=answer.jsonl", "model folder /nowhere does not exist; give a folder"),
+    ("agentflow", "--model=mute --tasks=answer.jsonl", "mute has no chat template: put a chat_template.jinja there"),
+    ("agentflow", "--model=gutted --tasks=answer.jsonl", "model.safetensors can't be read as safetensors"),
+    ("agentflow", "--model=model", "--model needs --tasks: a .jsonl or .parquet file"),
+    ("agentflow", GIVEN, "the tool search needs --corpus"),
+    ("agentflow", "--model=model --tasks=chemistry.jsonl", "tasks of the domain 'chemistry' have no reward"),
+    ("agentflow", f"{GIVEN} --domain=chess", "--domain=chess has no reward; choose from answer, "),
+    ("agentflow", "--corpus=nowhere.txt", "nowhere.txt: there is no such file or folder"),
     ("agentflow", "--mcp=no-such-command-anywhere", "no-such-command-anywhere"),
+    ("agentflow", "--mcp=python\\ -c\\ 0", "mend the command or the URL, or start the server"),
+    ("agentflow", "--mcp=http://127.0.0.1:9/mcp", "mend the command or the URL, or start the server"),
+    ("agentflow", "--executor=http://127.0.0.1:9/v1#m", "does not answer"),
     ("agentflow", "--prompts=curriculum", "--prompts=curriculum needs --difficulty"),
     ("agentflow", "--prompts=curriculum --difficulty=level", "field 'level' is missing"),
+    ("agentflow", "--difficulty=level", "--difficulty=level needs --prompts=curriculum"),
+    ("agentflow", "--max_tokens=300", "--max_tokens=300 leaves no room for a context within --context_tokens=256"),
+    ("agentflow", "--algorithm=ppo", "--algorithm=ppo needs a critic, which this run has none of: take another"),
+    ("agentflow", "--lora_rank=4", "--lora_rank needs --model"),
+    ("agentflow", "--mesh=data=3", "data=3"),
+    ("agentflow", "--offload=host --mesh=data=1", "leave out --mesh, or --offload"),
+    ("agentflow", "--loggers=tensorbord", "--loggers=tensorbord is unknown; choose from tensorboard, wandb, trackio"),
+    ("agentflow", "--workdir=run", "choose another folder"),
+    (
+        "agentflow",
+        "--workdir=spoiled",
+        "spoiled/run.json is no record of a run, since it has no 'settings': restore it",
+    ),
+    ("agentflow", "--workdir=run --noresume --tools=browser", "'browser' is none of"),
+    ("agentflow", "--workdir=model --noresume", "model holds no run that could be begun anew: choose another folder"),
+    ("agentflow", "--dry_run=compile --model=nowhere", "--model=nowhere is neither a folder with a config.json nor"),
+    ("agentflow", "--dry_run=compile --model=model --device_memory=80", "--device_memory=80 must be a number above 0"),
     ("self_verify", "--model=nowhere", "model folder nowhere does not exist"),
-    ("quickstart", "--workdir={tmp}/file/run --updates=4", "can't be made"),
-    ("evaluate", "--workdir={tmp}/none", "holds no run"),
-    ("plots", "--workdir={tmp}/none", "metrics.jsonl can't be read (No such file or directory)"),
-    ("export", "--workdir={tmp}/none --out={tmp}/out", "holds no run"),
-    ("finetune", "--method=sft --model=x --data={tmp}/none.jsonl", "none.jsonl is no file: give the path"),
+    ("self_verify", "--model=mute --tasks=answer.jsonl", "put a chat_template.jinja there"),
+    ("self_verify", "--tasks=answer.jsonl", "--tasks needs --model"),
+    ("self_verify", "--max_tokens=32", "leaves no room for a question: give less than 32"),
+    ("self_verify", "--temperature=0", "--temperature=0.0 samples the same answer always: give more than 0"),
+    ("self_verify", "--lora_rank=4", "--lora_rank needs --model"),
+    ("self_verify", f"{GIVEN} --workdir=run --noresume --model=mute", "put a chat_template.jinja there"),
+    ("quickstart", "--workdir=own.py/run --updates=4", "can't be made"),
+    ("quickstart", "--env=nowhere:env", "environment 'nowhere:env' can't be imported: No module named 'nowhere'"),
+    ("quickstart", "--env=own:NUMBER", "environment 'own:NUMBER' gave 3, which is no fg.Env"),
+    ("quickstart", "--mesh=data=3", "data=3"),
+    ("quickstart", "--workdir=run", "choose another folder"),
+    ("evaluate", "--workdir=none", "holds no run"),
+    ("evaluate", "--workdir=run", "run is a run of another command"),
+    ("plots", "--workdir=none", "metrics.jsonl can't be read (No such file or directory)"),
+    ("plots", "--workdir=run --format=gif", "--format=gif is unknown; choose from png, svg"),
+    ("view", "--workdir=none", "none/run.json can't be read"),
+    ("view", "--workdir=spoiled", "has no 'settings': restore it, or choose another folder"),
+    ("export", "--workdir=none --out=out", "holds no run"),
+    ("export", "--workdir=run --out=out", "has no checkpoint yet: let the run go on"),
+    ("replay", "", "name the work directory of a cluster's run"),
+    ("replay", "--run=run", "run is no cluster's run"),
+    ("finetune", "--method=sft --model=x --data=none.jsonl", "none.jsonl is no file: give the path"),
+    ("finetune", "--method=sft --model=mute --data=answer.jsonl --workdir=run --noresume", "answer.jsonl"),
+    ("score", "--tasks=answer.jsonl --answers=none.jsonl --out=out", "--answers=none.jsonl is no file; give"),
+    ("score", "--tasks=answer.jsonl --answers=x --out=out --domain=chess", "--domain=chess is unknown; choose from"),
+    ("score", "--tasks=answer.jsonl --answers=x --out=no/out", "there is no folder no; make it"),
+    ("cluster", "--reward_workers=any", "'any' should be DOMAIN=COUNT, such as any=2"),
+    ("cluster", "--trainer_workers=2", "give --mesh=data=2"),
+    ("cluster", "--schedule=partial", "--schedule=partial needs --budget"),
+    ("cluster", "--model=mute --tasks=answer.jsonl --workdir=run --noresume", "put a chat_template.jinja there"),
+    ("compare", "--arms=chess", "'chess' is no arm of this study; they are"),
+    ("environments", "--environments=chess", "environment 'chess' is unknown; choose from lookup"),
+    ("simulate", "--schedules=slow", "slow"),
+    ("simulate", "--workers=many", "many"),
+    ("soak", "--experiment=cluster --signal=TERM", "--signal=TERM means nothing to a cluster"),
     ("chat", "--model=", "--model is missing"),
     ("chat", "--model=/nowhere/at/all", "/nowhere/at/all"),
+    ("chat", "--model=mute", "put a chat_template.jinja there"),
     ("chat", "--model=x --temperature=0", "--temperature=0.0 must be greater than 0; greedy is --top_k=1"),
     ("chat", "--model=x --top_k=65", "--top_k=65 must be from 1 to 64"),
     ("chat", "--model=x --top_p=0", "--top_p=0.0 must be greater than 0"),
@@ -54,21 +182,98 @@ BAD_INPUT = [
 
 
 @pytest.mark.parametrize(("module", "given", "said"), BAD_INPUT)
-def test_bad_input_is_one_sentence_and_no_run(command, tmp_path, monkeypatch, module, given, said):
+def test_bad_input_is_one_sentence_and_leaves_everything_as_it_is(command, world, monkeypatch, module, given, said):
     monkeypatch.setenv("PYTHONPATH", str(EXPERIMENTS.parent))
-    (tmp_path / "file").touch()
-    check_refused(command(module, *given.format(tmp=tmp_path).split(), check=False, cwd=tmp_path), said)
-    assert not list(tmp_path.rglob("result.json"))
+    before = contents(world)
+    done = command(module, *shlex.split(given), check=False, cwd=world)
+    check_refused(done, said)
+    told = [line for line in done.stderr.splitlines() if ": asking " not in line]
+    assert len(told) == 1
+    assert contents(world) == before
 
 
 @pytest.mark.parametrize(
     ("module", "given", "said"),
     [
-        ("agentflow", "--turns=0", "flag --turns=0: 0 is not a positive integer"),
-        ("self_verify", "--samples=1", "flag --samples=1: 1 is not integer >= 2"),
-        ("quickstart", "--env=chess", "lookup"),
+        ("agentflow", "--turns=0", "--turns=0 must be a whole number of at least 1"),
+        ("agentflow", "--learning_rate=-1", "--learning_rate=-1 must be a number of at least 0"),
+        (
+            "agentflow",
+            "--executor=loud",
+            "--executor=loud must be model, rule, or a server and its model, as URL#MODEL",
+        ),
+        ("agentflow", "--verifier=http://127.0.0.1:9/v1", "or a server and its model, as URL#MODEL"),
+        ("agentflow", "--analyst=rule", "--analyst=rule must be model, none, or a server and its model, as URL#MODEL"),
+        ("agentflow", "--qeries=4", "--qeries is no flag; did you mean --queries? (--help lists them)"),
+        ("self_verify", "--samples=1", "--samples=1 must be a whole number of at least 2"),
+        ("quickstart", "--env=chess", "--env=chess must be one of lookup, arithmetic, maze, or MODULE:FUNCTION"),
+        ("quickstart", "--algorithm=grop", "did you mean grpo?"),
+        ("quickstart", "run", "'run' is not a flag: settings are given as --name=value"),
+        ("export", "--workdir=x", "--out must be given (The folder to write)"),
         ("benchmarks.iteration", "--width=8", "width"),
     ],
 )
 def test_flags_that_cannot_be_read_end_with_status_2(command, module, given, said):
     check_refused(command(module, given, check=False), said, status=2)
+
+
+# Flags in sentences ------------------------------------------------------------------------------------------
+
+OPENERS = {"evaluate", "export", "replay", "view"}  # say what is wrong with a run, in the flags it was started with
+PARTS_ONLY = {  # commands that take nothing from a module that would say its sentences
+    "experiments.cluster_plan": {"simulate", "benchmarks.cluster"},
+    "experiments.hosted_setup": {"quickstart"},
+    "experiments.planner_setup": {"plan", "quickstart", "benchmarks.staged"},
+    "experiments.prompts": {"quickstart", "self_verify"},
+    "experiments.session_files": {"soak", "benchmarks.cluster"},
+    "experiments.studies": {"benchmarks.seeds"},
+    "flowgrpo.report.sinks": {"soak", "benchmarks.cluster"},
+    "flowgrpo.task_files": {"finetune"},
+}
+RAISES = ("BadInput", "ValidationError", "exit", "unreadable")
+
+
+def path_of(module: str) -> Path:
+    return ROOT / f"{module.replace('.', '/')}.py"
+
+
+def texts(node: ast.AST) -> list[str]:
+    return [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+
+
+@cache
+def read(module: str) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """The modules that one imports, the flags that it defines, and those that its errors name."""
+    imports, defined, named = set(), set(), set()
+    for node in ast.walk(ast.parse(path_of(module).read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+            imports |= {name for name in names if path_of(name).exists()}
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            defined |= {text for text in texts(node) if text.isidentifier()} if name.startswith("DEFINE_") else set()
+            said = " ".join(texts(node)) if name in RAISES else ""
+            named |= set(re.findall(r"--([a-z]\w*)", said))
+    return frozenset(imports), frozenset(defined), frozenset(named)
+
+
+def reached(module: str) -> set[str]:
+    """A module with all that it imports."""
+    found, new = set(), {module}
+    while new:
+        found |= new
+        new = {name for each in new for name in read(each)[0]} - found
+    return found
+
+
+def test_every_flag_that_an_error_names_is_one_of_the_command_that_says_it():
+    for folder in ("experiments", "experiments/benchmarks"):
+        for command in commands(ROOT / folder):
+            modules = reached(f"{folder}/{command}".replace("/", "."))
+            flags = (
+                {flag for module in modules for flag in read(module)[1]} | {"help", "name"} | set(agent_setups.ROLES)
+            )
+            for module in modules:
+                own = f"{folder}.{command}".replace("/", ".").removeprefix("experiments.")
+                if own not in OPENERS | PARTS_ONLY.get(module, set()):
+                    assert read(module)[2] <= flags, (own, module)

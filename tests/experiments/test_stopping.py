@@ -91,9 +91,11 @@ def test_a_thread_which_no_signal_reaches_goes_on():
     assert seen == [signal.getsignal(signal.SIGTERM)]
 
 
-SECOND = """
+TWICE = """
 import signal, sys
+from experiments import stopping
 from experiments.stopping import STOPPING, held, listening
+stopping.BURST = float("{burst}")
 with listening(*STOPPING):
     try:
         with held(unless=lambda: {unless}):
@@ -106,9 +108,19 @@ with listening(*STOPPING):
 """
 
 
+def signalled(**given) -> subprocess.CompletedProcess:
+    program = TWICE.format(**given)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
 @pytest.mark.parametrize(("unless", "second", "said"), [(True, "SIGINT", "saving\n"), (False, "SIGINT", "")])
-def test_the_second_signal_ends_the_process_wherever_it_is(unless, second, said):
-    program = SECOND.format(unless=unless, second=second)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert (done.stdout, done.stderr) == (said, "")
+def test_the_second_signal_ends_the_process_wherever_it_is_and_says_so(unless, second, said):
+    done = signalled(unless=unless, second=second, burst=0)
+    assert (done.stdout, done.stderr) == (said, "\nsignalled again: ended at once, and nothing more is saved\n")
     assert done.returncode == -(signal.Signals[second] if said else signal.SIGTERM)
+
+
+@pytest.mark.parametrize("unless", [True, False])
+def test_a_signal_that_comes_twice_at_once_as_timeout_sends_it_is_one(unless):
+    done = signalled(unless=unless, second="SIGTERM", burst="inf")
+    assert (done.stdout, done.stderr, done.returncode) == ("saving\nsaved\n", "", 0)

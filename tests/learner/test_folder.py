@@ -88,10 +88,18 @@ def test_a_folder_that_can_not_be_written_is_one_sentence(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"settings": 3, "machine": {}}', '{"settings": {}}'])
-def test_a_spoiled_run_json_is_said(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("", r"can't be read \(.*\)"),
+        ("[]", "is no record of a run, since it has no 'settings'"),
+        ('{"settings": 3, "machine": {}}', "is no record of a run, since it has no 'settings'"),
+        ('{"settings": {}}', "is no record of a run, since it has no 'machine'"),
+    ],
+)
+def test_a_spoiled_run_json_is_said(tmp_path, text, wrong):
     (tmp_path / "run.json").write_text(text)
-    sentence = r"run.json can't be read .*: restore it, or choose another folder"
+    sentence = f"run.json {wrong}: restore it, or choose another folder"
     with pytest.raises(BadInput, match=sentence), run_folder(tmp_path, {}):
         pass
 

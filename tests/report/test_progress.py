@@ -46,6 +46,38 @@ def test_the_time_left_is_that_of_the_updates_seen_here():
     assert [text.partition("  ")[2] for text in out.getvalue().splitlines()] == ["", "0:18 left", "", "0:15 left"]
 
 
+def steps(out, times) -> None:
+    """Two rollouts of four parts, a second a part, and an update between them."""
+    progress = Progress(9, stream=out, clock=lambda: times[0])
+    for update in (1, 2):
+        for done in range(5):
+            progress.step("rollout", done, 4)
+            times[0] += 1.0
+        progress.show("train", update, {})
+    progress.end()
+
+
+def test_a_stage_is_before_the_line_on_a_terminal_and_seldom_has_one_elsewhere():
+    out = Terminal()
+    steps(out, [0.0])
+    drawn = out.getvalue().split("\r\x1b[2K")
+    assert drawn[2:4] == ["rollout 1/4  0:03 left", "rollout 2/4  0:02 left"]
+    assert drawn[6:9] == ["train 1/9", "rollout 0/4  |  train 1/9", "rollout 1/4  0:03 left  |  train 1/9"]
+    assert out.getvalue().count("\n") == 2  # one of them where another phase begins
+    out = io.StringIO()
+    steps(out, [0.0])
+    assert out.getvalue().splitlines() == ["rollout 0/4", "train 1/9", "train 2/9  0:35 left"]
+
+
+def test_a_long_stage_has_a_line_every_half_minute_where_there_is_no_terminal():
+    out, times = io.StringIO(), [0.0]
+    progress = Progress(1, stream=out, clock=lambda: times[0])
+    for done in range(5):
+        progress.step("validation", done, 4)
+        times[0] += 20.0
+    assert out.getvalue().splitlines() == ["validation 0/4", "validation 2/4  0:40 left", "validation 4/4  0:00 left"]
+
+
 def test_times_are_read_as_on_a_clock():
     assert [clock_time(s) for s in (0, 59.6, 83, 3599, 7384)] == ["0:00", "1:00", "1:23", "59:59", "2:03:04"]
 

@@ -1,0 +1,89 @@
+"""A first hour on a model of one's own: the files and commands of `docs/agent.md`, from dry run to transformers."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.offline_model import write_tokenizer
+from experiments.planner_files import read_planner
+from flowgrpo.agent import roles
+from flowgrpo.models.hf import load_model
+from flowgrpo.text import load_text
+from tests.experiments.conftest import metrics, result
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "agent.md").read_text()
+SMALL = (
+    *("--updates=2", "--queries=2", "--samples=2", "--turns=2", "--exam_turns=2", "--validation_tasks=2"),
+    *("--test_tasks=2", "--max_tokens=8", "--context_tokens=320", "--slots=2", "--learning_rate=0.01"),
+    *("--executor=rule", "--verifier=rule", "--analyst=none", "--loggers=none"),
+)
+
+
+def write_llama(folder: Path) -> None:
+    """A Llama-shaped checkpoint of transformers, with random weights and a tokenizer that knows the prompts."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    prompts = (roles.PLAN, roles.GENERATE, "calculator search answer Computes an arithmetic expression, Question Done")
+    write_tokenizer(folder, prompts * 2, vocab_size=700)
+    text = load_text(folder)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"eos_token_id": text.stop_ids[0], "pad_token_id": text.pad_id, "bos_token_id": None}
+    LlamaForCausalLM(LlamaConfig(vocab_size=text.vocab_size, num_key_value_heads=1, **shape, **ids)).save_pretrained(
+        folder
+    )
+
+
+def write_world(folder: Path) -> None:
+    """The files that the page shows, and a task file as it describes one."""
+    for block in re.findall(r"^```python\n(# (\w+\.py)\n.*?)^```$", PAGE, re.DOTALL | re.MULTILINE):
+        (folder / block[1]).write_text(block[0])
+    (line,) = re.findall(r"A line of the task file is `({.*?})`", PAGE)
+    tasks = [json.loads(line) | {"id": str(n), "query": f"What is {n}+1?", "answers": [str(n + 1)]} for n in range(12)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+
+
+def commands() -> list[list[str]]:
+    """The words of the page's commands from the dry run with one's own code on."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    (block,) = [block for block in blocks if "my_module" in block]
+    return [shlex.split(line)[2:] for line in block.replace("\\\n", " ").splitlines()]
+
+
+@pytest.mark.oracle
+def test_the_pages_commands_train_a_model_of_ones_own_with_own_tool_reward_and_server(command, tmp_path, monkeypatch):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent.parent))
+    write_world(tmp_path)
+    write_llama(tmp_path / "PATH")
+    dry, train, export, chat = [(words[0].removeprefix("experiments."), *words[1:]) for words in commands()]
+    shown = command(*dry, *SMALL, cwd=tmp_path)
+    assert shown.stdout.count("\nreward ") == 2
+    assert all(f"\n{name}(" in shown.stdout for name in ("calculator", "weather", "price"))
+    assert not (tmp_path / "runs").exists()
+
+    ran = command(*train, *SMALL, cwd=tmp_path)
+    run = tmp_path / "runs" / "mine"
+    assert [stage in ran.stderr for stage in ("compile 0/", "validation 0/2", "rollout 0/4", "test 0/2")] == [True] * 4
+    assert (result(run)["updates"], len(metrics(run, "train"))) == (2, 2)
+    assert all(line["invalid"] == 0 for line in metrics(run, "validation"))
+
+    command(*export, cwd=tmp_path)
+    written = load_model(tmp_path / "models" / "planner")
+    _, trained = read_planner(run, "last")
+    start = load_model(tmp_path / "PATH").params
+    assert any(np.abs(np.asarray(trained[name]) - np.asarray(start[name])).max() > 1e-3 for name in start)
+    tokens_rs = np.arange(1, 25).reshape(2, 12)
+    with torch.no_grad():
+        peer = AutoModelForCausalLM.from_pretrained(tmp_path / "models" / "planner", dtype=torch.float32)
+        theirs = peer(torch.tensor(tokens_rs)).logits.numpy()
+    ours = jax.jit(written.policy.apply)(written.params, tokens_rs, segments=np.ones_like(tokens_rs))[0]
+    assert np.abs(theirs - np.asarray(ours)).max() < 1e-4
+    said = command(*chat, "--max_tokens=2", "--context=64", said="Hello\n", cwd=tmp_path)
+    assert said.returncode == 0
