@@ -106,9 +106,9 @@ def _record(line: bytes, place: str) -> Mapping[str, Any]:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise fg.BadInput(f"{place}: isn't JSON ({error}); mend or remove the line") from None
+        raise fg.BadInput(f"{place}: isn't JSON ({error}); fix or remove the line") from None
     if not isinstance(record, dict):
-        raise fg.BadInput(f"{place}: isn't a JSON object; mend or remove the line")
+        raise fg.BadInput(f"{place}: isn't a JSON object; fix or remove the line")
     return record
 
 

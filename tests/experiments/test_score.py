@@ -69,7 +69,8 @@ def test_answers_of_several_domains_are_scored_and_a_second_run_goes_on(tmp_path
     assert figures["mean"] == pytest.approx(2.5 / 4)
     assert figures["domains"]["math"] == {"mean": 0.5, "valid": 2, "invalid": 0, "unanswered": 0}
     assert "of domain 'poetry', which has no reward" in figures["reasons"]["invalid"][0][0]
-    put(tmp_path / "out.jsonl", [line | {"reason": "kept"} for line in found[1:]] + ['{"id": "sum", "val'])
+    cut = put(tmp_path / "out.jsonl", [line | {"reason": "kept"} for line in found[1:]] + ['{"id": "sum", "val'])
+    cut.write_text(cut.read_text()[:-1])
     again = run(tmp_path, "--domain=answer")  # which another judges only where no domain is known
     assert "3 scores are in" in again.stderr
     found = lines(tmp_path / "out.jsonl")
