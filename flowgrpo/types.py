@@ -36,7 +36,7 @@ class BadInput(ValueError):
 def check_range(
     owner: str,
     name: str,
-    value,
+    value: Any,
     low: float = -math.inf,
     high: float = math.inf,
     *,
@@ -49,9 +49,11 @@ def check_range(
     With `whole` it must be an integer; where it is `optional`, None passes. A bool is no number. Arrays pass, since
     they may be traced.
     """
-    if (value is None and optional) or isinstance(value, jax.Array | np.ndarray):
+    passing: Any = (jax.Array, np.ndarray, type(None)) if optional else (jax.Array, np.ndarray)
+    kinds: Any = Integral if whole else Real
+    if isinstance(value, passing):
         return
-    fits = isinstance(value, Integral if whole else Real) and not isinstance(value, bool) and math.isfinite(value)
+    fits = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
     if fits and (value > low if exclusive else value >= low) and value <= high:
         return
     kind = "" if fits else "a whole number" if whole else "a finite number"
