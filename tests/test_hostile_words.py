@@ -116,5 +116,5 @@ def test_R2_alternatives_that_lead_back_to_themselves_are_tried_once_a_level():
         value = [value]
     start = time.process_time()
     wrong = check_arguments({"name": "x", "parameters": parameters}, {"a": value})
-    assert wrong == f'x: argument "a"{"[0]" * 18} must be string or array, not 1'
+    assert wrong == f'x: argument "a"{"[0]" * 18} must be a string or a list, not 1'
     assert time.process_time() - start < DEADLINE

@@ -32,7 +32,8 @@ TAILS = (" in total", " in all", " altogether", " overall", " left", " remain", 
 STOPS, BREAKS = (". ", "; ", "! "), (", ", " so ", " but ", " then ")  # of sentences, and of clauses
 QUALIFIERS = {"approximately", "about", "approx", "roughly", "exactly", "just", "only", "in", "on", "at"}
 DENIALS = {"not", "never", "neither", "nor", "cannot", "no", "isn't", "aren't", "wasn't", "don't", "doesn't", "can't"}
-UNSAID = DENIALS | {"didn't", "won't", "nobody", "false", "wrong", "incorrect", "suppose", "assume", "unless", "fails"}
+UNSAID = DENIALS | {"didn't", "won't", "nobody", "false", "wrong", "incorrect", "hardly", "rarely", "doubt", "fails"}
+UNSAID |= {"let", "suppose", "supposing", "assume", "assuming", "unless"}
 
 
 class Found(NamedTuple):
@@ -59,16 +60,16 @@ def readings(found: Found) -> tuple[str, ...]:
     text = peel(found.text[:SHORT])
     if len(found.text) > SHORT or hedges(text) or text.endswith("?"):
         return (text,) if len(found.text) <= SHORT else ()
-    base = _without(text, CLOSINGS)
+    base = _without(text, CLOSINGS).partition(", not ")[0]
     cuts = [_claim(base, marks) for marks in (STATES, OPENERS, VERBS)]
     spans = [text, base, *(base[cut:] for cut in cuts if cut)]
     if not _names(base) and (cut := _claim(base, EQUALS)):
         spans.append(base[cut:])
-    spans += [span[: span.index(", not ")] for span in spans if ", not " in span]
     spans += [_without(span, TAILS) for span in spans if _counts(span)]
     spans += [span.partition(" ")[2] for span in spans if span.partition(" ")[0].lower() in QUALIFIERS]
-    if base[max(cuts) :].count("$") == 2 and not denies(base):
-        spans.append(base[max(cuts) :].split("$")[1])
+    around = base[max(cuts) :].split("$")
+    if len(around) == 3 and not denies(base) and not set("=≈") & set(around[0] + around[2]):
+        spans.append(around[1])
     return tuple(dict.fromkeys(peel(span) for span in spans if peel(span)))
 
 
@@ -79,21 +80,25 @@ def _claim(text: str, marks: Sequence[str]) -> int:
     end = at + len(mark) - 1
     if at < 0 or (marks is VERBS and not _counts(text[end:])) or lower[:at].endswith((" to", "!", "<", ">", "~")):
         return 0
-    sentence = lower[_after(lower[:at], STOPS) : at]
-    said = _tokens(sentence[_after(sentence, BREAKS) :])
+    before = lower[:at]
+    sentence = before[_after(before, STOPS) :]
+    clause = sentence[_after(sentence, BREAKS) :]
+    said = _tokens(clause)
     # "The one that is not prime is 9" says 9; "it is not true that x is 9" doesn't.
     heard = said if marks is not STATES else said[: said.index("that")] if "that" in said else said[:1]
     if set(heard) & UNSAID or (marks is not STATES and "if" in heard):
         return 0
-    spaced = sentence.replace("=", " = ").split()
-    again = f" {' '.join([*spaced[-1:], mark.strip()])} " in f" {' '.join(spaced)} "
+    # A subject of which the same was said before: "it is 5 and it is 6", but not "y = 2, so x + y = 5".
+    *others, subject = clause.split() or [""]
+    earlier = (sentence if marks is VERBS else before).replace("=", " = ").split()
+    again = f" {subject} {mark.strip()} " in f" {' '.join(earlier)} " and all(word.isalpha() for word in others[-1:])
     return 0 if again else end
 
 
 def _without(text: str, endings: Sequence[str]) -> str:
     """The text without the first of these endings that it has."""
     ending = next((ending for ending in endings if text.translate(ASCII_LOWER).endswith(ending)), "")
-    return text.removesuffix(text[len(text) - len(ending) :])
+    return text[: len(text) - len(ending)]
 
 
 def _counts(text: str) -> bool:

@@ -34,7 +34,7 @@ MARKS = {"−": "-", "–": "-", "‐": "-", "‑": "-", "﹣": "-", "－": "-",
 MARKS |= {"’": "'", "‘": "'", "“": '"', "”": '"', "⁄": "/", "∕": "/", "÷": "/", "∶": ":", "％": "%", "º": "°"}  # noqa: RUF001
 TABLE = str.maketrans(MARKS | {mark: f" {fraction}" for mark, fraction in VULGAR.items()})
 # What nobody sees: fillers that are letters to Unicode read as spaces, selectors and joiners as nothing.
-HIDDEN = dict.fromkeys((0x115F, 0x1160, 0x2800, 0x3164, 0xFFA0), " ")
+HIDDEN: dict[int, str | None] = dict.fromkeys((0x115F, 0x1160, 0x2800, 0x3164, 0xFFA0), " ")
 HIDDEN |= dict.fromkeys(
     (0x34F, 0x17B4, 0x17B5, *range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))
 )

@@ -39,8 +39,8 @@ Call = Callable[..., Any]
 
 
 def mathematical(text: str) -> bool:
-    """Whether a text may be a formula: short, not deeply nested, and not made of words."""
-    if len(text) > MOST or _depth(text) > NESTED:
+    """Whether a text may be a formula: short, not deeply nested, one sentence, and not made of words."""
+    if len(text) > MOST or _depth(text) > NESTED or ". " in text.strip():
         return False
     text = plain(text)
     letters = "".join(mark if mark.isalpha() or mark == "\\" else " " for mark in text.replace("\\", " \\")).split()

@@ -95,7 +95,7 @@ def _options_fault(options: list, value: Any, place: str, following: Callable) -
     kinds = [option.get("type") for option in options if isinstance(option, Mapping)]
     if len(kinds) == len(options) and all(isinstance(kind, str) for kind in kinds):
         fits = [wrong for kind, wrong in zip(kinds, wrongs, strict=True) if _is(kind, value)]
-        return fits[0] if fits else _type_fault(kinds, value, place)
+        return fits[0] if fits else _type_fault([*dict.fromkeys(kinds)], value, place)
     return wrongs[0]
 
 
