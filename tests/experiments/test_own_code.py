@@ -71,7 +71,7 @@ def test_the_first_prompt_is_shown_or_what_ended_the_episode_before_it():
     ]
     assert said[0].startswith("the first prompt, ")
     assert "what is 2 + 3?\nAnalysis: a sum\n" in said[0]
-    assert said[1] == "there is no first prompt, since the planner never came to speak: late"
+    assert said[1] == "there is no first prompt, since the planner never came to speak: analyst: late"
 
 
 def test_trajectories_of_which_none_was_judged_say_why():
