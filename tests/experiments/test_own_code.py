@@ -21,13 +21,14 @@ from flowgrpo.contracts import Result
 from flowgrpo.models.hf import load_model
 from flowgrpo.rollout.records import Played
 from flowgrpo.text import load_text
+from flowgrpo.tools.calculator import calculator
 from flowgrpo.types import BadInput, Status, Trajectory
 from tests.experiments.conftest import metrics, result
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "agent.md").read_text()
 SMALL = (
     *("--updates=2", "--queries=2", "--samples=2", "--turns=2", "--exam_turns=3", "--validation_tasks=2"),
-    *("--test_tasks=2", "--max_tokens=8", "--context_tokens=320", "--slots=2", "--learning_rate=0.01"),
+    *("--test_tasks=2", "--max_tokens=8", "--context_tokens=400", "--slots=2", "--learning_rate=0.01"),
     *("--executor=rule", "--verifier=rule", "--analyst=none", "--loggers=none"),
 )
 
@@ -36,7 +37,7 @@ def write_llama(folder: Path) -> None:
     """A Llama-shaped checkpoint of transformers, with random weights and a tokenizer that knows the prompts."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    prompts = (roles.PLAN, roles.GENERATE, "calculator search answer Computes an arithmetic expression, Question Done")
+    prompts = (roles.PLAN, roles.GENERATE, str(calculator().schema), "weather price item city days: string, integer")
     write_tokenizer(folder, prompts * 2, vocab_size=700)
     text = load_text(folder)
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
