@@ -14,6 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import jax
 import optax
 
 from experiments import domains, offline_tasks, offline_warmstart, prompts
@@ -27,6 +28,7 @@ from flowgrpo.agent.rendering import appending, fresh
 from flowgrpo.agent.roles import Role, Rule, Schema
 from flowgrpo.agent.show import show
 from flowgrpo.agent.speak import either, remote_speaker, speaker
+from flowgrpo.agent.state import DONE
 from flowgrpo.agent.system import agent_system
 from flowgrpo.algorithms.compose import newest_segment_only
 from flowgrpo.algorithms.options import Correction
@@ -47,7 +49,7 @@ from flowgrpo.tools.mcp import Stdio, mcp_tools
 from flowgrpo.tools.python import python
 from flowgrpo.tools.search import read_corpus, search
 from flowgrpo.tools.toolset import ToolFailure, toolset
-from flowgrpo.types import BadInput
+from flowgrpo.types import BadInput, Task
 
 PAPER: dict[str, Any] = PLANNER | {
     "algorithm": "flow_grpo",
@@ -373,6 +375,24 @@ def _corpus(settings: Mapping[str, Any]) -> Corpus:
     return Corpus(tuple(Document(one["title"], one["text"], "corpus.jsonl", n, False) for n, one in texts))
 
 
+# What is looked at ----------------------------------------------------------------------------------------
+
+
+def first_prompt(env: HostEnv, text: Text, task: Task, do: Do) -> str:
+    """The first prompt as the planner is given it; where the episode is over before, what ended it."""
+    state, said = env.reset(jax.random.key(0), task, do)
+    if state.stage == DONE:
+        return f"there is no first prompt, since the planner never came to speak: {state.reason}"
+    return f"the first prompt, {len(said.tokens)} tokens:\n{text.decode(said.tokens)}"
+
+
+def _story(text: Text, env: HostEnv, played: Played) -> str:
+    """A trajectory as text to read: gone through again from its record."""
+    if not played.lens:
+        return f"{played.task.query}\nended before its first turn: {played.reason}"
+    return show(text, last_state(env, played), played.trajectory.turns)
+
+
 # Learning -----------------------------------------------------------------------------------------------
 
 
@@ -395,10 +415,3 @@ def optimizer_of(settings: Mapping[str, Any]) -> optax.GradientTransformation:
     decays = settings["decay"] < 1
     fall = {"decay_steps": settings["decay_updates"], "final_share": settings["decay"]} if decays else {}
     return make_optimizer(learning_rate=settings["learning_rate"], base=base_of(settings["optimizer"]), **fall)
-
-
-def _story(text: Text, env: HostEnv, played: Played) -> str:
-    """A trajectory as text to read: gone through again from its record."""
-    if not played.lens:
-        return f"{played.task.query}\nended before its first turn: {played.reason}"
-    return show(text, last_state(env, played), played.trajectory.turns)

@@ -41,7 +41,6 @@ from experiments.members import ALGORITHMS
 from experiments.prompts import PROMPTS, prompt_settings
 from experiments.published import shape_of_model
 from experiments.session import MAY_DIFFER, one_run
-from flowgrpo.agent.state import DONE
 from flowgrpo.learner.floor import count_parameters
 from flowgrpo.learner.folder import begin_anew, check_own
 from flowgrpo.types import BadInput
@@ -181,11 +180,7 @@ def dry_run(setup: HostedSetup) -> None:
     """The first prompt as it is rendered, and one rollout of each of the first tasks as it is parsed."""
     tasks = training_tasks(setup, 0)[:4]
     print(f"model {setup.settings['model'] or setup.folder / agent_setups.START}, tools {', '.join(setup.env.tools)}\n")
-    state, said = setup.env.reset(jax.random.key(0), tasks[0], setup.do)
-    if state.stage == DONE:
-        print(f"there is no first prompt, since the planner never came to speak: {state.reason}\n")
-    else:
-        print(f"the first prompt, {len(said.tokens)} tokens:\n{setup.model.text.decode(said.tokens)}\n")
+    print(f"{agent_setups.first_prompt(setup.env, setup.model.text, tasks[0], setup.do)}\n")
     played = play(setup, setup.env, tasks, jax.random.key(setup.settings["seed"]), samples=1)
     if setup.progress is not None:
         setup.progress.end()

@@ -12,6 +12,7 @@ from experiments.session_files import report
 from flowgrpo.evaluate import Evaluation, evaluate
 from flowgrpo.rollout.hosted import Hosted
 from flowgrpo.rollout.records import Played
+from flowgrpo.types import BadInput
 
 
 def examine(
@@ -23,8 +24,11 @@ def examine(
 
 
 def judge(played: Sequence[Played], tools: Sequence[str], *, samples: int = 1, ks: Sequence[int] = (1,)) -> Evaluation:
-    """The figures of so many trajectories a task."""
-    turns = max(1, *(len(one.tools) for one in played))  # of those that were all aborted before the first
+    """The figures of so many trajectories a task; raises where none of them could be judged."""
+    if not valid(played):
+        why = played[0].reason or (played[0].scored and played[0].scored.reason) or "no reason was given"
+        raise BadInput(f"none of {len(played)} trajectories came to an outcome; the first one: {why}")
+    turns = max(len(one.tools) for one in played)
     number = {name: index for index, name in enumerate(tools)}
     calls = [[number.get(tool, -1) for tool in one.tools] + [-1] * (turns - len(one.tools)) for one in played]
     columns = (
@@ -34,8 +38,8 @@ def judge(played: Sequence[Played], tools: Sequence[str], *, samples: int = 1, k
         calls,
         [one.trajectory.outcome is not None for one in played],
     )
-    correct, turned, errors, tool, valid = (np.array(x).reshape(-1, samples, *np.shape(x)[1:]) for x in columns)
-    return evaluate(correct, turned, errors, tool, valid_gn=valid, tools=tools, ks=ks)
+    correct, turned, errors, tool, judged = (np.array(x).reshape(-1, samples, *np.shape(x)[1:]) for x in columns)
+    return evaluate(correct, turned, errors, tool, valid_gn=judged, tools=tools, ks=ks)
 
 
 def validate(setup: HostedSetup, key: jax.Array, params) -> Evaluation:

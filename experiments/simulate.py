@@ -107,6 +107,8 @@ def main() -> None:
     if _RUN.value is not None:
         run = measured_run(Path(_RUN.value))
         given = costs_of(run)
+    for name in _SCHEDULES.value:
+        plan_called(name, 1)  # which raises for what is none, before anything is simulated
     sizes = [int(size) for size in _WORKERS.value if size.isascii() and size.isdigit() and int(size)]
     if len(sizes) < len(_WORKERS.value):
         raise BadInput(f"--workers={','.join(_WORKERS.value)}: give whole numbers above 0")

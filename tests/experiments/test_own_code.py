@@ -4,22 +4,31 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from agent_cases import SCHEMAS, agent_text, task
 
+from experiments.agent_setups import first_prompt
+from experiments.hosted_exam import judge
 from experiments.offline_model import write_tokenizer
 from experiments.planner_files import read_planner
 from flowgrpo.agent import roles
+from flowgrpo.agent.system import agent_system
+from flowgrpo.contracts import Result
 from flowgrpo.models.hf import load_model
+from flowgrpo.rollout.records import Played
 from flowgrpo.text import load_text
+from flowgrpo.tools.calculator import calculator
+from flowgrpo.types import BadInput, Status, Trajectory
 from tests.experiments.conftest import metrics, result
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "agent.md").read_text()
 SMALL = (
-    *("--updates=2", "--queries=2", "--samples=2", "--turns=2", "--exam_turns=2", "--validation_tasks=2"),
-    *("--test_tasks=2", "--max_tokens=8", "--context_tokens=320", "--slots=2", "--learning_rate=0.01"),
+    *("--updates=2", "--queries=2", "--samples=2", "--turns=2", "--exam_turns=3", "--validation_tasks=2"),
+    *("--test_tasks=2", "--max_tokens=8", "--context_tokens=400", "--slots=2", "--learning_rate=0.01"),
     *("--executor=rule", "--verifier=rule", "--analyst=none", "--loggers=none"),
 )
 
@@ -28,7 +37,7 @@ def write_llama(folder: Path) -> None:
     """A Llama-shaped checkpoint of transformers, with random weights and a tokenizer that knows the prompts."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    prompts = (roles.PLAN, roles.GENERATE, "calculator search answer Computes an arithmetic expression, Question Done")
+    prompts = (roles.PLAN, roles.GENERATE, str(calculator().schema), "weather price item city days: string, integer")
     write_tokenizer(folder, prompts * 2, vocab_size=700)
     text = load_text(folder)
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -52,6 +61,28 @@ def commands() -> list[list[str]]:
     blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     (block,) = [block for block in blocks if "my_module" in block]
     return [shlex.split(line)[2:] for line in block.replace("\\\n", " ").splitlines()]
+
+
+def test_the_first_prompt_is_shown_or_what_ended_the_episode_before_it():
+    """A planner that never came to speak has no prompt: an analyst that nobody speaks is told as such."""
+    text = agent_text()
+    env = agent_system(text, schemas=SCHEMAS, analyst=roles.analyst())
+    said = [
+        first_prompt(env, text, task(), lambda _, one=one: one) for one in (Result("a sum"), Result("", failure="late"))
+    ]
+    assert said[0].startswith("the first prompt, ")
+    assert "what is 2 + 3?\nAnalysis: a sum\n" in said[0]
+    assert said[1] == "there is no first prompt, since the planner never came to speak: analyst: late"
+
+
+def test_trajectories_of_which_none_was_judged_say_why():
+    nothing = Trajectory(turns=[], outcome=None, group=0, correct=False, status=Status.ABORTED)
+    empty: dict[str, Any] = {"key": (), "group": 0, "sample": 0, "tools": (), "errors": (), "log": (), "lens": ()}
+    one = Played(
+        task=task(), trajectory=nothing, output=None, scored=None, reason="reset raised", seconds=None, **empty
+    )
+    with pytest.raises(BadInput, match="none of 2 trajectories came to an outcome; the first one: reset raised"):
+        judge([one, one], ("a",))
 
 
 @pytest.mark.oracle

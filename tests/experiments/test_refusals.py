@@ -63,6 +63,7 @@ def world(tmp_path_factory) -> Path:
     for name, kept in (("spoiled", "{}"), ("run", '{"settings": {"seed": 0}, "machine": {}}')):
         (folder / name).mkdir()
         (folder / name / "run.json").write_text(kept)
+    (folder / "run" / ".lock").touch()  # as every run has one
     (folder / "run" / "metrics.jsonl").write_text('{"phase": "train", "update": 1}\n')
     return folder
 
@@ -137,7 +138,7 @@ BAD_INPUT = [
     ("evaluate", "--workdir=run", "run is a run of another command"),
     ("plots", "--workdir=none", "metrics.jsonl can't be read (No such file or directory)"),
     ("plots", "--workdir=run --format=gif", "--format=gif is unknown; choose from png, svg"),
-    ("view", "--workdir=none", "none/run.json can't be read"),
+    ("view", "--workdir=none", "none holds no run: run.json is missing; give"),
     ("view", "--workdir=spoiled", "has no 'settings': restore it, or choose another folder"),
     ("export", "--workdir=none --out=out", "holds no run"),
     ("export", "--workdir=run --out=out", "has no checkpoint yet: let the run go on"),
@@ -154,7 +155,7 @@ BAD_INPUT = [
     ("cluster", "--model=mute --tasks=answer.jsonl --workdir=run --noresume", "put a chat_template.jinja there"),
     ("compare", "--arms=chess", "'chess' is no arm of this study; they are"),
     ("environments", "--environments=chess", "environment 'chess' is unknown; choose from lookup"),
-    ("simulate", "--schedules=slow", "slow"),
+    ("simulate", "--schedules=sync,slow", "--schedules: 'slow' is none of sync, one_step_off, async, partial"),
     ("simulate", "--workers=many", "many"),
     ("soak", "--experiment=cluster --signal=TERM", "--signal=TERM means nothing to a cluster"),
     ("chat", "--model=", "--model is missing"),
