@@ -78,7 +78,7 @@ def over_updates(axis: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_xlabel("update")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 
 
 def save(figure: Any, path: Path) -> None:
