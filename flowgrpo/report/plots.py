@@ -34,12 +34,12 @@ def curves(folder: str | os.PathLike, path: str | os.PathLike | None = None, *, 
     if all(line.get("success") is None for line in lines):
         raise BadInput(f"{Path(folder) / METRICS} has no line with a success rate yet: let the run go on")
     target = Path(path) if path is not None else Path(folder) / CURVES
-    draw(lines, target, title=title if title is not None else Path(folder).name)
+    save(make_figure(lines, title=title if title is not None else Path(folder).name), target)
     return target
 
 
-def draw(lines: Sequence[Mapping[str, Any]], path: Path, *, title: str = "") -> None:
-    """Write a PNG of these metrics: success by phase; of the calls, the right ones where known, and each tool's."""
+def make_figure(lines: Sequence[Mapping[str, Any]], *, title: str = "") -> Any:
+    """Draw success by phase, and of the tool calls the share to the right tool, where it is known, and to each one."""
     met = {line["phase"]: None for line in lines if line.get("success") is not None and "phase" in line}
     phases = [*(phase for phase in PHASES if phase in met), *(phase for phase in met if phase not in PHASES)]
     mixes = {phase: tool_mix(lines, phase) for phase in phases}
@@ -58,7 +58,7 @@ def draw(lines: Sequence[Mapping[str, Any]], path: Path, *, title: str = "") -> 
         mark(axes[-1], i, tool, *points)
     if mixes[busiest]:
         frame(axes[-1], f"share of tool calls\n({busiest})", share=True)
-    save(figure, path)
+    return figure
 
 
 def panels(title: str, count: int) -> tuple[Any, list[Any]]:
@@ -131,7 +131,7 @@ def band(axis: Any, index: int, lines: Sequence[Mapping[str, Any]], phase: str) 
 def frame(axis: Any, label: str, *, share: bool = False) -> None:
     """Label an axis, with a legend beside it; a share begins at 0, and ends at the tenth above all that is drawn."""
     if share:
-        top = min(math.ceil(10 * axis.dataLim.ymax) / 10, 1.0) if axis.dataLim.ymax > 0 else 1.0
+        top = min(math.ceil(10 * axis.dataLim.ymax - 1e-6) / 10, 1.0) if axis.dataLim.ymax > 0 else 1.0
         axis.set_ylim(-0.02 * top, 1.02 * top)  # so that a line at the edge is whole
     axis.set_ylabel(label)
     axis.grid(alpha=0.3)
