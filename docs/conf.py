@@ -17,9 +17,9 @@ exclude_patterns = ["_build"]
 
 html_theme = "furo"
 html_title = f"flowgrpo {release}"
-html_show_sphinx = False
+html_show_sphinx = html_show_copyright = False
 html_static_path = ["static"]
-html_css_files = ["formulas.css"]
+html_css_files = ["site.css"]
 html_math_renderer = "mathml"
 
 myst_enable_extensions = ["dollarmath"]

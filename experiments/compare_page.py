@@ -11,7 +11,7 @@ import numpy as np
 from experiments.studies import Study
 from flowgrpo.files import write_whole
 from flowgrpo.report.metrics import plain
-from flowgrpo.report.plots import COLOURS, DASHES, MARKERS, save
+from flowgrpo.report.plots import COLOURS, DASHES, MARKERS, over_updates, save
 from flowgrpo.statistics import interval, iqm, probability_of_improvement
 
 Runs = Mapping[tuple[str, str, int], Mapping[str, Any]]
@@ -108,7 +108,7 @@ def draw(study: Study, rows: Sequence[Mapping[str, Any]], runs: Runs, seeds: Seq
     left.set_yticks(range(len(rows)), [row["arm"] for row in rows])
     left.invert_yaxis()
     left.set_xlabel("success on test tasks (IQM, 95 %); dotted: warm start")
-    right.set_xlabel("update")
+    over_updates(right)
     right.set_ylabel("success on test tasks (IQM)")
     right.set_ylim(-0.02, 1.02)
     left.set_xlim(-0.02, 1.02)

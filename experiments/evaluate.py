@@ -21,7 +21,6 @@ from experiments import agent_setups, common, setups
 from experiments.headings import heading
 from experiments.hosted_exam import compare_before_after, examine
 from experiments.hosted_work import hosted_work
-from experiments.plays import right_tool_share
 from experiments.pure_work import judge, play_test, pure_work
 from experiments.session import Tested, open_session
 from experiments.session_files import report
@@ -83,8 +82,7 @@ def evaluate_pure(settings: Mapping[str, Any], folder: Path) -> tuple[int | None
     session.progress.say(f"playing {_TASKS.value} test tasks with the start, and with update {best}")
     rollouts = play_test(setup, (session.start, final), key, tasks=_TASKS.value, samples=samples)
     before, after = (judge(rollout, env, samples=samples, ks=_ks()) for rollout in rollouts)
-    words = report(before, after, [right_tool_share(env, rollout) for rollout in rollouts])
-    return best, Tested([before, after], words, {})
+    return best, Tested([before, after], report(before, after), {})
 
 
 def evaluate_agent(settings: Mapping[str, Any], folder: Path) -> tuple[int | None, Tested]:

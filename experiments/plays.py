@@ -10,12 +10,13 @@ from jax import Array
 
 import flowgrpo as fg
 from flowgrpo.envs.env import PAD
-from flowgrpo.envs.lookup import is_right
+from flowgrpo.envs.lookup import World, is_right
 from flowgrpo.envs.play import Play
 from flowgrpo.rollout import exam
 from flowgrpo.rollout.compiled import Rollout
 
-RIGHT: dict[str, Callable] = {"lookup": is_right}  # (tokens, length) -> whether the tool is right for what is asked
+# By the words of an environment: (tokens, length) -> whether the tool is right for what is asked.
+RIGHT: dict[tuple[str, ...], Callable] = {World().words: is_right}
 
 
 def draw_tasks(env: fg.Env, split: str, *, count: int, seed: int = 0):
@@ -32,8 +33,8 @@ def tabulate(env: fg.Env, plays: Play) -> dict[str, float]:
         "calls": calls.sum(axis=1).mean(),
         "errors": 100 * np.asarray(plays.step.error)[live].mean(),
     }
-    if env.name in RIGHT and calls.any():
-        right = np.asarray(jax.vmap(jax.vmap(RIGHT[env.name]))(plays.tokens, plays.length))
+    if env.words in RIGHT and calls.any():
+        right = np.asarray(jax.vmap(jax.vmap(RIGHT[env.words]))(plays.tokens, plays.length))
         found["right tool"] = 100 * right[calls].mean()
     return {name: float(value) for name, value in found.items()}
 
@@ -41,7 +42,7 @@ def tabulate(env: fg.Env, plays: Play) -> dict[str, float]:
 def right_tool_share(env: fg.Env, rollout: Rollout) -> float | None:
     """Of a policy's calls, the share that goes to the right tool; None where no call alone can tell."""
     calls_nt = np.asarray(rollout.tool >= 0)
-    if env.name not in RIGHT or not calls_nt.any():
+    if env.words not in RIGHT or not calls_nt.any():
         return None
     trajectories = rollout.trajectories
     right_nt = jax.vmap(jax.vmap(partial(_is_right, env=env)))(
@@ -53,4 +54,4 @@ def right_tool_share(env: fg.Env, rollout: Rollout) -> float | None:
 def _is_right(tokens: Array, chosen: Array, *, env: fg.Env) -> Array:
     """Of one turn, in which the action comes right after what was heard."""
     action = jnp.roll(jnp.where(chosen, tokens, PAD), -jnp.argmax(chosen))[: env.sizes.action]
-    return RIGHT[env.name](action, chosen.sum())
+    return RIGHT[env.words](action, chosen.sum())

@@ -1,6 +1,7 @@
 """The stages of a run on a pure environment, for a `Session`: what `quickstart` and `evaluate` are made of."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from textwrap import indent
@@ -87,14 +88,21 @@ def _init(setup: setups.Setup, key: jax.Array) -> Any:
 
 
 def _test(setup: setups.Setup, key: jax.Array, tasks: int, folder: Path | None, params: Sequence[Any]) -> Tested:
-    rollouts = play_test(setup, params, key, tasks=tasks)
+    env, play = setup.env, make_exam(setup, "test", tasks)
+    answered = jax.jit(partial(_play_with_gold, play=play, env=env, count=tasks))
+    rollouts, gold = zip(*(answered(one, key) for one in params), strict=True)
     if folder is not None:
-        for when, rollout in zip(("before", "after"), rollouts, strict=True):
-            record(folder / "trajectories" / f"test-{when}.jsonl", first_records(rollout, setup.env))
-    before, after = figures = [judge(rollout, setup.env) for rollout in rollouts]
-    right = [right_tool_share(setup.env, rollout) for rollout in rollouts]
-    words = "\n".join([report(before, after, right), "", *stories(rollouts, setup.env)])
-    return Tested(figures, words, {"right_tool_before": right[0], "right_tool_after": right[1]})
+        for when, rollout, answers in zip(("before", "after"), rollouts, gold, strict=True):
+            record(folder / "trajectories" / f"test-{when}.jsonl", first_records(rollout, env, answers))
+    before, after = figures = [judge(rollout, env) for rollout in rollouts]
+    words = "\n".join([report(before, after), "", *stories(rollouts, env)])
+    return Tested(figures, words, {"right_tool_before": before.right_tool, "right_tool_after": after.right_tool})
+
+
+def _play_with_gold(params, key: jax.Array, *, play, env: fg.Env, count: int):
+    """How the parameters do on the test tasks, with the gold answers of these where their environment has some."""
+    gold = None if env.answer is None else jax.vmap(env.answer)(exam.examined(env, key, count, "test"))
+    return play(params, key), gold
 
 
 # What was played ----------------------------------------------------------------------------------------
@@ -108,17 +116,24 @@ def judge(rollout: Rollout, env: fg.Env, *, samples: int = 1, ks: Sequence[int] 
     errors_n = (played.error & turns_nt).sum(axis=1)
     columns = (trajectories.correct, turns_nt.sum(axis=1), errors_n, played.tool)
     grouped = (np.asarray(x).reshape(-1, samples, *np.shape(x)[1:]) for x in columns)
-    return evaluate(*grouped, tools=env.tools, ks=ks)
+    return replace(evaluate(*grouped, tools=env.tools, ks=ks), right_tool=right_tool_share(env, played))
 
 
-def first_records(rollout: Rollout, env: fg.Env) -> list[Played]:
-    """The first trajectories; a task is asked by what its environment says first, and is judged there."""
+def first_records(rollout: Rollout, env: fg.Env, gold: tuple[Any, Any] | None) -> list[Played]:
+    """The first trajectories; a task is asked by what its environment says first, and is judged there.
+
+    `gold` has the answers, (tokens_nl, length_n), where there are some.
+    """
     few = jax.tree.map(lambda x: x[:RECORDED], jax.device_get(rollout))
     given = few.trajectories
     asked = (
         np.where(chosen, PAD, tokens) for tokens, chosen in zip(given.tokens[:, 0], given.chosen[:, 0], strict=True)
     )
-    tasks = [fg.Task(f"{env.name}-{n}", in_words(env, tokens), (), env.name) for n, tokens in enumerate(asked)]
+    answers = [] if gold is None else [(in_words(env, *one),) for one in zip(*jax.device_get(gold), strict=True)]
+    tasks = [
+        fg.Task(f"{env.name}-{n}", in_words(env, tokens), answers[n] if answers else (), env.name)
+        for n, tokens in enumerate(asked)
+    ]
     return records_of(few, tasks, env.tools)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from experiments.hosted_exam import judge
 from flowgrpo.evaluate import Evaluation
 from flowgrpo.report.metrics import METRICS, read_metrics
-from flowgrpo.report.plots import COLOURS, CURVES, curve, save
+from flowgrpo.report.plots import COLOURS, CURVES, curve, over_updates, save
 from flowgrpo.rollout.records import Played
 from flowgrpo.types import BadInput
 
@@ -110,7 +110,7 @@ def draw(folder: Path, *, title: str = "") -> Path:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    axes[-1].set_xlabel("update")
+    over_updates(axes[-1])
     path = folder / CURVES
     save(figure, path)
     return path

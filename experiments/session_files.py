@@ -47,8 +47,9 @@ def train_line(figures: Mapping[str, Any], tools: Sequence[str]) -> dict[str, An
     return {"phase": "train"} | rest | {"tools": dict(zip(tools, shares.tolist(), strict=False))}
 
 
-def report(before: Evaluation, after: Evaluation, right: Sequence[float | None] = (None, None)) -> str:
-    """The table before / after; `right` is the share of calls that went to the right tool."""
+def report(before: Evaluation, after: Evaluation) -> str:
+    """The table before / after."""
+    right = (before.right_tool, after.right_tool)
     rows = [
         ("success", [f"{x.success:.1%} ({x.success_low:.1%} to {x.success_high:.1%})" for x in (before, after)]),
         ("tool errors", [f"{x.tool_errors:.1%}" for x in (before, after)]),

@@ -84,6 +84,7 @@ class Env(NamedTuple):
         demonstrate     (key, state) -> (tokens, length): what a warm start imitates, of a stated, lesser quality
         anchor          state -> an int32 that is equal where the state is; only gigpo reads it, and needs it
         by_turn         rewards are paid turn by turn, and not only for the outcome
+        answer          task -> (tokens, length): the one action that ends it rightly, for reports; None where many do
 
     Tasks of one split share no combination with those of the others.
     """
@@ -99,6 +100,7 @@ class Env(NamedTuple):
     demonstrate: Callable[..., tuple]
     anchor: Callable[..., Array] = lambda _: jnp.int32(0)
     by_turn: bool = False
+    answer: Callable[..., tuple] | None = None
 
 
 Params = dict[str, Array]

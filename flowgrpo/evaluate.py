@@ -37,6 +37,7 @@ class Evaluation:
     turns: float | None = None  # mean over trajectories
     tool_errors: float | None = None  # share of the turns that ended in an error observation
     tools: dict[str, float] | None = None  # share of each tool among the calls
+    right_tool: float | None = None  # share of the calls that went to the right tool, where a call alone can tell
 
     def figures(self) -> dict[str, Any]:
         """Name the figures as metrics do: `success`, `pass@4`, `turns`, … ; those that are None are left out."""

@@ -5,7 +5,15 @@ import numpy as np
 from flowgrpo.report.shown import Shown, ShownCall, ShownTurn
 from flowgrpo.types import Status
 
-HOSTILE = "</script><script>document.title='stolen'</script><img src=x onerror=\"document.title='stolen'\">\u202eback"
+# Soft hyphen, Hangul filler, a letter as a tag, zero width, variation selector, blank Braille, half a pair, backwards.
+INVISIBLE = "\u00ad\u3164\U000e0041\u200b\ufe0f\u2800\ud800\u202e"
+MARKUP = "</script><script>document.title='stolen'</script><img src=x onerror=\"document.title='stolen'\">"
+HOSTILE = f"{MARKUP}{INVISIBLE}back"
+
+
+def named(text: str) -> str:
+    """The text as the page shows it: what can't be seen is named."""
+    return "".join(f"⟨U+{ord(c):04X}⟩" if c in INVISIBLE else c for c in text)
 
 
 def make_turn(action: str, said: str = "say it\n", **more) -> ShownTurn:
@@ -34,7 +42,9 @@ def make_many() -> list[Shown]:
     code = {"domain": "code", "phase": "train", "update": 4}
     turns = [
         make_turn("print(2)", tool="python", advantage=0.5, ratio=np.full(3, 1.25)),
-        make_turn("a b c", advantage=np.full(5, -1.0), ratio=np.full(5, 0.8), version=np.array([3, 3, 3, 3, 4])),
+        make_turn(
+            "a b c", error=True, advantage=np.full(5, -1.0), ratio=np.full(5, 0.8), version=np.array([3, 3, 3, 3, 4])
+        ),
         make_turn("end", advantage=-1.0, ratio=np.ones(3)),
     ]
     learned = [make_shown("c0", sample=n, turns=turns, **code) for n in range(6)]

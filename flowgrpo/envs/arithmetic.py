@@ -109,6 +109,7 @@ def arithmetic(*, base: int = 19, turns: int = 10, flaws: Flaws = FLAWS) -> Env:
         anchor=anchor,
         oracle=partial(oracle, base=base),
         demonstrate=partial(demonstrate, base=base, flaws=flaws),
+        answer=answer,
     )
 
 
@@ -180,6 +181,11 @@ def next_action(state: State, plan: Plan) -> tuple[Array, Array]:
     call = jnp.where(tool == LOOKUP, fill([tool, first, END], 4), fill([tool, first, second, END], 4))
     tokens = jnp.where(missing.any(), call, fill([ANSWER, NUMBER + plan.answer, END], 4))
     return tokens, jnp.sum(tokens != PAD, dtype=jnp.int32)
+
+
+def answer(task: Expression) -> tuple[Array, Array]:
+    """The action that ends a task rightly."""
+    return fill([ANSWER, NUMBER + task.answer, END], 4), jnp.int32(3)
 
 
 def oracle(state: State, *, base: int) -> tuple[Array, Array]:

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from flowgrpo.contracts import Env
-from flowgrpo.envs.env import END, PAD, SPECIAL, SPLITS
+from flowgrpo.envs.env import END, PAD, SPECIAL, SPLITS, in_words
 from flowgrpo.envs.play import PLAYERS, Act, Play, play
 from flowgrpo.types import BadInput
 
@@ -54,6 +54,7 @@ def check_env(env: Env, *, episodes: int = 64, seed: int = 0) -> dict[str, float
     oracle = {SPLITS[0]: played["oracle"]} | {split: _to_numpy(run(ORACLE, keys, tasks[split])) for split in held_out}
     for split, plays in oracle.items():
         _check_oracle(env, plays, split)
+        _check_answer(env, plays)
     solved = {name: float(plays.state.correct.mean()) for name, plays in played.items()}
     _must(env, solved.pop("garbage") == 0, "an action of arbitrary integers solved a task: only words may count")
     if not IMITABLE[0] <= solved["demonstrations"] <= IMITABLE[1]:
@@ -146,6 +147,18 @@ def _check_oracle(env: Env, plays: Play, split: str) -> None:
     more = f", or needs more than turns={env.sizes.turns}: {unended:.0%} of its episodes ended at the turn limit"
     rule = f"the oracle solves {solved:.0%} of the tasks of {split}: it must know the best action"
     _must(env, solved >= 0.99, rule + (more if unended else ""))
+
+
+def _check_answer(env: Env, plays: Play) -> None:
+    """Check that the oracle ends the tasks that it solves with the answer that is given for them."""
+    if env.answer is None:
+        return
+    answers = zip(*_to_numpy(jax.jit(jax.vmap(env.answer))(plays.task)), strict=True)
+    for n, (answer, last) in enumerate(zip(answers, plays.live.sum(axis=1) - 1, strict=True)):
+        ended = in_words(env, plays.tokens[n, last], plays.length[n, last])
+        given = in_words(env, *answer)
+        rule = f"answer is {given!r} where the oracle ends a task by {ended!r}: it must be that action"
+        _must(env, given == ended or not plays.state.correct[n], rule)
 
 
 def _check_play(env: Env, plays: Play, player: str) -> None:

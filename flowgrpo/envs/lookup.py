@@ -146,6 +146,7 @@ def lookup(**settings) -> Env:
         anchor=partial(anchor, world=world),
         oracle=partial(oracle, world=world),
         demonstrate=partial(demonstrate, world=world),
+        answer=partial(answer, world=world),
     )
 
 
@@ -280,6 +281,11 @@ def oracle(state: State, *, world: World) -> tuple[Array, Array]:
     relation = state.task.chain[state.hop]
     call = _call_tokens(world.tool_of(relation), relation, state.entity, world)
     return _either(state.hop >= state.task.hops, _answer_tokens(state.entity, world), call)
+
+
+def answer(task: Task, *, world: World) -> tuple[Array, Array]:
+    """The action that ends a task rightly."""
+    return _answer_tokens(solution(task), world)
 
 
 def demonstrate(key: Array, state: State, *, world: World) -> tuple[Array, Array]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from flowgrpo.report.bins import ADVANTAGE, RATIO, advantage_edges, ratio_place
 from flowgrpo.report.metrics import METRICS, Line
-from flowgrpo.report.plots import COLOURS, frame
+from flowgrpo.report.plots import COLOURS, frame, over_updates
 
 WIDTH, HEIGHT = 7.5, 6.0  # inches
 COLUMNS = 200  # of the map at most; updates are added up beyond
@@ -67,7 +67,8 @@ def spread(title: str, updates: np.ndarray, counts_ub: np.ndarray, edges: np.nda
     shown = np.ma.masked_equal(shares_cb.T, 0)
     mesh = axes[0].pcolormesh(starts, edges, shown, cmap="cividis", norm=LogNorm(1e-4, 1), rasterized=True)
     figure.colorbar(mesh, ax=axes[0], label="share of the tokens")
-    axes[0].set(xlabel="update", ylabel=label, title=title)
+    axes[0].set(ylabel=label, title=title)
+    over_updates(axes[0])
     for i, (name, part) in enumerate(_thirds(updates)):
         share_b = counts_ub[part].sum(axis=0) / counts_ub[part].sum()
         axes[1].stairs(share_b, edges, label=name, color=COLOURS[i], linewidth=1.8, linestyle=["-", "--", ":"][i])

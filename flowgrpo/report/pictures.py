@@ -22,14 +22,12 @@ import numpy as np
 
 from flowgrpo.report.histograms import advantages, ratios
 from flowgrpo.report.metrics import METRICS, TIMINGS, Line, read_metrics, without_empty_means
-from flowgrpo.report.plots import COLOURS, Curve, band, curve, frame, mark, save, tool_mix
+from flowgrpo.report.plots import COLOURS, PHASES, Curve, band, curve, frame, mark, panels, save, tool_mix
 from flowgrpo.report.stages import speed, stages
 from flowgrpo.types import BadInput
 
 FORMATS = ("png", "svg")
-WIDTH, HEIGHT = 7.5, 2.6  # inches of a panel
 HATCHES = ["", "//", "\\\\", "..", "xx", "--", "||", "oo"]
-PHASES = ("train", "validation")
 ROUNDING = 1e-9
 SMOOTHED = 40  # updates from which a line is drawn as a moving mean, over the figures themselves
 
@@ -157,20 +155,6 @@ def tools(told: Told) -> Any:
 
 
 # Parts --------------------------------------------------------------------------------------------------
-
-
-def panels(title: str, count: int) -> tuple[Any, list[Any]]:
-    """A figure of so many panels over the updates."""
-    from matplotlib.figure import Figure  # here, because it is heavy
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(WIDTH, HEIGHT * count + 0.5), layout="constrained")
-    axes = list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
-    figure.suptitle(title, fontsize="medium")
-    axes[-1].set_xlabel("update")
-    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.align_ylabels(axes)
-    return figure, axes
 
 
 def smooth(axis: Any, index: int, label: str, points: Curve) -> None:

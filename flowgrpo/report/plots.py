@@ -1,4 +1,4 @@
-"""The curves of a run, from its `metrics.jsonl`: success over the updates, and which tools were called.
+"""The curves of a run, from its `metrics.jsonl`: success, calls to the right tool, and which tools were called.
 
     curves("runs/lookup")  ->  runs/lookup/curves.png
 
@@ -6,6 +6,7 @@ Colours are Okabe and Ito's, which people with any kind of colour vision can tel
 and markers too. The other pictures of a run are those of `report.pictures`.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,9 @@ from flowgrpo.report.metrics import METRICS, read_metrics
 from flowgrpo.types import BadInput
 
 CURVES = "curves.png"
+PHASES = ("train", "validation")  # blue and orange, in every picture
+SHARES = {"success rate": "success", "share of calls\nto the right tool": "right_tool"}
+WIDTH, HEIGHT = 7.5, 2.6  # inches of a panel
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442"]
 DASHES = ["-", "--", ":", "-."]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X", "*"]
@@ -27,33 +31,54 @@ Curve = tuple[list[float], list[float]]  # updates, values
 def curves(folder: str | os.PathLike, path: str | os.PathLike | None = None, *, title: str | None = None) -> Path:
     """Draw the curves of the run in this folder, beside its metrics by default; where they are."""
     lines = list(read_metrics(Path(folder) / METRICS))
-    if not any("success" in line for line in lines):
+    if all(line.get("success") is None for line in lines):
         raise BadInput(f"{Path(folder) / METRICS} has no line with a success rate yet: let the run go on")
     target = Path(path) if path is not None else Path(folder) / CURVES
-    draw(lines, target, title=title if title is not None else Path(folder).name)
+    save(make_figure(lines, title=title if title is not None else Path(folder).name), target)
     return target
 
 
-def draw(lines: Sequence[Mapping[str, Any]], path: Path, *, title: str = "") -> None:
-    """Write a PNG of these metrics: success by phase, and the share of each tool where tools were called."""
-    from matplotlib.figure import Figure  # here, because it is heavy
-
-    phases = {line["phase"]: None for line in lines if "success" in line and "phase" in line}
+def make_figure(lines: Sequence[Mapping[str, Any]], *, title: str = "") -> Any:
+    """Draw success by phase, and of the tool calls the share to the right tool, where it is known, and to each one."""
+    met = {line["phase"]: None for line in lines if line.get("success") is not None and "phase" in line}
+    phases = [*(phase for phase in PHASES if phase in met), *(phase for phase in met if phase not in PHASES)]
     mixes = {phase: tool_mix(lines, phase) for phase in phases}
     busiest = max(mixes, key=lambda phase: len(mixes[phase]) and max(len(x) for x, _ in mixes[phase].values()))
-    panels = 2 if mixes[busiest] else 1
-    figure = Figure(figsize=(7.5, 3.2 * panels + 0.4), layout="constrained")
-    axes = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
-    for i, phase in enumerate(phases):
-        mark(axes[0], i, phase, *curve(lines, phase, "success"))
-        band(axes[0], i, lines, phase)
-    frame(axes[0], "success rate", title, share=True)
-    if panels == 2:
-        for i, (tool, points) in enumerate(mixes[busiest].items()):
-            mark(axes[1], i, tool, *points)
-        frame(axes[1], f"share of tool calls ({busiest})", share=True)
-    axes[-1].set_xlabel("update")
-    save(figure, path)
+    known = {label: name for label, name in SHARES.items() if any(curve(lines, phase, name)[0] for phase in phases)}
+    figure, axes = panels(title, len(known) + bool(mixes[busiest]))
+    for axis, (label, name) in zip(axes, known.items(), strict=False):
+        for i, phase in enumerate(phases):
+            points = curve(lines, phase, name)
+            if points[0]:
+                mark(axis, i, phase, *points)
+            if name == "success":
+                band(axis, i, lines, phase)
+        frame(axis, label, share=True)
+    for i, (tool, points) in enumerate(mixes[busiest].items()):
+        mark(axes[-1], i, tool, *points)
+    if mixes[busiest]:
+        frame(axes[-1], f"share of tool calls\n({busiest})", share=True)
+    return figure
+
+
+def panels(title: str, count: int) -> tuple[Any, list[Any]]:
+    """A figure of so many panels over the updates."""
+    from matplotlib.figure import Figure  # here, because it is heavy
+
+    figure = Figure(figsize=(WIDTH, HEIGHT * count + 0.5), layout="constrained")
+    axes = list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
+    figure.suptitle(title, fontsize="medium")
+    over_updates(axes[-1])
+    figure.align_ylabels(axes)
+    return figure, axes
+
+
+def over_updates(axis: Any) -> None:
+    """Label the axis of updates, with ticks at whole ones."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_xlabel("update")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 
 
 def save(figure: Any, path: Path) -> None:
@@ -103,12 +128,12 @@ def band(axis: Any, index: int, lines: Sequence[Mapping[str, Any]], phase: str) 
         axis.fill_between(x, low, high, color=COLOURS[index % len(COLOURS)], alpha=0.2, linewidth=0)
 
 
-def frame(axis: Any, label: str, title: str = "", *, share: bool = False) -> None:
-    """Label an axis, with a legend beside it; a share goes from 0 to 1."""
+def frame(axis: Any, label: str, *, share: bool = False) -> None:
+    """Label an axis, with a legend beside it; a share begins at 0, and ends at the tenth above all that is drawn."""
     if share:
-        axis.set_ylim(-0.02, 1.02)
+        top = min(math.ceil(10 * axis.dataLim.ymax - 1e-6) / 10, 1.0) if axis.dataLim.ymax > 0 else 1.0
+        axis.set_ylim(-0.02 * top, 1.02 * top)  # so that a line at the edge is whole
     axis.set_ylabel(label)
-    axis.set_title(title)
     axis.grid(alpha=0.3)
     if axis.get_legend_handles_labels()[1]:
         axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

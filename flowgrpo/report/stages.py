@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowgrpo.report.metrics import TIMINGS, Line
-from flowgrpo.report.plots import COLOURS, frame
+from flowgrpo.report.plots import COLOURS, frame, over_updates
 
 STAGES = ("rollout", "inference", "rewards", "credit", "pack", "train")
 HATCHED = {"rollout": "", "inference": "//", "rewards": "..", "credit": "xx", "pack": "\\\\", "train": "--", "rest": ""}
@@ -37,7 +37,7 @@ def speed(timings: Sequence[Line], title: str = "") -> Any:
         frame(axis, label)
         axis.set_ylim(0, _limit(y) if name == "seconds" else max(y) * 1.05)
     figure.suptitle(title, fontsize="medium")
-    axes[-1].set_xlabel("update")
+    over_updates(axes[-1])
     return figure
 
 
@@ -71,7 +71,8 @@ def _bars(axis: Any, rows: Sequence[Line]) -> None:
         if total > limit:
             axis.text(update, limit, f"{total:.1f} s", va="bottom", ha="center", fontsize=7)
     frame(axis, "seconds of an update")
-    axis.set(xlabel="update", ylim=(0, limit))
+    axis.set_ylim(0, limit)
+    over_updates(axis)
 
 
 def _timeline(axis: Any, rows: Sequence[Line]) -> None:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from flowgrpo.files import make_folder, write_whole
 from flowgrpo.report.shown import Shown, columns
@@ -47,21 +48,21 @@ def viewer(
     """
     if not shown:
         raise BadInput("there is no trajectory to show: give at least one")
-    data = columns(shown) | {"lacking": LACKING | dict(lacking or {}), "names": dict(names or {}), "note": note}
+    data = columns(shown) | {"lacking": LACKING | dict(lacking or {}), "names": dict(names or {})}
     target = Path(path)
     make_folder(target.parent)
-    write_whole(target, page(data, title))
+    write_whole(target, page(data | {"title": title, "note": note}))
     return target
 
 
-def page(data: Mapping[str, object], title: str) -> str:
+def page(data: Mapping[str, Any]) -> str:
     """The page around its data."""
     style, script = (
         "\n".join((PAGE / name).read_text(encoding="utf-8") for name in names) for names in (STYLES, SCRIPTS)
     )
     script = f"'use strict';\n(() => {{\n{script}\n}})();"
     parts = {
-        "title": escape(title),
+        "title": escape(data["title"].encode(errors="replace").decode()),  # a lone surrogate is no UTF-8
         "policy": f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none'",
         "style": style,
         "data": as_script(data),

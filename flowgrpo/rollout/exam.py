@@ -34,9 +34,13 @@ def make_exam(
 
 
 def _examine(params, key: Array, *, env: Env, rollout, split: str, tasks: int, samples: int) -> Rollout:
-    task_key, sample_key = jax.random.split(key)
-    questions, group_n = repeat(draw_tasks(env, task_key, tasks, split), samples)
-    return rollout(params, questions, jax.random.split(sample_key, len(group_n)), group_n)
+    questions, group_n = repeat(examined(env, key, tasks, split), samples)
+    return rollout(params, questions, jax.random.split(jax.random.split(key)[1], len(group_n)), group_n)
+
+
+def examined(env: Env, key: Array, count: int, split: str) -> Any:
+    """Draw the tasks of an examination with this key; beside it in one program, they are drawn once."""
+    return draw_tasks(env, jax.random.split(key)[0], count, split)
 
 
 def draw_tasks(env: Env, key: Array, count: int, split: str) -> Any:

@@ -100,12 +100,21 @@ def shown(
         correct=trajectory.correct,
         status=Status(trajectory.status),
         reason=played.reason,
-        output=played.output,
+        output=_output(played, spell),
         verdict="" if scored is None else scored.reason,
         parts={} if scored is None else scored.parts,
         seconds=played.seconds,
         calls=first,
     )
+
+
+def _output(played: Played, spell: Spell) -> str | None:
+    """The answer in the end; where a record has none, as in a pure environment, the action that finished it."""
+    trajectory = played.trajectory
+    if played.output is not None or trajectory.status != Status.FINISHED or not trajectory.turns:
+        return played.output
+    last = trajectory.turns[-1]
+    return "".join(spell(np.asarray(last.tokens)[np.asarray(last.chosen, bool)].tolist())).strip()
 
 
 def _turn(

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from env_cases import ENVS, played
-from tiny_env import oracle, step, tiny_env
+from tiny_env import AGAIN, oracle, step, tiny_env
 
 import flowgrpo as fg
-from flowgrpo.envs.checks import _check_oracle, _check_play
-from flowgrpo.envs.env import fill
+from flowgrpo.envs.checks import _check_answer, _check_oracle, _check_play
+from flowgrpo.envs.env import END, fill
 
 TINY = ENVS["tiny"]
 
@@ -126,3 +126,9 @@ def test_E1_an_oracle_that_loses_or_runs_out_of_turns_is_named():
     unended = lost._replace(step=plays.step._replace(done=np.zeros_like(plays.step.done)))
     with pytest.raises(fg.BadInput, match=r"the oracle solves 0%.*or needs more than turns=5: 100% of its episodes"):
         _check_oracle(TINY, unended, "test")
+
+
+def test_E1_an_answer_that_is_not_the_oracle_s_last_action_is_named():
+    wrong = TINY._replace(answer=lambda _: (fill([AGAIN, END], 3), jnp.int32(2)))
+    with pytest.raises(fg.BadInput, match=r"answer is 'again <end>' where the oracle ends a task by '(one|two) <end>'"):
+        _check_answer(wrong, played(TINY, "oracle"))

@@ -9,7 +9,7 @@ import pytest
 from env_cases import ENVS, PLAYERS, TRACES, N, at, batched, keys, play, played, player, repeated, tasks_of, to_numpy
 
 import flowgrpo as fg
-from flowgrpo.envs.checks import _check_oracle, _check_play, _check_shapes
+from flowgrpo.envs.checks import _check_answer, _check_oracle, _check_play, _check_shapes
 from flowgrpo.envs.env import SPLITS
 from flowgrpo.envs.expressions import combination
 
@@ -117,6 +117,8 @@ def test_E1_a_finished_state_stays_as_it_is(env):
 def test_the_oracle_solves_what_demonstrations_seldom_and_random_tokens_never_do(env):
     (oracle, demonstrations, random), case = (played(env, name) for name in PLAYERS[:3]), CASES[env.name]
     _check_oracle(env, oracle, "train")
+    _check_answer(env, oracle)
+    assert (env.answer is None) == (env.name == "maze")
     assert (oracle.live.sum(axis=1) >= 3).mean() >= 0.8
     assert demonstrations.step.error[demonstrations.live].mean() <= case.malformed
     assert case.solved[0] <= demonstrations.state.correct.mean() <= case.solved[1]

@@ -30,4 +30,5 @@ def test_an_oracle_calls_the_right_tool_and_demonstrations_seldom_do():
     assert 0.25 < right_tool_share(env, played) < 0.45  # 35 % by what `lookup` says of them
     # Where a call alone can't tell, and where none was made, nothing is said.
     assert right_tool_share(fg.maze(), played) is None
+    assert right_tool_share(fg.lookup(tools=3), played) is None  # whose words are others
     assert right_tool_share(env, played.replace(tool=jnp.full_like(played.tool, -1))) is None

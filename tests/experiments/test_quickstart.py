@@ -10,6 +10,7 @@ import pytest
 
 from experiments import setups
 from experiments.pure_work import pure_work
+from experiments.recorded import read_trajectories
 from experiments.same_run import differences
 from experiments.session import Session
 from flowgrpo import loop
@@ -50,6 +51,9 @@ def test_a_run_writes_what_it_says(whole):
     assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [line["update"] for line in metrics(whole, "train")] == [1, 2]
     assert [line["update"] for line in metrics(whole, "validation")] == [0, 1, 2]
+    for one in read_trajectories(whole):  # the gold answer is that of the task which was played
+        digit, *_ = one.played.task.query.split()
+        assert one.played.task.answers == (f"{digit} <end>",)
     assert "seconds" not in (whole / "metrics.jsonl").read_text()
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from flowgrpo.report.metrics import Metrics
-from flowgrpo.report.plots import COLOURS, curve, curves, tool_mix
+from flowgrpo.report.plots import COLOURS, curve, curves, make_figure, tool_mix
 from flowgrpo.types import BadInput
 
 
@@ -11,10 +11,10 @@ def write_run(folder, tools=("lookup", "add"), updates: int = 12) -> list[dict]:
     """A run that learns, with an evaluation every fourth update."""
     lines = [{"phase": "warmstart", "update": 1, "loss": 2.0}]
     for update in range(updates):
-        rate, mix = update / 20, {tool: (i + update) / 30 for i, tool in enumerate(tools)}
+        rate, mix = update / 40, {tool: (i + update) / 60 for i, tool in enumerate(tools)}
         lines.append({"phase": "train", "update": update, "success": rate, "tools": mix})
         if update % 4 == 0:
-            bounds = {"success_low": rate / 2, "success_high": 0.9}
+            bounds = {"success_low": rate / 2, "success_high": rate + 0.1, "right_tool": 0.6}
             lines.append({"phase": "validation", "update": update, "success": rate, **bounds})
     with Metrics(folder) as metrics:
         for line in lines:
@@ -34,19 +34,31 @@ def test_curves_are_drawn_beside_the_metrics_and_again_to_the_same_bytes(tmp_pat
         file.write('{"phase": "tra')  # a run that still goes on
     path = curves(tmp_path)
     assert path == tmp_path / "curves.png"
-    assert size(path.read_bytes()) == (1125, 1020)
+    assert size(path.read_bytes()) == (1125, 1245)
     again = curves(tmp_path, tmp_path / "other.png", title=tmp_path.name)
     assert again.read_bytes() == path.read_bytes()
     assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "timings.jsonl", "curves.png", "other.png"}
 
 
-def test_a_run_without_tools_has_one_panel_and_points_are_those_of_the_phase(tmp_path):
+def test_a_run_without_tools_has_no_panel_of_them_and_points_are_those_of_the_phase(tmp_path):
     lines = write_run(tmp_path, tools=(), updates=5)
-    assert size(curves(tmp_path).read_bytes()) == (1125, 540)
-    assert curve(lines, "validation", "success") == ([0, 4], [0.0, 0.2])
+    assert [axis.get_ylabel() for axis in make_figure(lines).axes] == [
+        "success rate",
+        "share of calls\nto the right tool",
+    ]
+    assert curve(lines, "validation", "success") == ([0, 4], [0.0, 0.1])
     lines = write_run(tmp_path, updates=5)
-    assert tool_mix(lines, "train")["add"] == ([0, 1, 2, 3, 4], [i / 30 for i in range(1, 6)])
+    assert tool_mix(lines, "train")["add"] == ([0, 1, 2, 3, 4], [i / 60 for i in range(1, 6)])
     assert tool_mix(lines, "validation") == {}
+
+
+def test_ticks_are_whole_updates_and_axes_end_where_the_figures_do(tmp_path):
+    success, right, tools = make_figure(write_run(tmp_path)).axes
+    assert all(float(tick).is_integer() for tick in tools.get_xticks())
+    assert [round(axis.get_ylim()[1] / 1.02, 3) for axis in (success, right, tools)] == [0.3, 0.6, 0.2]
+    labels = [[line.get_label() for line in axis.get_lines()] for axis in (success, right, tools)]
+    assert labels == [["train", "validation"], ["validation"], ["lookup", "add"]]
+    assert [line.get_color() for line in success.get_lines()] == COLOURS[:2]  # as in every picture of a run
 
 
 def test_nothing_to_draw_and_no_place_to_draw_it_are_said(tmp_path):

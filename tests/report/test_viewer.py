@@ -81,9 +81,13 @@ def test_the_page_needs_nothing_else_and_forbids_it(tmp_path):
     assert "<title>a &lt; b</title>" in html
     assert "default-src 'none'" in html
     assert [each.name for each in path.parent.iterdir()] == ["page.html"]
-    filled = page({"x": "@@script@@ @@title@@"}, "@@data@@")  # what looks like a place of the template is a text
+    filled = page(
+        {"x": "@@script@@ @@title@@", "title": "@@data@@"}
+    )  # what looks like a place of the template is a text
     assert "<title>@@data@@</title>" in filled
-    assert '{"x":"@@script@@ @@title@@"}' in filled
+    assert '{"x":"@@script@@ @@title@@",' in filled
+    half = viewer(make_many(), tmp_path / "half.html", title="half a pair \ud800", note="\ud800")  # which UTF-8 lacks
+    assert "<title>half a pair ?</title>" in half.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

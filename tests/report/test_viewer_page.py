@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from viewer_cases import HOSTILE, make_many
+from viewer_cases import HOSTILE, INVISIBLE, make_many, named
 
 from flowgrpo.report.viewer import viewer
 
@@ -15,7 +15,30 @@ pytestmark = [
     ),
 ]
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,800")
+TITLE = f"Roll{INVISIBLE}outs"
 OPENED = "return [...document.querySelectorAll('article')].map(each => each.querySelector('.place').textContent)"
+
+
+def phases(**solved: str) -> str:
+    """The lines of the phases below the count, such as before="3 of 6 solved (50 %)"."""
+    names = {"before": "test before", "train": "train", "after": "test after"}
+    return "".join(f"\n{names[phase]} {words}" for phase, words in solved.items())
+
+
+TRAINED = phases(train="6 of 6 solved (100 %)")
+FILTERS = [
+    ("domain", "code", f"8 of 20{TRAINED}"),
+    ("phase", "test before", "6 of 20" + phases(before="0 of 6 solved (0 %)")),
+    ("outcome", "invalid", "2 of 20"),
+    ("status", "VERIFIER_FAILURE", "2 of 20"),
+    ("tool", "calculator", "12 of 20" + phases(before="0 of 6 solved (0 %)", after="3 of 6 solved (50 %)")),
+    ("changed", "failed → solved", "6 of 20" + phases(before="0 of 3 solved (0 %)", after="3 of 3 solved (100 %)")),
+    ("turns-low", "3", f"6 of 20{TRAINED}"),
+    ("reward-high", "0.5", "9 of 20" + phases(before="0 of 6 solved (0 %)", after="0 of 3 solved (0 %)")),
+    ("update-low", "4", f"8 of 20{TRAINED}"),
+    ("search", "T3 what", "2 of 20" + phases(before="0 of 1 solved (0 %)", after="1 of 1 solved (100 %)")),
+    ("search", "nowhere", "0 of 20"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +64,7 @@ def browser():
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     names = {"ratio": "π(update 9) / π(sampled)"}
-    return viewer(make_many(), tmp_path_factory.mktemp("page") / "page.html", title="Rollouts", names=names)
+    return viewer(make_many(), tmp_path_factory.mktemp("page") / "page.html", title=TITLE, names=names)
 
 
 @pytest.fixture
@@ -51,7 +74,7 @@ def page(browser, path):
     browser.get(path.as_uri())
     yield browser
     assert [line for line in browser.get_log("browser") if line["level"] == "SEVERE"] == []
-    assert browser.title == "Rollouts"
+    assert browser.title == browser.find_element("tag name", "h1").text == named(TITLE)
 
 
 def press(page, keys: str) -> None:
@@ -79,50 +102,30 @@ def opened(page) -> list[str]:
     return page.execute_script(OPENED)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "counted"),
-    [
-        ("domain", "code", "8 of 20, 6 solved (100 %)"),
-        ("phase", "test before", "6 of 20, 0 solved (0 %)"),
-        ("outcome", "invalid", "2 of 20"),
-        ("status", "VERIFIER_FAILURE", "2 of 20"),
-        ("tool", "calculator", "12 of 20, 3 solved (25 %)"),
-        ("changed", "failed → solved", "6 of 20, 3 solved (50 %)"),
-        ("turns-low", "3", "6 of 20, 6 solved (100 %)"),
-        ("reward-high", "0.5", "9 of 20, 0 solved (0 %)"),
-        ("update-low", "4", "8 of 20, 6 solved (100 %)"),
-        ("search", "T3 what", "2 of 20, 1 solved (50 %)"),
-        ("search", "nowhere", "0 of 20"),
-    ],
-)
-def test_filters_count_what_passes(page, name, value, counted):
-    assert choose(page, name, value) == counted
-    page.find_element("css selector", "#filters [type=reset]").click()
-    assert page.execute_async_script("setTimeout(() => arguments[0](document.getElementById('count').textContent), 50)")
-    assert page.find_element("id", "count").text.startswith("20 of 20")
-
-
-def test_filters_combine_and_what_is_no_number_bounds_nothing(page):
+def test_filters_count_what_passes_each_phase_alone(page):
+    for name, value, counted in FILTERS:
+        assert choose(page, name, value) == counted, name
+        page.find_element("css selector", "#filters [type=reset]").click()
+        text = "setTimeout(() => arguments[0](document.getElementById('count').textContent), 20)"
+        assert page.execute_async_script(text).startswith("20 of 20test before")
     choose(page, "domain", "mathematics")
     assert choose(page, "outcome", "solved").startswith("3 of 20")
-    assert choose(page, "turns-low", "many").startswith("3 of 20")
+    assert choose(page, "turns-low", "many").startswith("3 of 20")  # what is no number bounds nothing
     assert page.find_element("name", "turns-low").get_attribute("aria-invalid") == "true"
-
-
-def test_the_list_is_sorted(page):
     choose(page, "sort", "reward, high first")
     shown = [each.text for each in page.find_elements("css selector", ".row .reward")]
     assert shown == sorted(shown, key=lambda text: -1.0 if text == "\u2013" else float(text), reverse=True)
 
 
-def test_keys_go_through_trajectories_and_turns(page):
+def test_it_opens_on_the_trained_policy_and_keys_go_through_trajectories_and_turns(page):
+    assert "test after" in opened(page)[0]
     assert "t0" in opened(page)[0]
     press(page, "jj")
     assert "t2" in opened(page)[0]
     press(page, "k")
     assert "t1" in opened(page)[0]
     press(page, "G")
-    assert "c2" in opened(page)[0]
+    assert "test before" in opened(page)[0]
     press(page, "gn")
     current = "return [...document.querySelectorAll('.turn')].findIndex(turn => turn.classList.contains('current'))"
     assert page.execute_script(current) == 0
@@ -130,26 +133,23 @@ def test_keys_go_through_trajectories_and_turns(page):
     assert page.execute_script(current) == 1
     press(page, "p")
     assert page.execute_script(current) == 0
-
-
-def test_the_search_takes_its_keys_and_gives_them_back(page):
-    press(page, "/")
-    search = page.switch_to.active_element
-    search.send_keys("t4jj")
-    assert page.find_element("id", "count").text.startswith("0 of 20")
-    search.send_keys("\ue003\ue003\ue00c")  # two backspaces, escape
-    press(page, "j")
-    assert "test after" in opened(page)[0]
-
-
-def test_help_opens_and_closes(page):
     press(page, "?")
     assert page.execute_script("return document.getElementById('help').open")
     press(page, "\ue00c")
     assert not page.execute_script("return document.getElementById('help').open")
+    press(page, "/")  # the search takes its keys, and gives them back
+    search = page.switch_to.active_element
+    search.send_keys("t4jj")
+    assert page.find_element("id", "count").text == "0 of 20"
+    search.send_keys("\ue003\ue003\ue00c")  # two backspaces, escape
+    press(page, "j")
+    assert "test before" in opened(page)[0]
 
 
-def test_every_colouring_has_its_colours_and_its_legend(page):
+def test_every_colouring_has_its_colours_and_its_legend_or_says_why_not(page):
+    press(page, "cc")
+    assert "not recorded for this trajectory" in page.find_element("id", "legend").text
+    press(page, "CC")
     choose(page, "domain", "code")
     clear = "rgba(0, 0, 0, 0)"
     legend = page.find_element("id", "legend")
@@ -170,12 +170,10 @@ def test_every_colouring_has_its_colours_and_its_legend(page):
     assert legend.text.startswith("mask")
 
 
-def test_a_colouring_that_is_not_there_says_why(page):
-    press(page, "cc")
-    assert "not recorded for this trajectory" in page.find_element("id", "legend").text
-
-
-def test_a_token_tells_its_figures(page):
+def test_a_token_tells_its_figures_and_is_coloured_without_the_spaces_around_it(page):
+    pieces = "return [...document.querySelectorAll('.action .t')].slice(0, 4).map(each => each.textContent)"
+    assert page.execute_script(pieces) == ["Tool:", "calculator", "2", "+"]
+    assert page.find_element("css selector", ".action").get_attribute("textContent") == "Tool: calculator 2 + "
     choose(page, "domain", "code")
     press(page, "\ue014")  # right
     tip = page.find_element("id", "tip").text.split("\n")
@@ -195,6 +193,11 @@ def test_contexts_fold_and_unfold(page):
     press(page, "jf")
     assert page.execute_script(opens) == [True, True]
     assert len(page.find_elements("css selector", ".said .t")) == 4
+    choose(page, "domain", "code")  # a turn whose action was refused leads to what its policy was told
+    press(page, "f")
+    page.find_element("css selector", ".refused button").click()
+    assert page.execute_script(opens) == [False, False, True]
+    assert page.execute_script("return document.querySelectorAll('.turn')[2].classList.contains('current')")
 
 
 def test_the_same_task_before_and_after_stands_side_by_side(page):
@@ -224,15 +227,31 @@ def test_an_address_opens_the_same_again(page, path):
 
 def test_hostile_text_is_shown_and_does_nothing(page):
     choose(page, "outcome", "invalid")
-    shown = page.find_element("css selector", "h2").text
-    assert shown == HOSTILE.replace("\u202e", "⟨U+202E⟩")
+    assert page.find_element("css selector", "h2").text == named(HOSTILE)
     assert page.find_elements("css selector", "main img, main script") == []
     assert page.find_element("css selector", ".said").text.replace("\n", "").startswith("</script>")
     press(page, "j")
-    assert "never began" in page.find_element("tag name", "main").text
+    words = page.find_element("tag name", "main").text
+    assert "never began" in words
+    assert "none: it ended before" in words
 
 
 def test_the_calls_of_a_turn_and_the_verdict_are_shown(page):
     words = page.find_element("tag name", "article").text
     for part in ("calculator", "2 +", "it is not complete", "error", "Gold", "5", "failed", "reward 0.250", "1.50 s"):
         assert part in words
+
+
+def test_a_narrow_window_has_its_bar_in_one_line_and_filters_on_demand(page):
+    metrics = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        page.refresh()
+        heights = "return [...document.querySelectorAll('.segments label')].map(each => each.offsetHeight)"
+        assert len(set(page.execute_script(heights))) == 1
+        assert page.execute_script("return document.documentElement.scrollWidth") == 420
+        assert not page.find_element("name", "domain").is_displayed()
+        page.find_element("id", "more").click()
+        assert page.find_element("name", "domain").is_displayed()
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

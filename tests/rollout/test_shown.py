@@ -94,6 +94,13 @@ def test_a_task_of_another_kind_and_no_verdict_are_shown_too():
     assert (one.task, one.answers, one.verdict, one.parts) == ("{'digit': 3}", (), "", {})
 
 
+def test_the_action_that_finished_it_is_the_answer_of_a_record_without_one():
+    assert shown(played(output=None), SPELL).output == "6 1"
+    assert shown(played(output=None, turns=0, lens=(3,)), SPELL).output is None
+    cut = replace(played().trajectory, status=Status.TURN_LIMIT)
+    assert shown(played(output=None, trajectory=cut), SPELL).output is None
+
+
 def test_arrays_become_records_and_come_back():
     rng = np.random.default_rng(0)
     lost = played()

@@ -53,10 +53,11 @@ function quantity(read, name, k) {
   return typeof column === "number" ? column : column[rank];
 }
 
-/** Text with everything visible that could hide or reorder it. */
+/** Text in which every character can be seen: what is invisible, or hides or reorders others, is named. */
 function visible(text) {
-  return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g,
-    (c) => `⟨U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+  // All of "Other" (controls, formats, lone surrogates) but tab and newline, what fonts leave out, and two blank signs.
+  return text.replace(/(?![\t\n])[\p{C}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}\u2800\u{1d159}]/gu,
+    (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 }
 
 // What the list shows and filters by, counted once.
@@ -81,6 +82,12 @@ FIELDS.task.forEach((task, i) => {
   if (!OF_TASK.has(task)) OF_TASK.set(task, []);
   OF_TASK.get(task).push(i);
 });
+
+/** How late i was played: after training comes last, before training first, and updates stand between them. */
+function time(i) {
+  const phase = field("phase", i);
+  return phase === AFTER ? Infinity : phase === BEFORE ? -1 : FIELDS.update[i] ?? 0;
+}
 
 /** The trajectory that belongs beside i: the same task after or before training, else the next one of its task. */
 function partner(i) {

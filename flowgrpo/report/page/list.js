@@ -5,6 +5,8 @@ const form = document.getElementById("filters");
 const list = document.getElementById("list");
 const rows = document.getElementById("rows");
 const SORTS = {
+  // First, and so what opens first: a reader asks what the trained policy does, and then how it began.
+  "latest first": (i) => -time(i),
   "as recorded": (i) => i,
   "reward, low first": (i) => FIELDS.reward[i] ?? Infinity,
   "reward, high first": (i) => -(FIELDS.reward[i] ?? -Infinity),
@@ -81,13 +83,25 @@ function refilter() {
   found = Array.from({ length: COUNT }, (_, i) => i).filter(passes);
   for (const i of found) keys.set(i, key(i));
   found.sort((a, b) => (keys.get(a) < keys.get(b) ? -1 : keys.get(a) > keys.get(b) ? 1 : a - b));
-  const solved = found.filter((i) => outcome(i) === "solved").length, valid = found.filter((i) => FIELDS.counts[i]).length;
-  const rate = valid ? `, ${solved.toLocaleString("en")} solved (${Math.round((100 * solved) / valid)} %)` : "";
-  document.getElementById("count").textContent = `${found.length.toLocaleString("en")} of ${COUNT.toLocaleString("en")}${rate}`;
+  document.getElementById("count").replaceChildren(...count());
   rows.style.height = `${found.length * ROW}px`;
   rows.replaceChildren();
   list.scrollTop = 0;
   open(found.includes(state.open) ? state.open : found[0] ?? null);
+}
+
+/** How many pass, and which share is solved: of each phase alone, since another policy played it. */
+function count() {
+  const phases = new Map();
+  for (const i of [...found].sort((a, b) => time(a) - time(b))) {
+    const seen = phases.get(field("phase", i)) ?? { solved: 0, valid: 0 };
+    seen.solved += outcome(i) === "solved";
+    seen.valid += FIELDS.counts[i];
+    phases.set(field("phase", i), seen);
+  }
+  const rates = [...phases].filter(([, { valid }]) => valid).map(([phase, { solved, valid }]) => h("span", {},
+    h("span", { class: "muted" }, `${visible(phase) || "solved"} `), `${solved.toLocaleString("en")} of ${valid.toLocaleString("en")} solved (${Math.round((100 * solved) / valid)} %)`));
+  return [h("span", {}, `${found.length.toLocaleString("en")} of ${COUNT.toLocaleString("en")}`), ...rates];
 }
 
 /** Rows for what is in sight. */

@@ -94,7 +94,8 @@ function onKey(event) {
 }
 
 function begin() {
-  document.getElementById("note").textContent = DATA.note;
+  document.title = document.querySelector("h1").textContent = visible(DATA.title);
+  document.getElementById("note").textContent = visible(DATA.note);
   for (const name of QUANTITIES) {
     const input = h("input", { type: "radio", name: "colour", id: `colour-${name}`, checked: name === state.colour, onchange: () => setColour(name) });
     const label = h("label", { for: input.id, class: isKnown(name) ? "" : "absent", title: isKnown(name) ? NAMES[name] : `not available: ${DATA.lacking[name]}` }, SHORT[name]);
@@ -104,6 +105,7 @@ function begin() {
   for (const [name, of] of Object.entries(OFFERED)) offer(name, of);
   for (const name of Object.keys(RANGES)) form.elements[`${name}-low`].parentElement.hidden = !Array.from({ length: COUNT }, (_, i) => RANGES[name](i)).some((x) => x !== null);
   form.elements.sort.append(...Object.keys(SORTS).map((name) => h("option", { value: name }, `↕ ${name}`)));
+  document.getElementById("more").addEventListener("click", (event) => event.target.setAttribute("aria-expanded", String(form.classList.toggle("unfolded"))));
   document.getElementById("asked").addEventListener("click", ACTIONS["?"]);
   document.getElementById("theme").addEventListener("click", () => {
     const root = document.documentElement, isDark = getComputedStyle(root).colorScheme === "dark" || (getComputedStyle(root).colorScheme !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);

@@ -3,16 +3,17 @@
 const tip = document.getElementById("tip");
 let cursor = null; // the token that the arrow keys move
 
-/** Spans for the tokens from..to of a turn. */
+/** Spans for the tokens from..to of a turn; spaces and line ends around a token's own text are not coloured. */
 function spans(turn, from, to) {
   const read = readTurn(turn), out = document.createDocumentFragment();
   for (let k = from; k < to; k++) {
-    const piece = visible(DATA.vocabulary.pieces[read.numbers[k]]);
-    const span = h("span", { class: read.rank[k] < 0 ? "t context" : "t" }, piece.replaceAll("\n", "↵\n"));
+    const piece = visible(DATA.vocabulary.pieces[read.numbers[k]]).replaceAll("\n", "↵\n");
+    const [, before, own, after] = /^ *$/.test(piece) ? ["", "", piece, ""] : /^( *)(.*?)([ \n]*)$/s.exec(piece);
+    const span = h("span", { class: read.rank[k] < 0 ? "t context" : "t" }, own);
     span.turn = turn;
     span.place = k;
     paint(span);
-    out.append(span);
+    out.append(before, span, after);
   }
   return out;
 }

@@ -17,7 +17,7 @@ function heading(i) {
   const place = [field("domain", i), when(i), `group ${FIELDS.group[i]}, sample ${FIELDS.sample[i]}`, field("task", i)];
   const seconds = FIELDS.seconds[i];
   const known = [
-    ["Answer", field("output", i) === null ? quiet("none was recorded") : text(field("output", i))],
+    ["Answer", field("output", i) !== null ? text(field("output", i)) : quiet(status === "FINISHED" ? "none was recorded" : "none: it ended before")],
     ["Gold", detail.answers.length ? text(detail.answers.map(word).join("\n")) : quiet("none: the environment judges")],
     ["Verdict", word(detail.verdict) ? text(word(detail.verdict)) : null],
     ["Parts", Object.keys(detail.parts).length ? partsOf(detail.parts) : null],
@@ -66,8 +66,21 @@ function turnOf(turn, t, detail) {
   const head = h("h3", {}, h("span", {}, `Turn ${t + 1}`), tool ? h("span", { class: "tool" }, visible(tool)) : null,
     turn.error ? h("span", { class: "error" }, "⚠ error") : null, h("span", { class: "facts" }, facts.filter(Boolean).join("  ·  ")));
   const calls = turn.calls.map(callOf);
-  if (turn.error && !turn.calls.length) calls.push(h("p", { class: "call muted" }, next ? "Nothing was called: the next context says why." : "Nothing was called."));
+  if (turn.error && !turn.calls.length) calls.push(refused(next ? t + 1 : null));
   return h("section", { class: turn.error ? "turn wrong" : "turn", tabindex: "-1" }, head, ...runs(turn), ...calls);
+}
+
+/** The line below an action that called nothing: where its policy was told why, if there is a turn after it. */
+function refused(next) {
+  const told = h("button", { type: "button", onclick: () => showContext(told.closest("article"), next) }, `See the context of turn ${next + 1}`);
+  return h("p", { class: "call refused" }, h("span", { class: "muted" }, "The action was refused, and nothing was called."), next === null ? null : told);
+}
+
+/** Unfold the contexts of a turn, and bring it into sight. */
+function showContext(article, t) {
+  const turn = article.querySelectorAll(".turn")[t];
+  for (const context of turn.querySelectorAll("details.context")) context.open = true;
+  walkTurns(t - (state.turn ?? -1));
 }
 
 /** Context and action in the order in which they stand. */
