@@ -55,7 +55,11 @@ def test_the_older_give_way_first_their_middle_then_the_observation_then_the_rec
     kinds = []
     for shown in seen:
         kind = tuple(
-            "whole" if letter * 300 in shown else "cut" if f'-> "{letter}' in shown else str(f'echo("call {i}")' in shown)
+            "whole"
+            if letter * 300 in shown
+            else "cut"
+            if f'-> "{letter}' in shown
+            else str(f'echo("call {i}")' in shown)
             for i, letter in enumerate("abc", 1)
         )
         if not kinds or kinds[-1] != kind:
