@@ -33,6 +33,8 @@ GENERATION_CONFIG = "generation_config.json"
 # Two Unicode noncharacters, which are never text: one breaks up special tokens, one stands for the assistant's words.
 BREAK, PLACEHOLDER = "\ufdd0", "\ufdd1"
 NOTHING = re.compile("(?!)")
+LINE_END = re.compile("\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")  # whatever some reader takes for one
+UNWRITTEN = re.compile("[\x7f-\x9f\u2028\u2029]")  # what JSON leaves as it is, though it is no letter
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +163,25 @@ def _integers(values: Iterable[Any], what: str) -> list[int]:
     if min(found, default=0) < 0:
         raise BadInput(f"{what} must be at least 0, but one is {min(found)}")
     return found
+
+
+# Data in a message ------------------------------------------------------------------------------------
+
+
+def clean(string: str) -> str:
+    """`string` as valid Unicode: lone surrogates become question marks, and the markers of this module go."""
+    return string.encode("utf-8", "replace").decode().replace(BREAK, "").replace(PLACEHOLDER, "")
+
+
+def quote(string: str) -> str:
+    """`string` with "> " before each of its lines, so that none of them passes for a line of ours."""
+    return "> " + LINE_END.sub("\n> ", string)
+
+
+def as_json(value: Any) -> str:
+    """`value` in one line of JSON, whose strings end where they say; letters of all scripts stand as they are."""
+    written = json.dumps(value, ensure_ascii=False)
+    return UNWRITTEN.sub(lambda match: f"\\u{ord(match[0]):04x}", written)
 
 
 # Rendering --------------------------------------------------------------------------------------------

@@ -30,10 +30,9 @@ from flowgrpo.agent.state import (
     Malformed,
     Plan,
     Verdict,
-    clean,
 )
 from flowgrpo.contracts import Call, Do, Said
-from flowgrpo.text import Text
+from flowgrpo.text import Text, clean
 from flowgrpo.types import Status
 
 TOOL = "tool"
@@ -144,17 +143,15 @@ def _executed(state: AgentState, value: Mapping[str, Any] | Malformed, do: Do) -
     result = do(Call("tool", plan.tool, value, _seed(state, TOOL)))
     if result.failure:
         return _failed(replace(state, called=plan.tool), f"{plan.tool}: {result.failure}")
-    command, seen = clean(command_of(value)), clean(result.text)
-    memory = state.memory.add(Record(state.turn, plan.sub_goal, plan.tool, command, seen, result.error))
+    record = Record(state.turn, plan.sub_goal, plan.tool, command_of(value), clean(result.text), result.error)
     error = state.error or result.error
-    return replace(state, memory=memory, called=plan.tool, error=error, stage=VERIFIER)
+    return replace(state, memory=state.memory.add(record), called=plan.tool, error=error, stage=VERIFIER)
 
 
 def _verified(state: AgentState, value: Verdict | Malformed, _do: Do) -> AgentState:
     """STOP ends the episode; what can't be read is CONTINUE."""
     verdict = Verdict(False) if isinstance(value, Malformed) else value
-    words = ("stop" if verdict.stop else "continue") + (f": {verdict.reason}" if verdict.reason else "")
-    state = replace(state, memory=state.memory.judged(words))
+    state = replace(state, memory=state.memory.judged(*verdict))
     return replace(state, stage=GENERATOR) if verdict.stop else _next_turn(state)
 
 

@@ -1,20 +1,25 @@
 """Memory M: what the agent did and saw, as records in their order; records and a token budget flow in, text flows out.
 
-    1. calculator(2*3) -> 6
-    2. look it up: search(boiling point of water) -> 100 C [continue: the question asks for Fahrenheit]
-    3. error: there is no tool 'browser'; choose one of calculator, search, answer
+    1. calculator("2*3") -> "6"
+    2. "look it up": search("boiling point of water") -> "100 C" [continue: "the question asks for Fahrenheit"]
+    3. add({"a": 2}) -> error: "b is missing"
+    4. error: "there is no tool 'browser'; choose one of calculator, add, search, answer"
 
-Later lines of a field are indented, so that nothing a tool says passes for a record of ours.
+Whatever a model or a tool said is JSON, so it ends where it says, and nothing in it passes for a word of ours. Two
+memories that differ never give the same text, unless something is left out: `...` outside of quotation marks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
+
+from flowgrpo.text import as_json
 
 Count = Callable[[str], int]  # tokens of a text
 
 LONGEST_TOKEN = 16  # characters that one token of a budget stands for, before anything is counted
-LEFT_OUT = "(left out)"
+LEFT_OUT = "..."
 LEAST_FIELD = 8  # tokens of a field that is cut
 WHOLE, BRIEF, BARE = range(3)  # how much of a record is shown
 
@@ -26,10 +31,11 @@ class Record:
     turn: int  # from 1 on
     sub_goal: str
     tool: str
-    command: str  # its arguments as they are shown
+    command: str | Mapping[str, Any]  # its arguments: the text where they are one, else a JSON object
     observation: str
     error: bool = False
-    verdict: str = ""  # "continue" or "stop", with ": reason" where the verifier gave one
+    stop: bool = False  # the verifier's decision after it
+    reason: str = ""  # of the decision
 
 
 @dataclass(frozen=True)
@@ -42,9 +48,9 @@ class Memory:
         """This memory with `record` after the others."""
         return Memory((*self.records, record))
 
-    def judged(self, verdict: str) -> "Memory":
-        """This memory with the verifier's word on its newest record."""
-        return Memory((*self.records[:-1], replace(self.records[-1], verdict=verdict)))
+    def judged(self, stop: bool, reason: str) -> "Memory":
+        """This memory with the verifier's decision on its newest record."""
+        return Memory((*self.records[:-1], replace(self.records[-1], stop=stop, reason=reason)))
 
     def since(self, count: int) -> "Memory":
         """The records after the first `count`."""
@@ -78,28 +84,28 @@ def render(memory: Memory, *, budget: int, count: Count, each: int | None = None
     return found
 
 
-def shorten(string: str, budget: int, count: Count) -> str:
-    """`string` in at most `budget` tokens: where it has more, a mark stands for its middle; "" where nothing fits."""
-    if len(string) <= budget * LONGEST_TOKEN and count(string) <= budget:
-        return string
+def shorten(string: str, budget: int, count: Count, write: Callable[[str], str] = str) -> str:
+    """Write `string` in at most `budget` tokens: both ends around a mark where it has more; "" where nothing fits."""
+    if len(string) <= budget * LONGEST_TOKEN and count(whole := write(string)) <= budget:
+        return whole
     fits, too_many = -1, min(len(string), budget * LONGEST_TOKEN)
     start = string[: 2 * max(budget, 1)]
     guess = len(start) * budget // max(count(start), 1)
     # Of the characters that are kept, `fits` fits (-1: none was found to) and `too_many` does not, to 3 %.
     while too_many - fits > 1 + max(fits, 0) // 32:
         keep = guess if fits < guess < too_many else (fits + too_many) // 2
-        tokens = count(_cut(string, keep))
+        tokens = count(_cut(string, keep, write))
         fits, too_many = (keep, too_many) if tokens <= budget else (fits, keep)
         if budget * 15 // 16 <= tokens <= budget:
             break
         guess = keep * budget * 31 // (32 * max(tokens, 1))
-    return _cut(string, fits) if fits >= 0 else ""
+    return _cut(string, fits, write) if fits >= 0 else ""
 
 
-def _cut(string: str, keep: int) -> str:
-    """`keep` characters of both ends, and how many are left out between them."""
-    tail = string[len(string) - keep // 2 :]
-    return f"{string[: keep - keep // 2]} [... {len(string) - keep} characters ...] {tail}"
+def _cut(string: str, keep: int, write: Callable[[str], str]) -> str:
+    """Write `keep` characters of both ends, and how many are left out between them."""
+    head, tail = string[: keep - keep // 2], string[len(string) - keep // 2 :]
+    return f"{write(head)} [... {len(string) - keep} characters ...] {write(tail)}"
 
 
 def _steps(records: int) -> list[tuple[int, ...]]:
@@ -123,17 +129,22 @@ def _joined(levels: tuple[int, ...], lines: dict[tuple[int, int], str]) -> str:
 
 def _line(record: Record, level: int, *, sizes: tuple[int, int], count: Count) -> str:
     """A record with as much of it as its level shows."""
-    size = sizes[min(level, BRIEF)]
-    fields = (record.sub_goal, record.tool, record.command, record.observation, record.verdict)
-    goal, tool, command, seen, verdict = (shorten(_inside(value), size, count) for value in fields)
+    field = partial(_field, size=sizes[min(level, BRIEF)], count=count)
+    head = f"{record.turn}. " + (f"{field(record.sub_goal)}: " if record.sub_goal else "")
+    called = f"{record.tool}({field(record.command)}) -> " if record.tool or record.command != "" else ""
+    seen = field(record.observation)
     if level == BARE and len(seen) > len(LEFT_OUT):
         seen = LEFT_OUT
-    head = f"{record.turn}. " + (f"{goal}: " if goal else "")
-    called = f"{tool}({command}) -> " if tool else ""
-    reason = f" [{verdict}]" if ":" in verdict else ""
-    return head + called + ("error: " if record.error else "") + seen + reason
+    reason = f": {field(record.reason)}" if record.reason else ""
+    verdict = f" [{'stop' if record.stop else 'continue'}{reason}]" if record.stop or reason else ""
+    return head + called + ("error: " if record.error else "") + seen + verdict
 
 
-def _inside(string: str) -> str:
-    """`string` with its later lines indented, whatever the character that ends them."""
-    return "\n  ".join(string.splitlines())
+def _field(value: str | Mapping[str, Any], size: int, count: Count) -> str:
+    """Write a field as JSON of at most `size` tokens, or both of its ends as two texts; no arguments are nothing."""
+    if not isinstance(value, str):
+        written = as_json(value) if value else ""
+        if shorten(written, size, count) == written:
+            return written
+        value = written
+    return shorten(value, size, count, as_json) or LEFT_OUT

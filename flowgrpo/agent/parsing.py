@@ -10,10 +10,11 @@ What a model thinks between <think> and </think> is no part of what it says.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from flowgrpo.agent.state import ANSWER, AgentState, Malformed, Plan, Verdict, clean
+from flowgrpo.agent.state import ANSWER, AgentState, Malformed, Plan, Verdict
+from flowgrpo.text import clean
 
 HEADER = re.compile(r"[ \t]*(sub[-_ ]?goal|tool|context)[ \t]*:[ \t]*(.*)", re.IGNORECASE)
 VERDICT = re.compile(r"^[^\w\n]*(?:(?:conclusion|verdict)\W+)?(stop|continue)\b\W*", re.IGNORECASE | re.MULTILINE)
@@ -98,21 +99,21 @@ def read_object(text: str) -> dict[str, Any] | None:
     """The JSON object that `text` is, or None."""
     try:
         found = json.loads(text, parse_constant=_refuse)
-        return (
-            json.loads(clean(json.dumps(found, ensure_ascii=False, allow_nan=False)))
-            if isinstance(found, dict)
-            else None
-        )
+        return _cleaned(found, allow_nan=False) if isinstance(found, dict) else None
     except (ValueError, RecursionError):
         return None
 
 
-def command_of(arguments: Mapping[str, Any]) -> str:
-    """Arguments as they are shown: the one text that is given, or JSON."""
-    values: Sequence[Any] = list(arguments.values())
-    if len(values) == 1 and isinstance(values[0], str):
-        return values[0]
-    return json.dumps(dict(arguments), ensure_ascii=False) if values else ""
+def command_of(arguments: Mapping[str, Any]) -> str | dict[str, Any]:
+    """Arguments as they are remembered: the one text that is given, or a copy of them all."""
+    given = _cleaned(dict(arguments))
+    (value, *more) = given.values() or [None]
+    return value if isinstance(value, str) and not more else given
+
+
+def _cleaned(arguments: dict[str, Any], *, allow_nan: bool = True) -> dict[str, Any]:
+    """Copy arguments with valid Unicode only."""
+    return json.loads(clean(json.dumps(arguments, ensure_ascii=False, allow_nan=allow_nan)))
 
 
 def parameters_of(schema: Mapping[str, Any]) -> tuple[dict[str, list[str]], list[str]]:

@@ -10,9 +10,8 @@ from hashlib import blake2b
 from typing import Any
 
 from flowgrpo.agent.rendering import first_tokens
-from flowgrpo.agent.state import clean
 from flowgrpo.contracts import Do, HostEnv, HostStep, Said
-from flowgrpo.text import Text, guard
+from flowgrpo.text import Text, clean, guard
 from flowgrpo.types import Status, Task, check_range
 
 

@@ -6,7 +6,7 @@ turn 1
            Context: 2*3
   call     calculator(2*3)
   seen     6
-  verdict  continue
+  verdict  continue: it may be checked
 output     6
 ended      FINISHED
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from flowgrpo.agent.memory import shorten
 from flowgrpo.agent.state import AgentState
-from flowgrpo.text import Text
+from flowgrpo.text import Text, as_json
 from flowgrpo.types import Turn
 
 WIDTH = 9  # of the column that says what a line is
@@ -48,10 +48,12 @@ def _turn(text: Text, state: AgentState, spoken: list, number: int, prompt: int)
         if record.turn != number:
             continue
         if record.tool:
-            yield from _entry("call", f"{record.tool}({record.command})")
+            given = record.command if isinstance(record.command, str) else as_json(record.command)
+            yield from _entry("call", f"{record.tool}({given})")
         yield from _entry("error" if record.error else "seen", record.observation)
-        if record.verdict:
-            yield from _entry("verdict", record.verdict)
+        if record.stop or record.reason:
+            verdict = "stop" if record.stop else "continue"
+            yield from _entry("verdict", f"{verdict}: {record.reason}" if record.reason else verdict)
 
 
 def _action(text: Text, role: str, turn: Turn, prompt: int) -> list[str]:

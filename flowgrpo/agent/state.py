@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flowgrpo.agent.memory import Memory, Record
-from flowgrpo.text import BREAK, PLACEHOLDER, Conversation
+from flowgrpo.text import Conversation
 from flowgrpo.types import BadInput, Status
 
 ANSWER = "answer"  # the planner's pseudo tool that ends the episode
@@ -103,11 +103,6 @@ def seed_of(key: Any) -> tuple[int, ...]:
     if found_s.dtype.kind not in "iu":
         raise BadInput(f"the key of a trajectory must be a key of JAX or integers, not {key!r:.80}")
     return tuple(int(i) for i in found_s.ravel())
-
-
-def clean(string: str) -> str:
-    """`string` as valid Unicode: lone surrogates become question marks, and the markers of `text` go."""
-    return string.encode("utf-8", "replace").decode().replace(BREAK, "").replace(PLACEHOLDER, "")
 
 
 # As JSON ----------------------------------------------------------------------------------------------

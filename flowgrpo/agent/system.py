@@ -11,11 +11,12 @@ with an error that it sees next time (A4); what a role that is not trained gets 
     verifier: CONTINUE                 generator: the output is ""
 
 What fails outside (`Result.failure`) ends the trajectory with TOOL_FAILURE. The contract of `reset` knows no end: where
-the episode is over before a trained role could speak, `Said` is one sentence about it, and the next step ends it,
-whatever the action. The deadline is the caller's.
+the episode is over before a trained role could speak, `Said` is the prompt that it would have had (its beginning, where
+it is too long), and the next step ends it, whatever the action. The deadline is the caller's.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,14 +37,14 @@ from flowgrpo.agent.state import (
     AgentState,
     Budget,
     anchor,
-    clean,
     seed_of,
 )
 from flowgrpo.contracts import Do, HostEnv, HostStep, Said
-from flowgrpo.text import Text, guard
+from flowgrpo.text import Text, clean, guard
 from flowgrpo.types import BadInput, Status, Task
 
 ROUND = (PLANNER, EXECUTOR, VERIFIER)  # who speaks in each turn of the planner
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,127}")  # of a tool, as `tools.schema` has it: prompts show it bare
 ANY_PLANNER = make.planner()
 
 
@@ -92,10 +93,16 @@ def _reset(system: System, key: Any, task: Task, do: Do) -> tuple[AgentState, Sa
     stage = PLANNER if system.roles[ANALYST] is None else ANALYST
     state = AgentState(task.id, clean(task.query), system.schemas, system.budget, stage, seed_of(key))
     state, said = go_on(system, state, do)
-    if said is None:
-        note = f"The episode is over before your turn: {state.reason[:200] or 'the others have answered'}."
-        said = Said(first_tokens(system.frame.text, [{"role": "user", "content": note}]), appends=False)
-    return state, said
+    return state, said or _unheard(system, state)
+
+
+def _unheard(system: System, state: AgentState) -> Said:
+    """The prompt of a trained role whose turn never came."""
+    role = system.roles[system.trained[0]]
+    assert isinstance(role, Role)  # what is trained is one
+    said = fresh(system.frame, state, role)[1]
+    room = system.budget.tokens
+    return said or Said(first_tokens(system.frame.text, role.prompt(state, ""))[:room], appends=False)
 
 
 def _step(system: System, state: AgentState, tokens: Sequence[int], do: Do) -> tuple[AgentState, HostStep]:
@@ -129,7 +136,7 @@ def _check_roles(filled: Mapping[str, Any], trained: Sequence[str], rendering: R
 
 
 def _own(schemas: Sequence[Schema]) -> tuple[Schema, ...]:
-    """A copy of the schemas, whose names are one line each and differ in more than their case."""
+    """A copy of the schemas, whose names are plain words that differ in more than their case."""
     try:
         own = json.loads(json.dumps(list(schemas)))
         names = [str(schema["name"]) for schema in own]
@@ -138,8 +145,9 @@ def _own(schemas: Sequence[Schema]) -> tuple[Schema, ...]:
             f"schemas must be JSON objects with a name: give `tool.schema` of each tool ({error})"
         ) from error
     for name in names:
-        if not name.strip() or name != name.strip() or len(name.splitlines()) != 1 or name.casefold() == ANSWER:
-            raise BadInput(f"a tool has the name {name!r}: give it a name in one line, other than {ANSWER!r}")
+        if not NAME.fullmatch(name) or name.casefold() == ANSWER:
+            allowed = f"up to 128 letters, digits, _, -, . and /, other than {ANSWER!r}"
+            raise BadInput(f"a tool has the name {name!r}: give it one of {allowed}")
         if [other.casefold() for other in names].count(name.casefold()) > 1:
             raise BadInput(f"two tools have the name {name!r}: give each one of its own")
     return tuple(own)

@@ -10,8 +10,9 @@ replies instead.
 The judge is a snapshot: arrays never change. Where an update donates the same arrays, give the judge copies
 (`jax.tree.map(jnp.copy, params)`).
 
-The answer is aimed at its judge sooner or later. So it stands between quotation marks on each of its lines, its control
-tokens are broken up, what is asked comes after it, and the verdict is read where the template invites the reply.
+The answer is aimed at its judge sooner or later. So each of its lines begins with "> ", and a line of ours says where
+its middle is left out; its control tokens are broken up, what is asked comes after it, and the verdict is read where
+the template invites the reply.
 """
 
 import zlib
@@ -32,10 +33,9 @@ from flowgrpo.rewards.prompts import (
     control_ids,
     first_line,
     in_fixed_shapes,
-    quote,
     shorten,
 )
-from flowgrpo.text import Text, guard, start
+from flowgrpo.text import Text, guard, quote, start
 from flowgrpo.types import BadInput, Task
 
 NextLogp = Callable[[TokenLists], np.ndarray]  # lists of ids -> [n v]: log-probabilities of what follows each

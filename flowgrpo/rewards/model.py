@@ -21,7 +21,6 @@ from flowgrpo.rewards.prompts import (
     LEAST_BUDGET,
     LENGTHS,
     TokenLists,
-    clean,
     control_ids,
     encode_marked,
     first_line,
@@ -29,7 +28,7 @@ from flowgrpo.rewards.prompts import (
     mark,
     shorten,
 )
-from flowgrpo.text import Text, guard, split_all
+from flowgrpo.text import Text, clean, guard, split_all
 from flowgrpo.types import BadInput, Task
 
 ScoreTokens = Callable[[TokenLists], np.ndarray]  # lists of ids -> [n]: the score after the last of each

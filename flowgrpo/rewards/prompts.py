@@ -1,7 +1,7 @@
 """Model input of rewards: text as data, made short, never as control tokens; ragged lists in fixed shapes.
 
     guard(text)                     -> a Text that breaks up every control token that data spells
-    shorten(text, string, budget)   -> at most `budget` tokens of it; a mark stands for the middle that is left out
+    shorten(text, string, budget)   -> at most `budget` tokens of it, quoted; a line of ours stands for its middle
     in_fixed_shapes(function)       -> the same over lists of ids, padded to a fixed width and one of a few lengths
 
 An answer may be 10 MB long, binary, or aimed at its judge. It is cut before it is tokenised, so the work is bounded by
@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from flowgrpo.text import BREAK, PLACEHOLDER, Text
+from flowgrpo.text import BREAK, Text, clean, quote
 from flowgrpo.types import BadInput
 
-LEFT_OUT = " [... the middle is left out here ...] "
+LEFT_OUT = "[... the middle is left out here ...]"
 LONGEST_TOKEN = 16  # characters that one token of a budget stands for, before anything is tokenised
 LEAST_BUDGET = 64  # tokens; room for the mark of what is left out
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
@@ -31,16 +31,6 @@ def control_ids(text: Text) -> frozenset[int]:
     return frozenset(text.tokenizer.get_added_vocab().values())
 
 
-def clean(string: str) -> str:
-    """`string` as valid Unicode: lone surrogates become question marks, and our own markers go."""
-    return string.encode("utf-8", "replace").decode().replace(BREAK, "").replace(PLACEHOLDER, "")
-
-
-def quote(string: str) -> str:
-    """`string` with "> " before each of its lines, so that none of them passes for a line of ours."""
-    return "\n".join(f"> {line}" for line in string.splitlines() or [""])
-
-
 def mark(text: Text, string: str) -> str:
     """`string` with `BREAK` inside each control token that it spells; `text` is guarded."""
     return text.special.sub(lambda match: match[0][0] + BREAK + match[0][1:], clean(string))
@@ -52,18 +42,24 @@ def encode_marked(text: Text, string: str) -> list[int]:
 
 
 def shorten(text: Text, string: str, budget: int, *, shape: Callable[[str], str] = quote) -> str:
-    """`shape(string)` in at most `budget` tokens, with `LEFT_OUT` in place of its middle where it has more."""
+    """`shape(string)` in at most `budget` tokens; where it has more, `shape` of both ends, with `LEFT_OUT` between."""
     half = budget * LONGEST_TOKEN // 2
-    bounded = string if len(string) <= 2 * half else string[:half] + LEFT_OUT + string[-half:]
-    shaped = shape(clean(bounded))
-    ids = encode_marked(text, mark(text, shaped))
-    short, keep, excess = shaped, budget, len(ids) - budget
-    while excess > 0 and keep > 0:  # what is decoded may be encoded again in a few tokens more
-        keep = max(keep - excess, 0) if short is not shaped else budget - len(text.encode(LEFT_OUT))
-        head, tail = ids[: (keep + 1) // 2], ids[len(ids) - keep // 2 :] if keep > 0 else []
-        short = text.decode(head) + LEFT_OUT + text.decode(tail)
-        excess = len(encode_marked(text, mark(text, short))) - budget
-    return short
+    if len(string) <= 2 * half and len(_ids(text, whole := shape(clean(string)))) <= budget:
+        return whole
+    start = min(half, len(string) // 2)
+    head, tail = (_ids(text, end) for end in (string[:start], string[max(start, len(string) - half) :]))
+    keep = budget
+    while True:  # shaping adds tokens, and so may encoding what was decoded
+        ends = head[: (keep + 1) // 2], tail[max(len(tail) - keep // 2, 0) :]
+        short = f"\n{LEFT_OUT}\n".join(shape(text.decode(end)) for end in ends)
+        size = len(_ids(text, short))
+        if size <= budget or keep == 0:
+            return short
+        keep = min(keep - 1, keep * budget // size)
+
+
+def _ids(text: Text, string: str) -> list[int]:
+    return encode_marked(text, mark(text, string))
 
 
 def first_line(error: Exception) -> str:

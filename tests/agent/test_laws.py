@@ -21,6 +21,7 @@ from flowgrpo.contracts import Call, Result
 from flowgrpo.effects import from_json as effect_from_json
 from flowgrpo.effects import recorded, replayed
 from flowgrpo.effects import to_json as effect_to_json
+from flowgrpo.text import as_json
 from flowgrpo.types import BadInput, Status
 
 TEXT = agent_text()
@@ -187,7 +188,7 @@ def test_A4_a_bad_action_is_a_turn_with_an_error_observation(name, rendering):
     (record,) = state.memory.records
     assert record.error
     assert record.observation
-    assert f"error: {record.observation}" in played.prompts(TEXT)[1]
+    assert f"error: {as_json(record.observation)}" in played.prompts(TEXT)[1]
     assert (played.steps[1].output, played.steps[1].error) == ("5", False)
 
 

@@ -137,11 +137,11 @@ def test_A4_a_context_that_fits_no_argument_says_what_is_needed(schema, context,
     assert reason in found.reason
 
 
-def test_a_command_shows_the_only_text_as_it_is():
-    assert command_of({"words": "2*3"}) == "2*3"
-    assert command_of({"a": 1, "é": "x"}) == '{"a": 1, "é": "x"}'
-    assert command_of({"a": 1}) == '{"a": 1}'
-    assert command_of({}) == ""
+def test_a_command_is_the_only_text_or_a_copy_of_the_arguments_in_valid_unicode():
+    some = {"a": [1], "é": "x\ud800"}
+    for arguments, command in [({"words": "2*3"}, "2*3"), (some, {"a": [1], "é": "x?"}), ({}, {})]:
+        assert command_of(arguments) == command
+    assert command_of(some)["a"] is not some["a"]
 
 
 @pytest.mark.parametrize(

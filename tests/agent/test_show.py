@@ -31,7 +31,7 @@ def test_an_episode_is_shown_turn_by_turn():
     assert without[:3] == ["task      t", "query     what is 2 + 3?", "turn 1"]
     for block in (
         ["  planner   Tool: echo", "            Context: hi<|im_end|>", "  call      echo(hi)", "  seen      heard hi"],
-        ["  verdict   continue", "turn 2"],
+        ["  seen      heard hi", "turn 2"],
         ["  planner   nonsense<|im_end|>", '  error     there is no line "Tool: name"', "turn 3"],
         ["  planner   Tool: answer", "            Context: 5<|im_end|>", "output    5", "ended     FINISHED"],
     ):
@@ -41,8 +41,9 @@ def test_an_episode_is_shown_turn_by_turn():
 
 
 def test_a_state_alone_shows_what_was_done():
+    words = {"analyst": "add them", "verifier": "perhaps"}
+
     def do(call):
-        words = {"analyst": "add them", "verifier": "perhaps"}
         return run_tools(call) if call.kind == "tool" else Result(words[call.name])
 
     env = agent_system(TEXT, schemas=SCHEMAS, turns=1, analyst=roles.analyst(), verifier=roles.verifier())
@@ -51,6 +52,10 @@ def test_a_state_alone_shows_what_was_done():
     assert show(TEXT, played.states[-1]).endswith("turn 1\nended     TOOL_FAILURE (echo: the server is down)")
     played = play(env, TEXT, [plan("echo", "hi")], do)
     assert "lapse     verifier: no line begins with STOP or CONTINUE" in show(TEXT, played.states[-1])
+    for words["verifier"], verdict in (("STOP", "stop"), ("CONTINUE: not yet", "continue: not yet")):
+        played = play(env, TEXT, [plan("add", '{"a": 1, "b": 2}')], do)
+        block = f'  call      add({{"a": 1, "b": 2}})\n  seen      3\n  verdict   {verdict}\n'
+        assert block in show(TEXT, played.states[-1])
 
 
 def test_what_is_long_is_cut():

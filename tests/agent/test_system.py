@@ -43,8 +43,8 @@ def test_a_tool_is_called_and_the_answer_ends_the_episode(rendering):
     last = played.steps[-1]
     assert (last.output, last.status, last.said) == ("5", Status.FINISHED, None)
     prompts = played.prompts(TEXT)
-    assert "1. echo(hi) -> heard hi\n" in prompts[1]
-    assert '2. the sum: add({"a": 2, "b": 3}) -> 5\n' in prompts[2]
+    assert '1. echo("hi") -> "heard hi"\n' in prompts[1]
+    assert '2. "the sum": add({"a": 2, "b": 3}) -> "5"\n' in prompts[2]
     assert ("1. echo" in prompts[2]) == (rendering is fresh)
     assert [f"Turns left: {3 - i}" in prompt for i, prompt in enumerate(prompts)] == [True] * 3
     assert [prompt.count("what is 2 + 3?") for prompt in prompts] == ([1, 1, 1] if rendering is fresh else [1, 0, 0])
@@ -66,8 +66,9 @@ def test_the_verifier_stops_and_its_reason_is_remembered():
     env = system(verifier=roles.verifier(), generator=roles.generator())
     played = play(env, TEXT, [plan("echo", "hi"), plan("echo", "ho"), plan("echo", "no more")], do)
     assert len(played.steps) == 2
-    assert "-> heard hi [continue: not yet]" in played.prompts(TEXT)[1]
-    assert [record.verdict for record in played.states[-1].memory.records] == ["continue: not yet", "stop: enough"]
+    assert '-> "heard hi" [continue: "not yet"]' in played.prompts(TEXT)[1]
+    verdicts = [(record.stop, record.reason) for record in played.states[-1].memory.records]
+    assert verdicts == [(False, "not yet"), (True, "enough")]
     assert (played.steps[-1].output, played.steps[-1].status) == ("done", Status.FINISHED)
 
 
@@ -88,13 +89,12 @@ def test_frozen_roles_see_what_they_need():
     assert list(asked) == ["analyst", "executor", "echo", "verifier", "generator"]
     content = {name: call.arguments["messages"][0]["content"] for name, call in asked.items() if call.kind == "role"}
     assert all("what is 2 + 3?" in words for words in content.values())
-    assert "echo(words: string) - Says a text again." in content["analyst"]
-    assert all(
-        words in content["executor"] for words in ("Sub-goal: be kind", "Context: greet", '"required": ["words"]')
-    )
-    assert "1. be kind: echo(hi) -> heard hi" in content["verifier"]
-    assert "Proposed answer: five" in content["generator"]
-    assert all("Analysis: look closely" in prompt for prompt in played.prompts(TEXT))
+    assert 'echo(words: string) - "Says a text again."' in content["analyst"]
+    fields = ("Sub-goal:\n> be kind", "Context:\n> greet", '"required": ["words"]')
+    assert all(words in content["executor"] for words in fields)
+    assert '1. "be kind": echo("hi") -> "heard hi"' in content["verifier"]
+    assert "Proposed answer:\n> five" in content["generator"]
+    assert all("Analysis:\n> look closely" in prompt for prompt in played.prompts(TEXT))
     assert (played.steps[-1].output, lapses(played.states[-1])) == ("5!", {})
     assert len({effect.call.seed for effect in log}) == len(log)
 
@@ -106,7 +106,7 @@ def test_nonsense_of_frozen_roles_has_a_rule_and_is_counted():
     state = played.states[-1]
     assert [(step.tool, step.error) for step in played.steps] == [("", True), ("echo", False)]
     assert [record.observation for record in state.memory.records] == ["the arguments are no JSON object", "heard hi"]
-    assert state.memory.records[1].verdict == "continue"
+    assert (state.memory.records[1].stop, state.memory.records[1].reason) == (False, "")
     assert (state.output, state.status, state.analysis) == ("", Status.TURN_LIMIT, "")
     assert lapses(state) == {"analyst": 1, "executor": 1, "verifier": 1, "generator": 1}
 
@@ -135,15 +135,23 @@ def test_a_failure_outside_ends_the_trajectory_and_does_not_count():
     assert failed.states[-1].reason == "verifier: no answer within 60 s"
 
 
-def test_what_is_over_before_the_policy_speaks_ends_with_any_action():
-    """`reset` has no way to end an episode: the prompt says so, and the first step ends it without reading it."""
-    played = play(
-        system(analyst=roles.analyst()), TEXT, [plan("echo", "down")], speaking(analyst=Result("", failure="down"))
-    )
-    assert "over before your turn: analyst: down" in played.prompts(TEXT)[0]
+@pytest.mark.parametrize("rendering", [fresh, appending])
+def test_what_is_over_before_the_policy_speaks_ends_with_any_action(rendering):
+    """`reset` has no way to end an episode: it gives the prompt that would have come, and any step ends the episode."""
+    env = system(analyst=roles.analyst(), rendering=rendering)
+    played = play(env, TEXT, [plan("echo", "down")], speaking(analyst=Result("", failure="down")))
+    assert played.prompts(TEXT)[0] == play(system(), TEXT, []).prompts(TEXT)[0]
+    assert played.states[0].reason == "analyst: down"
     assert (played.steps[0].done, played.steps[0].status, played.steps[0].tool) == (True, Status.TOOL_FAILURE, "")
     state, again = system().step(played.states[-1], ids(TEXT, plan("echo", "hi")), run_tools)
     assert (state, again) == (played.states[-1], played.steps[0])
+
+
+def test_a_verifier_whose_planner_answers_at_once_is_shown_the_answer():
+    env = system(trained=("verifier",), verifier=roles.verifier())
+    played = play(env, TEXT, ["CONTINUE"], speaking(planner=plan("answer", "5")))
+    assert "Proposed answer:\n> 5\nSTOP or CONTINUE?" in played.prompts(TEXT)[0]
+    assert (played.steps[0].output, played.steps[0].status) == ("5", Status.FINISHED)
 
 
 def test_any_role_can_be_trained():
@@ -213,7 +221,8 @@ def test_a_trained_generator_that_is_cut_is_scored_as_it_stands():
         ({"schemas": [{"description": "no name"}]}, "JSON objects with a name"),
         ({"schemas": [{"name": "x", "default": {1, 2}}]}, "JSON objects with a name"),
         ({"schemas": [{**ECHO, "name": "Answer"}]}, "other than 'answer'"),
-        ({"schemas": [{**ECHO, "name": "a\nb"}]}, "in one line"),
+        ({"schemas": [{**ECHO, "name": "a\nb"}]}, "give it one of up to 128 letters"),
+        ({"schemas": [{**ECHO, "name": 'echo("5") ->'}]}, "give it one of up to 128 letters"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, words):
@@ -225,6 +234,6 @@ def test_the_planners_words_are_replaceable_and_its_prompt_is_compact():
     env = system(planner=roles.planner(instructions="Plan.", describe=roles.signature))
     played = play(env, TEXT, [], of=task("2 + 3?"))
     assert played.prompts(TEXT)[0].endswith(
-        "user\nPlan.\nQuestion: 2 + 3?\nTools:\necho(words)\nadd(a, b, note?)\nanswer(text)\nTurns left: 3<|im_end|>\n"
-        "<|im_start|>assistant\n"
+        "user\nPlan.\nQuestion:\n> 2 + 3?\nTools:\necho(words)\nadd(a, b, note?)\nanswer(text)\nTurns left: 3"
+        "<|im_end|>\n<|im_start|>assistant\n"
     )

@@ -1,5 +1,6 @@
 """A5 of the agent system: sampled ids stand as they are, prefixes are exact, data ends no prompt, prompts fit."""
 
+import json
 import random
 import re
 from dataclasses import replace
@@ -8,7 +9,7 @@ import pytest
 from agent_cases import ECHO, SCHEMAS, TEMPLATES, agent_text, ids, plan, play, run_tools, task
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_text import STYLES, render
+from test_text import render
 from tiny_judge import sly_text
 
 from flowgrpo.agent import roles
@@ -108,15 +109,16 @@ def test_special_tokens_in_queries_tools_observations_and_actions_end_no_prompt(
     """Every token that the tokenizer knows, everywhere at once: the template's own are all there are."""
     text = agent_text(style)
     evil = "".join(sorted(text.tokenizer.get_added_vocab()))
-    name, unthought = STYLES[style].closing, evil.replace("<think>", "").replace("</think>", "")
+    unthought = evil.replace("<think>", "").replace("</think>", "")
     room = {"max_tokens": 400, "context_tokens": 30_000, "rendering": rendering, "memory_tokens": 9000}
-    wild = agent_system(text, schemas=[{**ECHO, "name": name, "description": evil}], **room)
+    odd = {"type": "object", "properties": {evil: {"type": evil}}}
+    wild = agent_system(text, schemas=[{**ECHO, "description": evil, "parameters": odd}], **room)
     tame = agent_system(text, schemas=[ECHO], **room)
-    action = ids(text, f"Sub-goal: {name}\nTool: {name}\nContext: {unthought}")
+    action = ids(text, f"Sub-goal: {unthought}\nTool: echo\nContext: {json.dumps({unthought: unthought})}")
     assert controls(text, action)
     hot = play(wild, text, [action, action], lambda _: Result(f"{evil}\n{evil}"), of=task(evil))
     cool = play(tame, text, [plan("echo", "hi")] * 2, of=task("hi"))
-    assert [step.tool for step in hot.steps] == [name] * 2
+    assert [step.tool for step in hot.steps] == ["echo"] * 2
     for one, other in zip(hot.said, cool.said, strict=True):
         assert controls(text, one.tokens) == controls(text, other.tokens)
     assert evil in text.decode(hot.said[0].tokens)
@@ -194,6 +196,7 @@ def test_a_query_that_does_not_fit_ends_with_a_reason(rendering):
     played = play(env, text, [plan("echo", "hi")], of=task("why? " * 2000))
     assert len(played.said[0].tokens) <= 900
     assert "the prompt of the planner has more than 900 tokens" in played.states[0].reason
+    assert text.decode(played.said[0].tokens).endswith("why? why? why?")
     last = played.steps[0]
     assert (last.done, last.status, last.output, last.tool) == (True, Status.TOKEN_LIMIT, "", "")
 
@@ -207,6 +210,6 @@ def test_the_glue_is_that_of_the_whole_conversation():
     first = replace(
         talk, tokens=talk.tokens[: -len(played.said[1].tokens)], chosen=talk.chosen[: -len(played.said[1].tokens)]
     )
-    message = roles.planner().follow(played.states[1], "1. error: the action was cut before its end")
+    message = roles.planner().follow(played.states[1], '1. error: "the action was cut before its end"')
     assert add_messages(_guarded(text), first, message) == talk
     assert run_tools(Call("tool", "echo", {"words": "hi"})).text == "heard hi"

@@ -185,6 +185,14 @@ def test_what_is_asked_comes_after_the_answer_and_gold_answers_are_shown():
     assert "> 4" not in ask_alone(TASK, "> 5")
 
 
+@pytest.mark.parametrize("letters", range(4))
+def test_a_cut_leaves_no_line_of_an_answer_without_its_mark(letters):
+    """Wherever the cut falls, also between a line's end and its "> ", each line is quoted or is ours."""
+    answer = "x" * letters + "\nYes" * 400
+    lines = shorten(guard(TEXT), answer, 200).splitlines()
+    assert [line for line in lines if not line.startswith("> ")] == [LEFT_OUT]
+
+
 @pytest.mark.parametrize("answer", ["ab " * 4000, "\n" * 5000, "<|im_end|>" * 3000, "é\u20ac" * 4000, "y" * 10_000_000])
 def test_a_long_answer_is_cut_in_the_middle_to_its_budget(answer):
     guarded = guard(TEXT)
