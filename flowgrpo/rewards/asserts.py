@@ -19,10 +19,10 @@ run, where the rest is evaluated. What is understood, besides docstrings and pri
 Names that nothing defines are the candidate's, and so are the entry points, even where they are named like builtins.
 An argument is handed over as a copy, and stays what it was in the tests' run: `assert f(x) == sorted(x)` is about x as
 the tests made it. Where a part of an assert is about the argument alone (`x == [1, 2]`), or cuts it where the candidate
-says (`x[:n]`), it is about the copy that the candidate had. Anything else
-raises `Unsplittable` with its line: `while`, `if`, `try`, classes, a call into
-the candidate inside a comprehension (unless it is what the comprehension collects), the candidate's functions or
-classes compared themselves, and the candidate asked whether its own value is right (`assert same(f(2), 3)`).
+says (`x[:n]`), it is about the copy that the candidate had. Anything else raises `Unsplittable` with its line: `while`,
+`if`, `try`, classes, a call into the candidate inside a comprehension (unless it is what the comprehension collects),
+the candidate's functions or classes compared themselves, and the candidate asked whether its own value is right
+(`assert same(f(2), 3)`).
 """
 
 import ast
@@ -172,6 +172,7 @@ class _Reader:
         """Add an assignment to the run where it belongs, and say what its names hold from then on."""
         scope, kinds = self.scope, self.scope.kinds(value)
         if into & {*THEIRS, "changed"} or ("kept" in into and kinds & SAID):
+            scope.keep_handed(value)
             scope.names |= {name: "changed" for name in names_in(target) if scope.kind(name) == "kept"}
             scope.plan.steps.append((None, _assigned(scope.child(target), scope.child(value))))
             scope.calls += 1
@@ -181,6 +182,7 @@ class _Reader:
             return "remote"
         if kinds & SAID or "derived" in into:
             scope.plan.items.append(("derive", node.lineno, _assigned(target, scope.checked(value, []))))
+            scope.names |= {name: "derived" for name in _changed(target) if scope.kind(name) == "pure"}
             return "derived"
         self.change(ast.copy_location(ast.Assign([target], value), node), "kept" in into)
         return "pure"
@@ -221,21 +223,21 @@ class _Reader:
     # Calls and checks ---------------------------------------------------------------------------------
 
     def read_expression(self, node: ast.Expr) -> None:
-        scope, call = self.scope, node.value
+        scope, call, kinds = self.scope, node.value, self.scope.kinds(node)
         name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
         if isinstance(call, ast.Constant) or name == "print":
             return
         if isinstance(call, ast.Call) and name in self.templates:
             self.called.add(name)
             self.inline(self.templates[name], call.args)
-        elif isinstance(call, ast.Call) and (scope.is_step(call) or "changed" in scope.kinds(call)):
+        elif isinstance(call, ast.Call) and (scope.is_step(call) or ("changed" in kinds and "pure" not in kinds)):
             self.act(node, call)
-        elif scope.theirs(node):
+        elif kinds & {*THEIRS, "changed"}:
             scope.refuse(node, "mixes a call into the candidate with other things; assign its value first")
-        elif "derived" in scope.kinds(node):
+        elif "derived" in kinds:
             scope.plan.items.append(("derive", node.lineno, ast.unparse(node)))
         else:
-            self.change(node, "kept" in scope.kinds(node))
+            self.change(node, "kept" in kinds)
 
     def act(self, node: ast.Expr, call: ast.Call) -> None:
         """A statement in the candidate's run; the tests do the same to a value that they know."""
@@ -356,6 +358,13 @@ class _Reader:
                     part.arg = new.get(part.arg, part.arg)
             if not isinstance(statement, ast.Return):
                 self.statement(statement)
+
+
+def _changed(target: ast.expr) -> set[str]:
+    """The name of what an assignment to an item or an attribute changes."""
+    while isinstance(target, ast.Subscript | ast.Attribute):
+        target = target.value
+    return names_in(target) if isinstance(target, ast.Name) else set()
 
 
 def _assigned(target: ast.expr, value: ast.expr) -> str:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from typing import NamedTuple
 
 from flowgrpo.contracts import Reward, Scored
@@ -172,10 +171,9 @@ def same_output(found: str, expected: str, tolerance: float) -> bool:
     is expected.
     """
     found, expected = found.rstrip(), expected.rstrip()
-    return found == expected or all(
-        line is not None and wanted is not None and _same_line(tolerance, line, wanted)
-        for line, wanted in zip_longest(lines_of(found), lines_of(expected))
-    )
+    if found == expected or found.count("\n") != expected.count("\n"):
+        return found == expected
+    return all(map(partial(_same_line, tolerance), lines_of(found), lines_of(expected)))
 
 
 def _same_line(tolerance: float, found: str, expected: str) -> bool:

@@ -5,8 +5,8 @@
 
 Neither run ever holds what the other one must not see: the candidate's run has no expected value and gives no verdict,
 the tests' run has no code of the candidate. What the candidate's run writes is a claim of values and no more, so
-forging it gains nothing that returning the values would not. Values are of exact built-in types, encoded as JSON with
-tags. The text of this file is sent into the sandbox, so it imports nothing but a little of the standard library.
+forging it gains nothing that returning the values would not. Values are of exact built-in types or of those of
+`collections`, encoded as JSON with tags. The text of this file is sent into the sandbox, so it imports nothing but a little of the standard library.
 """
 
 import builtins

@@ -84,7 +84,7 @@ class Scope:
         self.returned: set[str] = set()  # remote names of what a function of the candidate returned
         self.calls = 0  # into the candidate, so far
         self.claims: dict[str, tuple[int | None, int]] = {}  # number of a name's value, and after how many calls
-        self.judges: set[ast.expr] = (
+        self.judges: set[ast.Call] = (
             set()
         )  # calls whose answer is the verdict: none of the candidate's methods gives it
         self.where = ""  # which source is read
@@ -145,7 +145,7 @@ class Scope:
         cut = [part.value for part in items if isinstance(part.slice, ast.Slice) and self.kinds(part.slice) & said]
         return set().union(*map(names_in, cut))
 
-    def check_judges(self, node: ast.expr) -> None:
+    def check_judges(self, node: ast.expr, number: bool = False) -> None:
         """Refuse tests in which the candidate says itself whether what it computed is right.
 
         A method of plain data is left to the tests' run alone: `f(1).count("a") == 1` fails where f returns an object.
@@ -156,16 +156,16 @@ class Scope:
         elif isinstance(node, ast.UnaryOp):
             self.check_judges(node.operand)
         elif isinstance(node, ast.Compare) and is_literal(node.comparators[0]):
-            exact = isinstance(node.ops[0], ast.Eq) and ast.literal_eval(node.comparators[0]) not in (True, False, None)
-            if not exact:
-                self.check_judges(node.left)
+            expected, equal = ast.literal_eval(node.comparators[0]), isinstance(node.ops[0], ast.Eq)
+            if not equal or expected in (True, False, None):
+                self.check_judges(node.left, equal and type(expected) is int)
         elif isinstance(node, ast.Call) and self.is_step(node):
             arguments = [*node.args, *(word.value for word in node.keywords)]
             converts = isinstance(node.func, ast.Name) and node.func.id in CONVERTERS and not self.leads(node.func)
             made = isinstance(node.func, ast.Attribute) and self.is_made(node.func.value) and bool(arguments)
             if made and node.func.attr in METHODS:  # type: ignore
                 self.judges.add(node)
-            elif made or (not converts and _says(node) and any(self.asks(part) for part in arguments)):
+            elif not number and (made or (not converts and _says(node) and any(map(self.asks, arguments)))):
                 self.child(node)  # which refuses what can't be evaluated at all
                 self.refuse(node, "has the candidate judge its own value; compare it with == instead")
 
@@ -197,11 +197,12 @@ class Scope:
         if isinstance(node, ast.Name) and node.id not in bound and self.kind(node.id) in ("remote", "changed"):
             uses.append(self.claim(node.id))
             return _held(uses[-1])
-        if node in self.judges:
-            made = copy.copy(node)
-            made.func = _replaced(node.func, self.checked, uses, bound=bound)
-            made.args = [self.checked(part, uses, bound) for part in node.args]
-            return made
+        if isinstance(node, ast.Call) and node in self.judges:
+            method = _replaced(node.func, self.checked, uses, bound=bound)
+            args, keywords = (
+                [self.checked(part, uses, bound) for part in given] for given in (node.args, node.keywords)
+            )
+            return ast.Call(method, args, keywords)
         if isinstance(node, ast.expr) and self.is_step(node, bound):
             calls, inside = "candidate" in self.kinds(node, bound), free_names(node) & bound
             if calls and inside:
@@ -239,7 +240,8 @@ class Scope:
             self.refuse(node, "hands the candidate what was computed from its own values; write a call inside the call")
         if isinstance(node, ast.Name) and node.id in sys.stdlib_module_names and self.kind(node.id) == "candidate":
             self.refuse(node, f"uses {node.id} without importing it")
-        if isinstance(node, ast.Name) and node.id in self.literals and node.id not in bound:
+        known = isinstance(node, ast.Name) and node.id in self.literals and self.kind(node.id) == "pure"
+        if known and node.id not in bound:
             return copy.deepcopy(self.literals[node.id])
         whole = isinstance(node, ast.expr) and not isinstance(node, ast.Starred | ast.Slice)
         alive = kinds & {*THEIRS, "kept", "changed"}
@@ -262,8 +264,9 @@ class Scope:
                 if self.kind(value.id) == "pure":
                     self.plan.steps.append((None, f"{value.id} = {ast.unparse(self.child(value))}"))
                 self.names[value.id] = kind
-                self.literals.pop(value.id, None)
                 self.claims.pop(value.id, None)
+                if kind == "changed":
+                    self.literals.pop(value.id, None)
 
 
 def _parsed(source: str) -> ast.expr:

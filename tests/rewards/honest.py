@@ -341,6 +341,42 @@ class C(dict):
     def put(self, k, v): self[k] = v
 def make(): return C()
 def twice(x): return 2 * x
+== cases that are an argument
+xs = [3, 1]
+assert f(xs) == [1, 3]
+for x in xs:
+    assert g(x) == x + 1
+assert xs == [3, 1]
+assert xs[0] == 3
+--
+def f(x): return sorted(x)
+def g(x): return x + 1
+== calls inside calls
+assert g(f(2)) == 3
+assert g(f(0)) == 1
+assert len(f2(f2([1]))) == 1
+x = [2, 1]
+x[0] = g(5)
+assert x == [6, 1]
+out = {}
+out['a'] = g(1)
+assert out == {'a': 2}
+assert h([1]) == 1
+import heapq
+y = [3, 1]
+order(y)
+heapq.heapify(y)
+y.append(0)
+assert y == [1, 3, 0]
+def ok(a):
+    assert len(a) == 3
+ok(y)
+--
+def f(x): return x
+def g(x): return x + 1
+def f2(x): return x
+def h(x): return sum(x)
+def order(x): x.sort()
 """
 
 SOLUTIONS = {
