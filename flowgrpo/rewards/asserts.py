@@ -17,10 +17,12 @@ run, where the rest is evaluated. What is understood, besides docstrings and pri
     pytest.raises   `with pytest.raises(ValueError):` over one call
 
 Names that nothing defines are the candidate's, and so are the entry points, even where they are named like builtins.
-An argument is handed over as a copy; where a later assert is about the argument alone, or about a slice of it, it stays
-in the candidate's run. Anything else raises `Unsplittable` with its line: `while`, `if`, `try`, classes, a call into
-the candidate inside a comprehension (unless it is what the comprehension collects), the candidate's functions or
-classes compared themselves, and the candidate asked whether its own value is right (`assert same(f(2), 3)`).
+An argument is handed over as a copy, and stays what it was in the tests' run: `assert f(x) == sorted(x)` is about x as
+the tests made it. Where a part of an assert is about the argument alone (`x == [1, 2]`), or cuts it where the candidate
+says (`x[:n]`), it is about the copy that the candidate had. Anything else raises `Unsplittable` with its line: `while`,
+`if`, `try`, classes, a call into the candidate inside a comprehension (unless it is what the comprehension collects),
+the candidate's functions or classes compared themselves, and the candidate asked whether its own value is right
+(`assert same(f(2), 3)`).
 """
 
 import ast
@@ -28,7 +30,7 @@ import copy
 import sys
 from collections.abc import Collection, Sequence
 
-from flowgrpo.rewards.scope import THEIRS, Plan, Scope, Unsplittable, is_literal, names_in, stores
+from flowgrpo.rewards.scope import SAID, THEIRS, Plan, Scope, Unsplittable, is_literal, names_in, stores
 
 UNROLLED = 2000  # statements of all loops of a task's tests
 UNSTEADY = {"random", "secrets", "time", "uuid"}  # give something else in each run
@@ -41,9 +43,10 @@ def split(sources: Sequence[str], entry_points: Collection[str] = ()) -> Plan:
         reader = _Reader(entry_points, kept)
         for number, source in enumerate(sources, 1):
             reader.read(source, f"test {number}, " if len(sources) > 1 else "")
-        if reader.scope.wanted <= kept:
+        wanted = reader.scope.wanted & reader.scope.passed
+        if wanted <= kept:
             return reader.scope.plan
-        kept |= reader.scope.wanted
+        kept |= wanted
 
 
 class _Reader:
@@ -139,9 +142,9 @@ class _Reader:
             self.assign(node, node.target, node.value)
 
     def read_augmented(self, node: ast.AugAssign) -> None:
-        if self.scope.kinds(node) & {*THEIRS, "derived"}:
+        if self.scope.kinds(node) & SAID:
             self.scope.refuse(node, "changes in place what comes from the candidate; assign it anew")
-        self.setup(node)
+        self.change(node, "kept" in self.scope.kinds(node.target))
 
     def assign(self, node: ast.stmt, target: ast.expr, value: ast.expr) -> None:
         """One target and one value; `a, b = 1, f(2)` part by part, so that nobody gets what isn't meant for him."""
@@ -168,18 +171,46 @@ class _Reader:
     def place(self, node: ast.stmt, target: ast.expr, value: ast.expr, into: set[str]) -> str:
         """Add an assignment to the run where it belongs, and say what its names hold from then on."""
         scope, kinds = self.scope, self.scope.kinds(value)
-        if into & THEIRS or (scope.is_step(value) and not into):
-            scope.keep_handed(value, always=False)
-            made = ast.Assign([scope.child(target) if into else target], scope.child(value))
-            scope.plan.steps.append((None, ast.unparse(ast.fix_missing_locations(made))))
-            scope.returned |= stores(target) if scope.is_made(value) else set()
+        if into & {*THEIRS, "changed"} or ("kept" in into and kinds & SAID):
+            scope.keep_handed(value)
+            scope.names |= {name: "changed" for name in names_in(target) if scope.kind(name) == "kept"}
+            scope.plan.steps.append((None, _assigned(scope.child(target), scope.child(value))))
+            scope.calls += 1
             return "remote"
-        if kinds & {*THEIRS, "derived"} or "derived" in into:
-            made = ast.Assign([target], scope.checked(value, []))
-            scope.plan.items.append(("derive", node.lineno, ast.unparse(ast.fix_missing_locations(made))))
+        if scope.is_step(value) and not into:
+            self.take(node, target, value)
+            return "remote"
+        if kinds & SAID or "derived" in into:
+            scope.plan.items.append(("derive", node.lineno, _assigned(target, scope.checked(value, []))))
+            scope.names |= {name: "derived" for name in _changed(target) if scope.kind(name) == "pure"}
             return "derived"
-        self.setup(ast.copy_location(ast.Assign([target], value), node))
+        self.change(ast.copy_location(ast.Assign([target], value), node), "kept" in into)
         return "pure"
+
+    def take(self, node: ast.stmt, target: ast.expr, value: ast.expr) -> None:
+        """Assign what the candidate returned; what is made of such values alone, the tests compute, too."""
+        scope, names = self.scope, stores(target)
+        scope.keep_handed(value)
+        own = None if "candidate" in scope.kinds(value) else scope.own(value)
+        settled = own is not None and scope.settled(value)
+        made = settled or scope.is_made(value)
+        scope.plan.steps.append((None, _assigned(target, scope.child(value))))
+        scope.calls += not settled
+        scope.returned = scope.returned | names if made else scope.returned - names
+        scope.names |= dict.fromkeys(names, "remote")
+        for name in sorted(names):
+            scope.claims.pop(name, None)
+            if own is not None and settled:
+                scope.claims[name] = (None, scope.plan.value(name))
+        if own is not None and settled:
+            scope.plan.items.append(("derive", node.lineno, _assigned(scope.own(target), own)))
+
+    def change(self, node: ast.stmt, argument: bool) -> None:
+        """A statement of the tests' own; in both runs where it changes an argument that both have."""
+        if argument:
+            self.scope.plan.steps.append((None, ast.unparse(self.scope.child(node))))
+            self.scope.calls += 1
+        self.setup(node)
 
     def setup(self, node: ast.stmt) -> None:
         """A statement of the tests' own; what it mentions may hold something else after it."""
@@ -192,36 +223,55 @@ class _Reader:
     # Calls and checks ---------------------------------------------------------------------------------
 
     def read_expression(self, node: ast.Expr) -> None:
-        scope, call = self.scope, node.value
+        scope, call, kinds = self.scope, node.value, self.scope.kinds(node)
         name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
         if isinstance(call, ast.Constant) or name == "print":
             return
         if isinstance(call, ast.Call) and name in self.templates:
             self.called.add(name)
             self.inline(self.templates[name], call.args)
-        elif isinstance(call, ast.Call) and scope.is_step(call):
-            scope.keep_handed(call, always=True)
-            scope.plan.steps.append((None, ast.unparse(scope.child(call))))
-        elif scope.theirs(node):
+        elif isinstance(call, ast.Call) and (scope.is_step(call) or ("changed" in kinds and "pure" not in kinds)):
+            self.act(node, call)
+        elif kinds & {*THEIRS, "changed"}:
             scope.refuse(node, "mixes a call into the candidate with other things; assign its value first")
-        elif "derived" in scope.kinds(node):
+        elif "derived" in kinds:
             scope.plan.items.append(("derive", node.lineno, ast.unparse(node)))
         else:
-            self.setup(node)
+            self.change(node, "kept" in kinds)
+
+    def act(self, node: ast.Expr, call: ast.Call) -> None:
+        """A statement in the candidate's run; the tests do the same to a value that they know."""
+        scope, settled = self.scope, self.scope.settled(call)
+        scope.keep_handed(call, statement=True)
+        own = scope.own(call) if settled else None
+        scope.plan.steps.append((None, ast.unparse(scope.child(call))))
+        scope.calls += not settled
+        if own is not None:
+            scope.plan.items.append(("derive", node.lineno, ast.unparse(own)))
 
     def read_assert(self, node: ast.Assert) -> None:
-        scope = self.scope
-        for part in ast.walk(node.test):
-            if isinstance(part, ast.Subscript) and isinstance(part.slice, ast.Slice):
-                scope.wanted |= names_in(part.value) & scope.passed
-        if not scope.kinds(node.test) & {*THEIRS, "derived"}:
-            # About the tests' own data: either about what the candidate did to it, or no test of the candidate.
-            scope.wanted |= names_in(node.test) & scope.passed
-            return
-        uses: list[int] = []
-        source = ast.unparse(scope.checked(node.test, uses))
+        scope, uses = self.scope, []
+        both = isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And)
+        parts = node.test.values if both else [node.test]  # type: ignore
+        scope.wanted |= set().union(*map(scope.about, parts))
+        if not scope.kinds(node.test) & {*SAID, "kept"}:
+            return  # about the tests' own data: no test of the candidate
         scope.check_judges(node.test)
-        scope.plan.check(source, self.words(node, node.test), uses)
+        checked = [f"({self.part(part, uses)})" for part in parts]
+        scope.plan.check(" and ".join(checked), self.words(node, node.test), uses)
+
+    def part(self, node: ast.expr, uses: list[int]) -> str:
+        """A part of an assert; an argument that it isn't about is in it what it was before the calls of this part."""
+        scope, about, calls = self.scope, self.scope.about(node), self.scope.calls
+        kept = {name for name in about if scope.kind(name) == "kept"}
+        changed = {name for name in names_in(node) - about if scope.kind(name) == "changed"}
+        before = {name: scope.claim(name) for name in sorted(changed)}
+        scope.names |= dict.fromkeys(kept, "changed")
+        scope.claims |= {name: (None, number) for name, number in before.items()}
+        made = scope.checked(node, uses)
+        scope.claims |= {name: (calls, number) for name, number in before.items()}
+        scope.names |= dict.fromkeys(kept, "kept")
+        return ast.unparse(made)
 
     def read_with(self, node: ast.With) -> None:
         context, body = node.items[0].context_expr, node.body[0]
@@ -232,7 +282,9 @@ class _Reader:
             self.scope.refuse(node, "is a `with` other than pytest.raises(ERROR) over one call into the candidate")
         expected = context.args[0]  # type: ignore
         names = [ast.unparse(part) for part in (expected.elts if isinstance(expected, ast.Tuple) else [expected])]
+        self.scope.keep_handed(call)
         number = self.scope.plan.value(ast.unparse(self.scope.child(call)))
+        self.scope.calls += 1
         self.scope.plan.check(f"__raised__({number}, {names!r})", self.words(node, body), [number])
 
     def words(self, node: ast.stmt, shown: ast.AST) -> str:
@@ -280,7 +332,7 @@ class _Reader:
             self.called.add(node.name)
         elif arguments and _tests(node):
             self.templates[node.name] = node
-        elif free & {*THEIRS, "derived"}:
+        elif free & SAID:
             self.scope.refuse(node, f"defines {node.name}, a helper that uses the candidate")
         else:
             self.setup(node)
@@ -306,6 +358,17 @@ class _Reader:
                     part.arg = new.get(part.arg, part.arg)
             if not isinstance(statement, ast.Return):
                 self.statement(statement)
+
+
+def _changed(target: ast.expr) -> set[str]:
+    """The name of what an assignment to an item or an attribute changes."""
+    while isinstance(target, ast.Subscript | ast.Attribute):
+        target = target.value
+    return names_in(target) if isinstance(target, ast.Name) else set()
+
+
+def _assigned(target: ast.expr, value: ast.expr) -> str:
+    return ast.unparse(ast.fix_missing_locations(ast.Assign([target], value)))
 
 
 def _tests(node: ast.FunctionDef) -> bool:

@@ -9,9 +9,10 @@ is lost, and the steps after it go on in a new run, with the statements before t
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ ENDINGS = {
     "signal": "was killed by a signal",
     "exited": "ended the process",
 }
+LONGEST_NAMES = 16_384  # characters of a record of an exception
 CODE, STATEMENT = -1, -2  # numbers of records that are no values
 
 
@@ -84,7 +86,7 @@ def _plan(text: str, entry_points: tuple[str, ...], tolerance: float) -> Plan:
         if not isinstance(test, str):
             source = _call_source(test)
             number = plan.value(source)
-            plan.check(f"agree(__value__({number}), {test['equals']!r}, {tolerance!r})", source[:80], [number])
+            plan.check(f"agree(__held__[{number}], {test['equals']!r}, {tolerance!r})", source[:80], [number])
     return plan
 
 
@@ -128,7 +130,7 @@ def judge_calls(source: str, plan: Plan, settings: Settings) -> list[Verdict]:
     records = run_steps(source, plan, hand_over(plan, settings), settings)
     known = {"values": records.values, "raised": records.raised}
     ran = _run(settings, program("run_tests", plan.items), json.dumps(known))
-    lines = _lines(ran)
+    lines = _lines(ran, 2 * len(plan.items) + 1)
     _check_setups(ran, lines)
     passed = {int(number) for word, number, *_ in lines if word == "passed"}
     return [Verdict(check in passed, _why(plan, check, records)) for check in range(len(plan.checks))]
@@ -139,7 +141,7 @@ def hand_over(plan: Plan, settings: Settings) -> list[str]:
     if not plan.handed:
         return []
     ran = _run(settings, program("run_tests", plan.given))
-    lines = _lines(ran)
+    lines = _lines(ran, 2 * len(plan.given) + 1)
     _check_setups(ran, lines)
     found = {int(line[1]): line[2] for line in lines if line[0] == "plain"}
     for kind, number, source in plan.given:
@@ -170,8 +172,8 @@ def _settled(records: Records, number: int) -> bool:
 def _record(ran: Ran, todo: set[int], records: Records) -> tuple[bool, str]:
     """Take down what a candidate's run wrote; whether its code got ready, and the fault that ended it."""
     ready = False
-    for number, sign, *rest in _lines(ran):
-        at = int(number) if number.lstrip("-").isdigit() and len(number) < 9 else None
+    for number, sign, *rest in _lines(ran, len(todo) + 2):  # more than the code and the steps have to say is forged
+        at = int(number) if number.removeprefix("-").isdigit() and len(number) < 9 else None
         text = rest[0] if rest else ""
         ready = ready or (at == CODE and sign == "=")
         if at in (CODE, STATEMENT) and sign == "!":
@@ -187,7 +189,7 @@ def _record(ran: Ran, todo: set[int], records: Records) -> tuple[bool, str]:
 def _exception(text: str) -> list[str]:
     """The names that a record holds; a hostile one may hold anything."""
     try:
-        names = json.loads(text)
+        names = json.loads(text) if len(text) <= LONGEST_NAMES else None
     except (ValueError, RecursionError):
         names = None
     fine = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
@@ -199,9 +201,19 @@ def _run(settings: Settings, program: str, stdin: str = "") -> Ran:
     return settings.sandbox.run(program, stdin=stdin, limits=replace(settings.limits, output_bytes=room))
 
 
-def _lines(ran: Ran) -> list[list[str]]:
-    """The complete lines that a run wrote, each of two or three parts."""
-    lines = ran.stdout.split("\n")[:-1]
+def lines_of(text: str) -> Iterator[str]:
+    """The lines of a text, one at a time."""
+    start = 0
+    while (end := text.find("\n", start)) >= 0:
+        yield text[start:end]
+        start = end + 1
+    yield text[start:]
+
+
+def _lines(ran: Ran, most: int) -> list[list[str]]:
+    """The first complete lines that a run wrote, each of two or three parts."""
+    complete = lines_of(ran.stdout[: ran.stdout.rfind("\n") + 1])
+    lines = islice(complete, most)
     return [parts for line in lines if line.isascii() and len(parts := line.split(" ", 2)) > 1]
 
 

@@ -21,12 +21,14 @@ from functools import partial
 from typing import NamedTuple
 
 from flowgrpo.contracts import Reward, Scored
-from flowgrpo.rewards.calls import ENDINGS, BadTests, Settings, Verdict, judge_calls, plan_of
+from flowgrpo.rewards.calls import ENDINGS, BadTests, Settings, Verdict, judge_calls, lines_of, plan_of
+from flowgrpo.rewards.plain import is_close
 from flowgrpo.sandbox import Limits, Sandbox, SandboxFailure
 from flowgrpo.types import BadInput, Task
 
 LONGEST_CODE = 1 << 20  # characters
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+# Takes linear time, because no digit can be matched in two ways.
+NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 class Case(NamedTuple):
@@ -57,9 +59,10 @@ def code(
 ) -> Reward:
     """The reward of code that passes its task's tests.
 
-    `credit` makes a value of the number of tests passed and of all; `tolerance`, relative and absolute, is for floats
-    in outputs and in `equals`; `limits` are those of one run; after `patience` runs of an answer that hung or died, its
-    remaining tests fail unseen; `score_many` judges `workers` answers at once.
+    `credit` makes a value of the number of tests passed and of all; `tolerance` is for floats in outputs and in
+    `equals`, relative to the number expected, and absolute where that is 0; `limits` are those of one run; after
+    `patience` runs of an answer that hung or died, its remaining tests fail unseen; `score_many` judges `workers`
+    answers at once.
     """
     if not (math.isfinite(tolerance) and tolerance >= 0):
         raise BadInput(f"code: tolerance is {tolerance}, but must be 0 or more")
@@ -162,12 +165,21 @@ def judge_cases(source: str, cases: Sequence[Case], settings: Settings) -> list[
 
 
 def same_output(found: str, expected: str, tolerance: float) -> bool:
-    """Line by line and word by word, without white space at the ends; a float is met within the tolerance."""
-    lines, wanted = ([line.split() for line in text.rstrip().splitlines()] for text in (found, expected))
-    return len(lines) == len(wanted) and all(
-        len(words) == len(others) and all(map(partial(_same_word, tolerance), words, others))
-        for words, others in zip(lines, wanted, strict=True)
-    )
+    """Line by line and word by word, without white space at the ends; a float is met within the tolerance.
+
+    It ends at the first difference and holds one line at a time, so that what a program prints costs no more than what
+    is expected.
+    """
+    found, expected = found.rstrip(), expected.rstrip()
+    if found == expected or found.count("\n") != expected.count("\n"):
+        return found == expected
+    return all(map(partial(_same_line, tolerance), lines_of(found), lines_of(expected)))
+
+
+def _same_line(tolerance: float, found: str, expected: str) -> bool:
+    wanted = expected.split()
+    words = found.split(None, len(wanted))  # one more than expected holds all the rest
+    return len(words) == len(wanted) and all(map(partial(_same_word, tolerance), words, wanted))
 
 
 def _same_word(tolerance: float, found: str, expected: str) -> bool:
@@ -175,4 +187,4 @@ def _same_word(tolerance: float, found: str, expected: str) -> bool:
         return True
     if not (NUMBER.fullmatch(found) and NUMBER.fullmatch(expected)) or expected.lstrip("+-").isdigit():
         return False
-    return math.isclose(float(found), float(expected), rel_tol=tolerance, abs_tol=tolerance)
+    return is_close(float(found), float(expected), tolerance)

@@ -5,19 +5,26 @@
 
 Neither run ever holds what the other one must not see: the candidate's run has no expected value and gives no verdict,
 the tests' run has no code of the candidate. What the candidate's run writes is a claim of values and no more, so
-forging it gains nothing that returning the values would not. Values are of exact built-in types, encoded as JSON with
-tags. The text of this file is sent into the sandbox, so it imports nothing but a little of the standard library.
+forging it gains nothing that returning the values would not. Values are of exact built-in types or of those of
+`collections`, encoded as JSON with tags. The text of this file is sent into the sandbox, so it imports nothing but a little of the standard library.
 """
 
+import builtins
+import itertools
 import json
 import math
 import os
 import sys
 import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from functools import partial
 
 DEPTH = 60  # of nested containers
 NODES = 200_000  # of one value
+MAPPINGS = {kind.__name__: kind for kind in (dict, Counter, OrderedDict, defaultdict)}  # a default is not sent
+SEQUENCES = {kind.__name__: kind for kind in (tuple, set, frozenset, deque)}
 LONGEST = 1 << 20  # characters of one encoded value
+ANCESTORS = 3  # classes of the candidate's own that an exception may pass as
 
 
 class NotPlain(ValueError):
@@ -51,9 +58,9 @@ def _packed(value, depth: int, left: list[int]):
         return {"complex": [value.real.hex(), value.imag.hex()]}
     if kind is bytes:
         return {"bytes": value.hex()}
-    if kind is dict:
-        return {"dict": [[_packed(item, depth - 1, left) for item in pair] for pair in value.items()]}
-    if kind in (list, tuple, set, frozenset):
+    if kind in MAPPINGS.values():
+        return {kind.__name__: [[_packed(item, depth - 1, left) for item in pair] for pair in value.items()]}
+    if kind in (list, *SEQUENCES.values()):
         items = [_packed(item, depth - 1, left) for item in value]
         return items if kind is list else {kind.__name__: items}
     raise NotPlain(f"an object of type {kind.__name__}")
@@ -72,10 +79,13 @@ def _unpacked(data):
             raise NotPlain("a bare float")
         return data
     ((tag, body),) = data.items()
-    if tag == "dict":
-        return {_unpacked(key): _unpacked(value) for key, value in body}
-    if tag in ("tuple", "set", "frozenset"):
-        return {"tuple": tuple, "set": set, "frozenset": frozenset}[tag]([_unpacked(item) for item in body])
+    if tag in MAPPINGS:
+        made = MAPPINGS[tag]()
+        for key, value in body:
+            made[_unpacked(key)] = _unpacked(value)
+        return made
+    if tag in SEQUENCES:
+        return SEQUENCES[tag]([_unpacked(item) for item in body])
     if tag == "complex":
         return complex(*map(float.fromhex, body))
     return {"int": lambda body: int(body, 16), "float": float.fromhex, "bytes": bytes.fromhex}[tag](body)
@@ -87,12 +97,17 @@ def agree(value, expected, tolerance: float) -> bool:
         listed = type(value) in (list, tuple) and len(value) == len(expected)
         return listed and all(agree(one, other, tolerance) for one, other in zip(value, expected, strict=True))
     if isinstance(expected, dict):
-        keyed = type(value) is dict and value.keys() == expected.keys()
+        keyed = type(value) in MAPPINGS.values() and value.keys() == expected.keys()
         return keyed and all(agree(value[key], other, tolerance) for key, other in expected.items())
     if type(expected) in (int, float) and type(value) in (int, float):
         exact = type(expected) is int and type(value) is int
-        return value == expected or (not exact and math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance))
+        return value == expected or (not exact and is_close(value, expected, tolerance))
     return type(value) is type(expected) and value == expected
+
+
+def is_close(value: float, expected: float, tolerance: float) -> bool:
+    """Whether a number is within the tolerance of another: relative, and absolute where 0 is expected."""
+    return math.isfinite(expected) and abs(value - expected) <= tolerance * (abs(expected) or 1)
 
 
 # The candidate's run ------------------------------------------------------------------------------------
@@ -131,9 +146,10 @@ def _evaluate(out: int, number: int, step: str, space: dict) -> None:
 
 
 def _names(error: BaseException) -> str:
-    """The names of the classes of an exception; with its words where a value was not plain."""
-    names = [kind.__name__ for kind in type(error).__mro__][:20]
-    return json.dumps([*names, str(error)[:200]] if type(error) is NotPlain else names)
+    """The names of the classes of an exception; where a value was not plain none was raised, and its words say why."""
+    if type(error) is NotPlain:
+        return json.dumps(["NotPlain", str(error)[:200]])
+    return json.dumps([kind.__name__ for kind in type(error).__mro__][:20])
 
 
 def _take_stdout() -> int:
@@ -163,12 +179,13 @@ def run_tests(items: list) -> None:
     writes `passed number` or `failed number`; `given` writes `plain number value`, which the tests hand to the
     candidate, or `unplain number`; and `end 0` comes last.
     """
-    held = json.loads(sys.stdin.read() or "{}")
-    values, raised = held.get("values", {}), held.get("raised", {})
+    known = json.loads(sys.stdin.read() or "{}")
+    raised = known.get("raised", {})
     out = _take_stdout()
     space = {"__name__": "tests", "agree": agree}
-    space["__value__"] = lambda number: decode(values[str(number)])
-    space["__raised__"] = lambda number, names: any(name in raised.get(str(number), ()) for name in names)
+    held = space["__held__"] = Held(known.get("values", {}))
+    space["__either__"] = partial(either, held)
+    space["__raised__"] = lambda number, names: is_raised(raised.get(str(number), []), names)
     for kind, number, source in items:
         _write(out, f"{kind} {number}")
         try:
@@ -180,6 +197,53 @@ def run_tests(items: list) -> None:
         except BaseException as error:
             _write(out, f"failed {number}" if kind == "check" else f"{_blame(kind)} {number} {_names(error)}")
     _write(out, "end 0")
+
+
+class Held(dict):
+    """Values that the candidate's run returned, by number; each is read once, and is one object from then on."""
+
+    def __init__(self, texts: dict[str, str]):
+        super().__init__()
+        self.texts = texts
+
+    def __missing__(self, number: int):
+        if str(number) not in self.texts:
+            raise Unknown(number)
+        self[number] = decode(self.texts[str(number)])
+        return self[number]
+
+
+class Unknown(Exception):
+    """The candidate's run returned no such value."""
+
+
+def either(held: Held, number: int, compute):
+    """What the tests compute on the candidate's values; where one is not plain data, what the candidate computed."""
+    try:
+        return compute()
+    except Unknown:
+        return held[number]
+
+
+def is_raised(found: list[str], expected: list[str]) -> bool:
+    """Whether an exception of which the names of its classes are given is one of those expected.
+
+    It may have up to `ANCESTORS` names of the candidate's own, and is of one built-in class and what that derives from:
+    an exception that derives from all of them passes as the first alone.
+    """
+    own = list(itertools.takewhile(lambda name: _builtin(name) is None, found))
+    kind = _builtin(found[len(own)]) if len(own) < len(found) else None
+    for name in expected:
+        wanted = _builtin(name)
+        if name.split(".")[-1] in own[:ANCESTORS] if wanted is None else kind is not None and issubclass(kind, wanted):
+            return True
+    return False
+
+
+def _builtin(name: str):
+    """The built-in exception of a name, or None."""
+    kind = getattr(builtins, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
 
 
 def _verdict(value) -> str:

@@ -4,7 +4,13 @@ A `Scope` knows what kind of thing each name holds by now, and adds to the `Plan
 
     candidate   from the model's code           pure      computed by the tests alone
     remote      lives in the candidate's run    derived   computed by the tests from the candidate's values
+    kept        an argument: the tests hold it as it was handed over, the candidate's run a copy that it may change
+    changed     an argument that a statement handed over to be changed: it is what the candidate's run says that it is
     shared      an import, in both runs         builtin   in both runs; bound: by a comprehension or a lambda
+
+What is said of a remote name or of an argument is computed in the tests' run, on one value that the candidate's run
+returns until the candidate is called again. Only where that value is not plain data (an object of the candidate's
+class, a generator) does the candidate's run compute `s.pop()` or `len(s)`, which are calls of its methods.
 """
 
 import ast
@@ -20,10 +26,13 @@ from flowgrpo.types import BadInput
 # Methods whose answer is the verdict itself: they are called on the plain value, in the tests' run.
 VERDICTS = {name for kind in (str, set, float) for name in dir(kind) if name.startswith("is")}
 VERDICTS |= {"startswith", "endswith"}
+# Methods of plain data.
+METHODS = {name for kind in (str, bytes, list, dict, set) for name in dir(kind) if not name.startswith("_")}
 # Functions of one argument that only make plain data of a value, so they may run beside the candidate.
 CONVERTERS = {"list", "tuple", "set", "frozenset", "dict", "str", "repr", "len", "next", "sorted", "sum", "min", "max"}
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 THEIRS = {"candidate", "remote"}  # kinds of names that lead into the candidate's run
+SAID = {*THEIRS, "changed", "derived"}  # kinds of which the tests know what the candidate's run says
 NONE = frozenset()
 
 
@@ -70,9 +79,14 @@ class Scope:
         self.names = dict.fromkeys(entry_points, "candidate")
         self.literals: dict[str, ast.expr] = {}  # of pure names whose value is known here
         self.kept = kept  # arguments that stay in the candidate's run
-        self.wanted: set[str] = set()  # those that turn out to have to
+        self.wanted: set[str] = set()  # names of which an assert asks what they are by then
         self.passed: set[str] = set()  # those that the candidate was handed
         self.returned: set[str] = set()  # remote names of what a function of the candidate returned
+        self.calls = 0  # into the candidate, so far
+        self.claims: dict[str, tuple[int | None, int]] = {}  # number of a name's value, and after how many calls
+        self.judges: set[ast.Call] = (
+            set()
+        )  # calls whose answer is the verdict: none of the candidate's methods gives it
         self.where = ""  # which source is read
 
     def refuse(self, node: ast.AST, why: str) -> NoReturn:
@@ -105,6 +119,9 @@ class Scope:
                 return self.leads(node.value, bound) and node.attr not in VERDICTS and not node.attr.startswith("__")
             case ast.Subscript():
                 return self.leads(node.value, bound)
+            case ast.ListComp(elt=ast.Attribute(value=ast.Name(id=name)), generators=[one]) if not one.ifs:
+                inside = bound | binds(node)
+                return self.leads(node.elt, inside) or (name in inside and self.is_step(one.iter, bound))
             case ast.ListComp():
                 inside = bound | binds(node)
                 return self.is_step(node.elt, inside) and not any(self.theirs(g, inside) for g in node.generators)
@@ -119,19 +136,37 @@ class Scope:
             return node.id not in bound and self.kind(node.id) in THEIRS
         return self.is_step(node, bound)
 
-    def check_judges(self, node: ast.expr) -> None:
-        """Refuse tests in which the candidate says itself whether what it computed is right."""
+    def about(self, node: ast.expr) -> set[str]:
+        """The names whose state by now a part of an assert is about: alone, or cut where the candidate says."""
+        said = {*THEIRS, "derived"}
+        if not self.kinds(node) & said:
+            return names_in(node)
+        items = [part for part in ast.walk(node) if isinstance(part, ast.Subscript)]
+        cut = [part.value for part in items if isinstance(part.slice, ast.Slice) and self.kinds(part.slice) & said]
+        return set().union(*map(names_in, cut))
+
+    def check_judges(self, node: ast.expr, number: bool = False) -> None:
+        """Refuse tests in which the candidate says itself whether what it computed is right.
+
+        A method of plain data is left to the tests' run alone: `f(1).count("a") == 1` fails where f returns an object.
+        """
         if isinstance(node, ast.BoolOp):
             for part in node.values:
                 self.check_judges(part)
         elif isinstance(node, ast.UnaryOp):
             self.check_judges(node.operand)
-        elif isinstance(node, ast.Compare) and isinstance(node.comparators[0], ast.Constant):
-            self.check_judges(node.left)
+        elif isinstance(node, ast.Compare) and is_literal(node.comparators[0]):
+            expected, equal = ast.literal_eval(node.comparators[0]), isinstance(node.ops[0], ast.Eq)
+            if not equal or expected in (True, False, None):
+                self.check_judges(node.left, equal and type(expected) is int)
         elif isinstance(node, ast.Call) and self.is_step(node):
             arguments = [*node.args, *(word.value for word in node.keywords)]
-            made = isinstance(node.func, ast.Attribute) and self.is_made(node.func.value)
-            if (made and arguments) or (_says(node) and any(self.asks(part) for part in arguments)):
+            converts = isinstance(node.func, ast.Name) and node.func.id in CONVERTERS and not self.leads(node.func)
+            made = isinstance(node.func, ast.Attribute) and self.is_made(node.func.value) and bool(arguments)
+            if made and node.func.attr in METHODS:  # type: ignore
+                self.judges.add(node)
+            elif not number and (made or (not converts and _says(node) and any(map(self.asks, arguments)))):
+                self.child(node)  # which refuses what can't be evaluated at all
                 self.refuse(node, "has the candidate judge its own value; compare it with == instead")
 
     def is_made(self, node: ast.expr) -> bool:
@@ -145,14 +180,35 @@ class Scope:
 
     # Expressions, taken apart -------------------------------------------------------------------------
 
+    def claim(self, name: str) -> int:
+        """The number of a name's value in the candidate's run; one until the candidate is called again."""
+        after, number = self.claims.get(name, (-1, -1))
+        if after not in (None, self.calls):
+            number = self.plan.value(name)
+            self.claims[name] = (self.calls, number)
+        return number
+
+    def settled(self, node: ast.AST) -> bool:
+        """Whether a step is only about what functions returned, and so hardly calls the candidate's code."""
+        return {name for name in free_names(node) if self.kind(name) in SAID} <= self.returned
+
     def checked(self, node, uses: list[int], bound: frozenset[str] = NONE):
         """The expression for the tests' run: what is evaluated in the candidate's is replaced by the value."""
+        if isinstance(node, ast.Name) and node.id not in bound and self.kind(node.id) in ("remote", "changed"):
+            uses.append(self.claim(node.id))
+            return _held(uses[-1])
+        if isinstance(node, ast.Call) and node in self.judges:
+            method = _replaced(node.func, self.checked, uses, bound=bound)
+            args, keywords = (
+                [self.checked(part, uses, bound) for part in given] for given in (node.args, node.keywords)
+            )
+            return ast.Call(method, args, keywords)
         if isinstance(node, ast.expr) and self.is_step(node, bound):
-            if free_names(node) & bound:
+            calls, inside = "candidate" in self.kinds(node, bound), free_names(node) & bound
+            if calls and inside:
                 self.refuse(node, "calls the candidate inside a comprehension or lambda; write a `for` over a literal")
-            self.keep_handed(node, always=False)
-            uses.append(self.plan.value(ast.unparse(self.child(node))))
-            return ast.parse(f"__value__({uses[-1]})", mode="eval").body
+            if calls or not (inside or "derived" in self.kinds(node, bound)):
+                return self.step(node, uses, own=not calls)
         if isinstance(node, ast.Name) and node.id not in bound and self.kind(node.id) == "candidate":
             imported = node.id in sys.stdlib_module_names
             mend = "import it in the tests" if imported else "compare what it returns"
@@ -161,6 +217,22 @@ class Scope:
             self.refuse(node, "holds an assignment or a yield inside an expression")
         return _replaced(node, self.checked, uses, bound=bound | binds(node))
 
+    def step(self, node: ast.expr, uses: list[int], *, own: bool) -> ast.expr:
+        """What stands for a step in the tests' run: its value, or where that can be, their own computation."""
+        self.keep_handed(node)
+        computed = self.own(node) if own else None
+        uses.append(self.plan.value(ast.unparse(self.child(node))))
+        self.calls += not self.settled(node)
+        if computed is None:
+            return _held(uses[-1])
+        return _parsed(f"__either__({uses[-1]}, lambda: {ast.unparse(computed)})")
+
+    def own(self, node, bound: frozenset[str] = NONE):
+        """An expression about the candidate's values, for the tests' run to compute on those that are plain data."""
+        if isinstance(node, ast.Name) and node.id not in bound and self.kind(node.id) in ("remote", "changed"):
+            return _held(self.claim(node.id))
+        return _replaced(node, self.own, bound=bound | binds(node))
+
     def child(self, node, bound: frozenset[str] = NONE):
         """The expression for the candidate's run: what the tests computed is replaced by its value."""
         kinds = self.kinds(node, bound)
@@ -168,27 +240,42 @@ class Scope:
             self.refuse(node, "hands the candidate what was computed from its own values; write a call inside the call")
         if isinstance(node, ast.Name) and node.id in sys.stdlib_module_names and self.kind(node.id) == "candidate":
             self.refuse(node, f"uses {node.id} without importing it")
-        if isinstance(node, ast.Name) and node.id in self.literals and node.id not in bound:
+        known = isinstance(node, ast.Name) and node.id in self.literals and self.kind(node.id) == "pure"
+        if known and node.id not in bound:
             return copy.deepcopy(self.literals[node.id])
         whole = isinstance(node, ast.expr) and not isinstance(node, ast.Starred | ast.Slice)
-        if whole and "pure" in kinds and not kinds & THEIRS and not free_names(node) & bound:
+        alive = kinds & {*THEIRS, "kept", "changed"}
+        if whole and "pure" in kinds and not alive and not free_names(node) & bound:
             number = self.plan.handed
             self.plan.given.append(("given", number, ast.unparse(node)))
-            return ast.parse(f"__given__({number})", mode="eval").body
+            return _parsed(f"__given__({number})")
         return _replaced(node, self.child, bound=bound | binds(node))
 
-    def keep_handed(self, node: ast.expr, *, always: bool) -> None:
+    def keep_handed(self, node: ast.expr, *, statement: bool = False) -> None:
         """Note the names that a step is handed; let those live in the candidate's run that it may change."""
+        kind = "changed" if statement and "candidate" in self.kinds(node) else "kept"
         calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
         for value in (value for part in calls for value in [*part.args, *(word.value for word in part.keywords)]):
-            if not isinstance(value, ast.Name) or self.names.get(value.id) != "pure":
+            if not isinstance(value, ast.Name) or self.kind(value.id) not in ("pure", "kept"):
                 continue
             self.passed.add(value.id)
             fixed = isinstance(self.literals.get(value.id), ast.Constant)
-            if (always or value.id in self.kept) and not fixed:
-                self.plan.steps.append((None, f"{value.id} = {ast.unparse(self.child(value))}"))
-                self.names[value.id] = "remote"
-                self.literals.pop(value.id, None)
+            if (statement or value.id in self.kept) and not fixed:
+                if self.kind(value.id) == "pure":
+                    self.plan.steps.append((None, f"{value.id} = {ast.unparse(self.child(value))}"))
+                self.names[value.id] = kind
+                self.claims.pop(value.id, None)
+                if kind == "changed":
+                    self.literals.pop(value.id, None)
+
+
+def _parsed(source: str) -> ast.expr:
+    return ast.parse(source, mode="eval").body
+
+
+def _held(number: int) -> ast.expr:
+    """What stands for a value in the tests' run."""
+    return _parsed(f"__held__[{number}]")
 
 
 def _says(node: ast.Call) -> bool:

@@ -1,17 +1,22 @@
 """Code by its tests: honest code gets its share, no cheat gets anything, and bad tests are nobody's failure."""
 
+import math
+import tracemalloc
+from collections import Counter, OrderedDict, deque
+from time import process_time
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rewards.cheats import CHEATS
+from rewards.cheats import ATTACKS, CHEATS
+from rewards.honest import SOLUTIONS
 
 from flowgrpo.contracts import Scored
 from flowgrpo.rewards.asserts import split
 from flowgrpo.rewards.calls import Settings, run_steps
 from flowgrpo.rewards.code import all_passed, code, find_code, same_output
-from flowgrpo.rewards.plain import decode, encode
+from flowgrpo.rewards.plain import agree, decode, encode
 from flowgrpo.sandbox import Limits, Ran, Sandbox, SandboxFailure
 from flowgrpo.types import BadInput, Task
 
@@ -84,6 +89,7 @@ HONEST = {
     "predicates": ("assert is_even(2)\nassert not is_even(3)\nassert is_even(4) is True and word(1).startswith('w')",
                    "def is_even(x): return x % 2 == 0\ndef word(x): return 'w' * x"),
 }  # fmt: skip
+HONEST |= SOLUTIONS
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -169,6 +175,14 @@ def test_cheats_are_scored_as_failures(judge, name):
         assert scored.value == 0.0, scored
 
 
+@pytest.mark.parametrize("name", ATTACKS)
+def test_nothing_that_tests_expect_is_computed_where_the_candidate_can_reach_it(judge, name):
+    tests, program = ATTACKS[name]
+    scored = judge(tests, program, 2.0)
+    assert scored.value is not None, scored
+    assert scored.value < 1.0, scored
+
+
 def test_what_cheats_and_malformed_answers_fail_can_be_passed(judge):
     for answer in ("", "  \n", "```python\n```", "x" * (1 << 21), "é" * 9, "\ud800", "\0", "(" * 5000):
         assert [judge(tests, answer).value for tests in BY_WAY] == [0.0] * 2, answer[:9]
@@ -193,6 +207,11 @@ for a, b in [(51515, 777003)]:
     assert b == f(a), 777004
 want = f(1) + 777005
 assert want > 777006
+u = [61616]
+assert f(u) == sorted(u) + [777009]
+assert u[::-1] == [777010] and u == [777011]
+r = f(u)
+assert r == sorted(r) and len(r) == 777012
 """
     reward = code(SimpleNamespace(run=run))  # type: ignore[arg-type]
     reward.score(task(secret), "def f(x): return x")
@@ -200,8 +219,9 @@ assert want > 777006
     reward.score(task([{"stdin": "41414", "stdout": "777008"}]), "def f(x): return x")
     candidates = [program for program in seen if "def f(x): return x" in program]
     assert len(candidates) >= 3
-    assert not [program for program in candidates if "7770" in program]
-    assert any("41414" in program and "51515" in program and "31337" in program for program in candidates)
+    for expected in ("7770", "sorted(u)", "u[::-1]"):
+        assert not [program for program in candidates if expected in program], expected
+    assert any(all(given in program for given in ("41414", "51515", "31337", "61616")) for program in candidates)
 
 
 BAD_TESTS = {
@@ -256,6 +276,8 @@ PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers(),
     lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=10,
+) | st.dictionaries(st.text(), st.integers(), max_size=3).flatmap(
+    lambda items: st.sampled_from([Counter(items), OrderedDict(items), deque(items)])
 ) | st.sets(st.integers() | st.text()) | st.integers(10**300, 10**400)  # fmt: skip
 
 
@@ -274,7 +296,7 @@ def test_what_is_no_encoded_value_is_refused():
             decode(text)
 
 
-@given(st.binary(max_size=200) | st.from_regex(rb"(-?[0-9]{1,3} [=!] [\[\]{}\"a-z0-9:, ]{0,20}\n){0,4}"))
+@given(st.binary(max_size=200) | st.from_regex(rb"(-{0,2}[0-9]{1,3} [=!] [\[\]{}\"a-z0-9:, ]{0,20}\n){0,4}"))
 def test_whatever_the_candidates_run_writes_nothing_raises(written):
     ran = Ran("exited", 0, written.decode("utf-8", "replace"), "", 0.0)
     box = SimpleNamespace(run=lambda *_, **__: ran)
@@ -298,10 +320,38 @@ def test_the_last_block_of_python_is_the_code():
 
 
 def test_outputs_are_compared_word_by_word():
-    same = [("1 2\n", "1  2"), ("1", "1.0"), ("0.1000001", "0.1"), ("nan", "nan"), ("", ""), ("1e400", "1e400")]
-    different = [("1\n2", "1 2"), ("1.0", "1"), ("0.11", "0.1"), ("inf", "1e999"), ("٣", "3")]
+    same = [("1 2\n", "1  2"), ("1", "1.0"), ("0.10000001", "0.1"), ("nan", "nan"), ("", ""), ("1e400", "1e400"),
+            ("4.2000000001e-9", "0.0042e-6"), ("-1e-9 1", "0.0 1.000"), ("1 \r\n2\n\n", "1\n2")]  # fmt: skip
+    different = [("1\n2", "1 2"), ("1.0", "1"), ("0.11", "0.1"), ("inf", "1e999"), ("٣", "3"), ("0", "4.2e-9"),
+                 ("4.3e-9", "4.2e-9"), ("1e998", "1e999"), ("1\n2", "1"), ("1", "1\n2"),
+                 ("1 2", "1"), ("\n1", "1")]  # fmt: skip
     found = {pair: same_output(*pair, 1e-6) for pair in same + different}
     assert found == dict.fromkeys(same, True) | dict.fromkeys(different, False)
+
+
+def test_a_float_in_equals_is_met_relative_to_what_is_expected():
+    same = [(4.2000000001e-9, 4.2e-9), (1e-9, 0.0), (-1e-9, 0), (3, 3.0), ((1, 0.3), [1.0, 0.1 + 0.2])]
+    different = [(0.0, 4.2e-9), (0, 4.2e-9), (math.inf, 1e300), (True, 1.0), (math.nan, 0.0), (2e-6, 0.0)]
+    assert [agree(*pair, 1e-6) for pair in same + different] == [True] * len(same) + [False] * len(different)
+
+
+def test_R2_what_a_program_writes_costs_the_host_time_and_memory_in_proportion_to_what_is_expected():
+    began = process_time()
+    for word in ("1" * 30_000 + "x", "+." + "1" * 30_000 + "e", "1e" + "1" * 30_000 + "x", "." * 30_000):
+        assert not same_output(word, "5", 1e-6)
+        assert not same_output(word, "5.5", 1e-6)
+    assert process_time() - began < 1.0  # a pattern that tries each split of the digits takes 12 s for each of three
+    plan = split(["assert f(1) == 2"])
+    for flood in ("1\n" * 400_000, "0 !\n" * 200_000, "1 " * 400_000, '0 ! ["' + "E" * 800_000 + '"]\n'):
+        box = SimpleNamespace(run=lambda *_, text=flood, **__: Ran("exited", 0, text, "", 0.0))
+        tracemalloc.start()
+        try:
+            assert not same_output(flood, "1\n2", 1e-6)
+            run_steps("", plan, [], Settings(box, 0.0, Limits(), 1))  # type: ignore[arg-type]
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 3 * len(flood), flood[:9]
 
 
 def test_many_answers_are_judged_in_their_order_and_settings_that_mean_nothing_are_refused(sandbox):
