@@ -9,6 +9,7 @@ is lost, and the steps after it go on in a new run, with the statements before t
 
 import ast
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -111,13 +112,15 @@ def _call_source(test: Mapping) -> str:
 
 
 @cache
-def _text() -> str:
-    return Path(plain.__file__).read_text()
+def _text(entry: str) -> str:
+    """The text of `plain.py`, with the part of one run alone: it is compiled in each."""
+    shared, *runs = re.split(r"^# The \w+'s? run -+$", Path(plain.__file__).read_text(), flags=re.MULTILINE)
+    return shared + next(part for part in runs if f"def {entry}(" in part)
 
 
 def program(entry: str, *arguments) -> str:
     """Python source that calls a function of `plain.py` with arguments that JSON can hold."""
-    return f"{_text()}\n\n{entry}(*json.loads({json.dumps(arguments)!r}))\n"
+    return f"{_text(entry)}\n\n{entry}(*json.loads({json.dumps(arguments)!r}))\n"
 
 
 # Runs ---------------------------------------------------------------------------------------------------

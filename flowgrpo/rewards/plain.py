@@ -6,7 +6,8 @@
 Neither run ever holds what the other one must not see: the candidate's run has no expected value and gives no verdict,
 the tests' run has no code of the candidate. What the candidate's run writes is a claim of values and no more, so
 forging it gains nothing that returning the values would not. Values are of exact built-in types or of those of
-`collections`, encoded as JSON with tags. The text of this file is sent into the sandbox, so it imports nothing but a little of the standard library.
+`collections`, encoded as JSON with tags. The text of this file, without the part of the other run, is sent into the
+sandbox, so it imports nothing but a little of the standard library.
 """
 
 import builtins
@@ -91,23 +92,31 @@ def _unpacked(data):
     return {"int": lambda body: int(body, 16), "float": float.fromhex, "bytes": bytes.fromhex}[tag](body)
 
 
-def agree(value, expected, tolerance: float) -> bool:
-    """Whether a value is what JSON expects: lists match tuples, a float is met within the tolerance, True is not 1."""
-    if isinstance(expected, list):
-        listed = type(value) in (list, tuple) and len(value) == len(expected)
-        return listed and all(agree(one, other, tolerance) for one, other in zip(value, expected, strict=True))
-    if isinstance(expected, dict):
-        keyed = type(value) in MAPPINGS.values() and value.keys() == expected.keys()
-        return keyed and all(agree(value[key], other, tolerance) for key, other in expected.items())
-    if type(expected) in (int, float) and type(value) in (int, float):
-        exact = type(expected) is int and type(value) is int
-        return value == expected or (not exact and is_close(value, expected, tolerance))
-    return type(value) is type(expected) and value == expected
+# Records ----------------------------------------------------------------------------------------------
 
 
-def is_close(value: float, expected: float, tolerance: float) -> bool:
-    """Whether a number is within the tolerance of another: relative, and absolute where 0 is expected."""
-    return math.isfinite(expected) and abs(value - expected) <= tolerance * (abs(expected) or 1)
+def _names(error: BaseException) -> str:
+    """The names of the classes of an exception; where a value was not plain none was raised, and its words say why."""
+    if type(error) is NotPlain:
+        return json.dumps(["NotPlain", str(error)[:200]])
+    return json.dumps([kind.__name__ for kind in type(error).__mro__][:20])
+
+
+def _take_stdout() -> int:
+    """A descriptor of the stdout that records go to; what is printed from now on goes nowhere."""
+    out = os.dup(1)
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+    except OSError:
+        nowhere = 2
+    os.dup2(nowhere, 1)
+    return out
+
+
+def _write(out: int, line: str) -> None:
+    data = line.encode("ascii", "replace") + b"\n"
+    while data:
+        data = data[os.write(out, data) :]
 
 
 # The candidate's run ------------------------------------------------------------------------------------
@@ -143,30 +152,6 @@ def _evaluate(out: int, number: int, step: str, space: dict) -> None:
         _write(out, f"{number} = {encode(eval(compile(step, 'step', 'eval'), space))}")
     except BaseException as error:
         _write(out, f"{number} ! {_names(error)}")
-
-
-def _names(error: BaseException) -> str:
-    """The names of the classes of an exception; where a value was not plain none was raised, and its words say why."""
-    if type(error) is NotPlain:
-        return json.dumps(["NotPlain", str(error)[:200]])
-    return json.dumps([kind.__name__ for kind in type(error).__mro__][:20])
-
-
-def _take_stdout() -> int:
-    """A descriptor of the stdout that records go to; what is printed from now on goes nowhere."""
-    out = os.dup(1)
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-    except OSError:
-        nowhere = 2
-    os.dup2(nowhere, 1)
-    return out
-
-
-def _write(out: int, line: str) -> None:
-    data = line.encode("ascii", "replace") + b"\n"
-    while data:
-        data = data[os.write(out, data) :]
 
 
 # The tests' run -----------------------------------------------------------------------------------------
@@ -218,7 +203,7 @@ class Unknown(Exception):
 
 
 def either(held: Held, number: int, compute):
-    """What the tests compute on the candidate's values; where one is not plain data, what the candidate computed."""
+    """Compute on the candidate's values; where one is not plain data, take what the candidate computed."""
     try:
         return compute()
     except Unknown:
@@ -244,6 +229,25 @@ def _builtin(name: str):
     """The built-in exception of a name, or None."""
     kind = getattr(builtins, name, None)
     return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
+
+
+def agree(value, expected, tolerance: float) -> bool:
+    """Whether a value is what JSON expects: lists match tuples, a float is met within the tolerance, True is not 1."""
+    if isinstance(expected, list):
+        listed = type(value) in (list, tuple) and len(value) == len(expected)
+        return listed and all(agree(one, other, tolerance) for one, other in zip(value, expected, strict=True))
+    if isinstance(expected, dict):
+        keyed = type(value) in MAPPINGS.values() and value.keys() == expected.keys()
+        return keyed and all(agree(value[key], other, tolerance) for key, other in expected.items())
+    if type(expected) in (int, float) and type(value) in (int, float):
+        exact = type(expected) is int and type(value) is int
+        return value == expected or (not exact and is_close(value, expected, tolerance))
+    return type(value) is type(expected) and value == expected
+
+
+def is_close(value: float, expected: float, tolerance: float) -> bool:
+    """Whether a number is within the tolerance of another: relative, and absolute where 0 is expected."""
+    return math.isfinite(expected) and abs(value - expected) <= tolerance * (abs(expected) or 1)
 
 
 def _verdict(value) -> str:

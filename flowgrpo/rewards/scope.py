@@ -218,7 +218,7 @@ class Scope:
         return _replaced(node, self.checked, uses, bound=bound | binds(node))
 
     def step(self, node: ast.expr, uses: list[int], *, own: bool) -> ast.expr:
-        """What stands for a step in the tests' run: its value, or where that can be, their own computation."""
+        """Add a step; in the tests' run it is a value, or where that can be, their own computation."""
         self.keep_handed(node)
         computed = self.own(node) if own else None
         uses.append(self.plan.value(ast.unparse(self.child(node))))
@@ -274,7 +274,7 @@ def _parsed(source: str) -> ast.expr:
 
 
 def _held(number: int) -> ast.expr:
-    """What stands for a value in the tests' run."""
+    """The expression that is a value in the tests' run."""
     return _parsed(f"__held__[{number}]")
 
 
