@@ -282,7 +282,7 @@ def _role(name: str, who: str) -> Role | Rule | None:
 
 
 def players(name: str) -> tuple[str, str]:
-    """Who may play a role, beside a server: an analyst may be left out, and the others may be plain code."""
+    """Name who may play a role, beside a server: an analyst may be left out, and the others may be plain code."""
     return ("model", "rule") if name in RULES else ("model", "none")
 
 

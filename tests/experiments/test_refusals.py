@@ -69,7 +69,7 @@ def world(tmp_path_factory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """What lies in a folder, but for what Python compiles."""
+    """Read all that lies in a folder, but for what Python compiles."""
     every = (path for path in folder.rglob("*") if "__pycache__" not in path.parts)
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in every}
 
