@@ -137,7 +137,7 @@ def first_records(rollout: Rollout, env: fg.Env, gold: tuple[Any, Any] | None) -
     return records_of(few, tasks, env.tools)
 
 
-def stories(rollouts: list[Rollout], env: fg.Env) -> list[str]:
+def stories(rollouts: Sequence[Rollout], env: fg.Env) -> list[str]:
     """One task that was failed before and solved after, if there is one, in words."""
     right = [np.asarray(rollout.trajectories.correct) for rollout in rollouts]
     index = int(np.argmax(~right[0] & right[1]))
