@@ -39,7 +39,7 @@ def make_optimizer(
     Muon's orthogonal steps (Jordan et al., 2024) of about `MUON` times the size of AdamW's.
     """
     check = partial(check_range, "make_optimizer")
-    check("learning_rate", 0.0 if callable(learning_rate) else learning_rate, 0.0)  # or a schedule of optax
+    check("learning_rate", learning_rate, 0.0)
     check("warmup_steps", warmup_steps, 0, whole=True)
     check("decay_steps", decay_steps, 1, whole=True, optional=True)
     check("final_share", final_share, 0.0, 1.0)

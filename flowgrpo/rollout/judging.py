@@ -65,7 +65,7 @@ def _raised(error: BaseException) -> str:
 
 
 def _checked(verdict: Scored) -> Scored:
-    """What is no `Scored` is none."""
+    """Return a `Scored`, and for anything else an invalid one that says so."""
     if not isinstance(verdict, Scored):
         return Scored(None, f"the reward gave {verdict!r:.200}, which is no Scored")
     return verdict
