@@ -126,12 +126,9 @@ def read_scores(path: Path) -> dict[str, Scored]:
 
 
 def line_of(identity: str, scored: Scored) -> str:
-    """A line of the result; a value that is no number is no verdict."""
-    value, reason = scored.value, scored.reason
-    if value is not None and not math.isfinite(value):
-        value, reason = None, f"the reward gave {value}"
+    """A line of the result; a part that is no number is null."""
     parts = {name: part if math.isfinite(part) else None for name, part in scored.parts.items()}
-    return json.dumps({"id": identity, "value": value, "reason": reason, "parts": parts})
+    return json.dumps({"id": identity, "value": scored.value, "reason": scored.reason, "parts": parts})
 
 
 # Scoring ------------------------------------------------------------------------------------------------
