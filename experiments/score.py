@@ -145,12 +145,10 @@ def hash_of(task: Task, output: str, settings: Mapping[str, Any]) -> str:
 
 
 def line_of(identity: str, scored: Scored, made_of: str) -> str:
-    """A line of the result; a value that is no number is no verdict."""
-    value, reason = scored.value, scored.reason
-    if value is not None and not math.isfinite(value):
-        value, reason = None, f"the reward gave {value}"
+    """A line of the result; a part that is no number is null."""
     parts = {name: part if math.isfinite(part) else None for name, part in scored.parts.items()}
-    return json.dumps({"id": identity, "value": value, "reason": reason, "parts": parts, "made_of": made_of})
+    line = {"id": identity, "value": scored.value, "reason": scored.reason, "parts": parts, "made_of": made_of}
+    return json.dumps(line)
 
 
 # Scoring ------------------------------------------------------------------------------------------------

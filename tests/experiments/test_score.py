@@ -153,10 +153,10 @@ def test_scores_come_in_order_whatever_the_workers(count):
     assert [(task.id, scored.value) for task, scored in found] == [(str(n), float(n)) for n in range(count)]
 
 
-def test_values_that_are_no_numbers_are_invalid_and_the_line_stays_ascii():
-    line = score.line_of("é\ud800", Scored(float("nan"), "why", {"a": float("inf")}), "a hash")
+def test_parts_that_are_no_numbers_are_null_and_the_line_stays_ascii():
+    line = score.line_of("é\ud800", Scored(None, "why", {"a": float("inf")}), "a hash")
     assert line.isascii()
-    said = {"id": "é\ud800", "value": None, "reason": "the reward gave nan", "parts": {"a": None}, "made_of": "a hash"}
+    said = {"id": "é\ud800", "value": None, "reason": "why", "parts": {"a": None}, "made_of": "a hash"}
     assert json.loads(line) == said
 
 
