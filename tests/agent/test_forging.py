@@ -72,7 +72,7 @@ RECORDS = st.builds(
 
 
 def take(line: str, pattern: str) -> tuple[str | None, str]:
-    """What `pattern` (with one group, or none) finds at the beginning of a line, and the rest."""
+    """Take what `pattern` (with one group, or none) finds at the beginning of a line; returns it and the rest."""
     found = re.match(pattern, line)
     return (None, line) if found is None else (found[found.re.groups], line[found.end() :])
 
