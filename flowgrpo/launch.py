@@ -27,6 +27,9 @@ from flowgrpo.types import BadInput
 # batched cotangents. XLA ends the process over a flag that it doesn't know, so only they are given this one.
 FLAWED_JAXLIB = ("0.10.2",)
 NO_FLAWED_FUSION = "--xla_cpu_experimental_ynn_fusion_type="
+# On processors without AVX-512 the kernels that XLA takes for products of matrices round the last rows of some widths
+# otherwise than the others, so that the bits of a token would depend on its slot (E3). Eigen's own are as fast there.
+OWN_KERNELS = ("TENSORFLOW_USE_CUSTOM_CONTRACTION_KERNEL", "false")
 DAY = 86400  # seconds
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # for the products of a CPU device
 _CONFIGURED: dict[str, object] = {}  # what `configure` was called with in this process
@@ -58,10 +61,27 @@ def configure(
         _set_cpu_devices(cpu_devices)
         flags += [ONE_THREAD]
     os.environ["XLA_FLAGS"] = add_flags(os.environ.get("XLA_FLAGS", ""), flags)
+    round_rows_alike()
     if compilation_cache is not None:
         _keep_compiled(make_folder(compilation_cache))
     write_programs_whole()
     _CONFIGURED.update(chosen)
+
+
+def round_rows_alike() -> None:
+    """Choose kernels whose products round every row alike; `configure` does, and what the user chose stays."""
+    if "avx512f" not in processor().get("flags", "").split():
+        os.environ.setdefault(*OWN_KERNELS)
+
+
+def processor() -> dict[str, str]:
+    """Read what the system tells of the first processor; empty where it tells nothing."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return {}
+    lines = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}
 
 
 def join(coordinator: str, num_processes: int, process_id: int, *, seconds: float = 60.0) -> None:

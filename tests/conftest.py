@@ -32,6 +32,7 @@ from hypothesis import settings
 
 from flowgrpo import launch
 
+launch.round_rows_alike()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_debug_nans", True)

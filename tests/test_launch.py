@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from commands import run_module
 from jax._src.lru_cache import LRUCache
@@ -73,6 +74,26 @@ def test_it_is_said_when_it_is_too_late_and_the_same_settings_once_more_are_no_n
         launch.configure(deterministic=True)
     with pytest.raises(BadInput, match=r"call launch\.join before the first array"):
         launch.join("127.0.0.1:9000", 2, 0)
+
+
+def test_E3_a_row_of_a_product_has_the_same_bits_in_every_place():
+    key = jax.random.key(0)
+    row, w = jax.random.normal(key, (64,)), jax.random.normal(key, (64, 24))
+    multiply = jax.jit(lambda x, w: x @ w)
+    for width in (7, 8, 9, 13, 32):
+        x = np.tile(np.asarray(row), (width, 1))
+        assert len({one.tobytes() for one in np.asarray(multiply(x, w))}) == 1, width
+
+
+@pytest.mark.parametrize(("flags", "chosen"), [("fpu avx2", "false"), ("fpu avx2 avx512f", None)])
+def test_kernels_are_chosen_by_processor_and_what_a_user_chose_stays(monkeypatch, flags, chosen):
+    monkeypatch.setattr(launch, "processor", lambda: {"flags": flags})
+    monkeypatch.delenv(launch.OWN_KERNELS[0], raising=False)
+    launch.round_rows_alike()
+    assert os.environ.get(launch.OWN_KERNELS[0]) == chosen
+    monkeypatch.setenv(launch.OWN_KERNELS[0], "true")
+    launch.round_rows_alike()
+    assert os.environ[launch.OWN_KERNELS[0]] == "true"
 
 
 def test_a_profile_is_written_where_it_is_asked_for(tmp_path):

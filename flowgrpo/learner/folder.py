@@ -23,6 +23,7 @@ from typing import IO, Any
 
 import jax
 
+from flowgrpo import launch
 from flowgrpo.files import make_folder, write_whole
 from flowgrpo.types import BadInput
 
@@ -143,7 +144,11 @@ def machine() -> dict[str, Any]:
     import flowgrpo
 
     device = jax.devices()[0]
-    kind = device.device_kind if device.platform != "cpu" else f"{platform.machine()} {_processor()}"
+    kind = (
+        device.device_kind
+        if device.platform != "cpu"
+        else f"{platform.machine()} {launch.processor().get('model name', platform.processor())}"
+    )
     return {
         "flowgrpo": flowgrpo.__version__,
         **{package: version(package) for package in ("jax", "jaxlib", "flax", "optax", "numpy")},
@@ -152,16 +157,8 @@ def machine() -> dict[str, Any]:
         "processes": jax.process_count(),
         "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "xla_flags": " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
+        "kernels": os.environ.get(launch.OWN_KERNELS[0], ""),
     }
-
-
-def _processor() -> str:
-    """The CPU's own name, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def read_run(folder: str | os.PathLike) -> dict[str, Any]:
