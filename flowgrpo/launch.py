@@ -27,9 +27,9 @@ from flowgrpo.types import BadInput
 # batched cotangents. XLA ends the process over a flag that it doesn't know, so only they are given this one.
 FLAWED_JAXLIB = ("0.10.2",)
 NO_FLAWED_FUSION = "--xla_cpu_experimental_ynn_fusion_type="
-# On processors without AVX-512 the kernels that XLA takes for products of matrices round the last rows of some widths
-# otherwise than the others, so that the bits of a token would depend on its slot (E3). Eigen's own are as fast there.
-OWN_KERNELS = ("TENSORFLOW_USE_CUSTOM_CONTRACTION_KERNEL", "false")
+# On processors without AVX-512 oneDNN, which multiplies XLA's matrices, rounds the last rows of some widths otherwise than
+# the others, so that the bits of a token would depend on its slot (E3). Its plain kernels don't, and are as fast there.
+PLAIN_KERNELS = ("DNNL_MAX_CPU_ISA", "SSE41")
 DAY = 86400  # seconds
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # for the products of a CPU device
 _CONFIGURED: dict[str, object] = {}  # what `configure` was called with in this process
@@ -71,7 +71,7 @@ def configure(
 def round_rows_alike() -> None:
     """Choose kernels whose products round every row alike; `configure` does, and what the user chose stays."""
     if "avx512f" not in processor().get("flags", "").split():
-        os.environ.setdefault(*OWN_KERNELS)
+        os.environ.setdefault(*PLAIN_KERNELS)
 
 
 def processor() -> dict[str, str]:

@@ -85,15 +85,15 @@ def test_E3_a_row_of_a_product_has_the_same_bits_in_every_place():
         assert len({one.tobytes() for one in np.asarray(multiply(x, w))}) == 1, width
 
 
-@pytest.mark.parametrize(("flags", "chosen"), [("fpu avx2", "false"), ("fpu avx2 avx512f", None)])
+@pytest.mark.parametrize(("flags", "chosen"), [("fpu avx2", "SSE41"), ("fpu avx2 avx512f", None)])
 def test_kernels_are_chosen_by_processor_and_what_a_user_chose_stays(monkeypatch, flags, chosen):
     monkeypatch.setattr(launch, "processor", lambda: {"flags": flags})
-    monkeypatch.delenv(launch.OWN_KERNELS[0], raising=False)
+    monkeypatch.delenv(launch.PLAIN_KERNELS[0], raising=False)
     launch.round_rows_alike()
-    assert os.environ.get(launch.OWN_KERNELS[0]) == chosen
-    monkeypatch.setenv(launch.OWN_KERNELS[0], "true")
+    assert os.environ.get(launch.PLAIN_KERNELS[0]) == chosen
+    monkeypatch.setenv(launch.PLAIN_KERNELS[0], "AVX2")
     launch.round_rows_alike()
-    assert os.environ[launch.OWN_KERNELS[0]] == "true"
+    assert os.environ[launch.PLAIN_KERNELS[0]] == "AVX2"
 
 
 def test_a_profile_is_written_where_it_is_asked_for(tmp_path):
