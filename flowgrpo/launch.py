@@ -27,8 +27,8 @@ from flowgrpo.types import BadInput
 # batched cotangents. XLA ends the process over a flag that it doesn't know, so only they are given this one.
 FLAWED_JAXLIB = ("0.10.2",)
 NO_FLAWED_FUSION = "--xla_cpu_experimental_ynn_fusion_type="
-# On processors without AVX-512 oneDNN, which multiplies XLA's matrices, rounds the last rows of some widths otherwise than
-# the others, so that the bits of a token would depend on its slot (E3). Its plain kernels don't, and are as fast there.
+# On processors without AVX-512 oneDNN, which multiplies XLA's matrices, rounds the last rows of some widths otherwise
+# than the others, so that the bits of a token would depend on its slot (E3). Its plain kernels don't, and are as fast.
 PLAIN_KERNELS = ("DNNL_MAX_CPU_ISA", "SSE41")
 DAY = 86400  # seconds
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # for the products of a CPU device

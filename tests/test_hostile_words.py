@@ -13,12 +13,12 @@ from flowgrpo.agent.memory import Memory, Record, render
 from flowgrpo.agent.parsing import arguments_of, parse_arguments, parse_plan, parse_verdict, parse_words
 from flowgrpo.agent.rendering import count_tokens
 from flowgrpo.agent.state import PLANNER, AgentState, Budget
-from flowgrpo.agent.state import clean as valid
 from flowgrpo.contracts import Call
 from flowgrpo.generate.stops import find_stop
 from flowgrpo.generate.wire import RemoteFailure, TextRequest, completion_of, retry_after, words_of
 from flowgrpo.report.viewer import as_script
 from flowgrpo.rewards.prompts import shorten
+from flowgrpo.text import clean as valid
 from flowgrpo.tools.arguments import check_arguments
 from flowgrpo.tools.calculator import calculator
 from flowgrpo.tools.corpus import passages_of, read_corpus
@@ -68,7 +68,7 @@ def _cut(folder, words):
 
 
 def _remembered(words):
-    record = Record(1, words, "echo", words, words, verdict=f"stop: {words}")
+    record = Record(1, words, "echo", words, words, stop=True, reason=words)
     render(Memory((record, record)), budget=300, count=len)
 
 

@@ -50,7 +50,6 @@ def looks_up(state):
 BROKEN = {
     "must begin with": {"words": ("one", "two")},
     "a word is there twice": {"words": (*TINY.words, "one")},
-    "has a size below 1": {"sizes": TINY.sizes._replace(turns=0)},
     "the prompt is int32.3. and int32.., but by sizes": {"sizes": TINY.sizes._replace(prompt=4)},
     "an action of the oracle is int32.2.": {"oracle": lambda _: (fill([2, 1], 2), jnp.int32(2))},
     "a demonstrated action is int32.2.": {"demonstrate": lambda *_: (fill([2, 1], 2), jnp.int32(2))},

@@ -71,7 +71,8 @@ def test_the_first_prompt_is_shown_or_what_ended_the_episode_before_it():
         first_prompt(env, text, task(), lambda _, one=one: one) for one in (Result("a sum"), Result("", failure="late"))
     ]
     assert said[0].startswith("the first prompt, ")
-    assert "what is 2 + 3?\nAnalysis: a sum\n" in said[0]
+    assert "> what is 2 + 3?\n" in said[0]
+    assert "> a sum\n" in said[0]
     assert said[1] == "there is no first prompt, since the planner never came to speak: analyst: late"
 
 
