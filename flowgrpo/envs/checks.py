@@ -96,7 +96,7 @@ def _check_words(env: Env) -> None:
     for name in FUNCTIONS:
         given = getattr(env, name)
         _must(env, callable(given), f"{name} is {given!r:.80}, but must be a function; only anchor may be left out")
-    words, sizes = env.words, env.sizes
+    words = env.words
     _must(env, words[: len(SPECIAL)] == SPECIAL, f"words begin with {words[:2]}, but must begin with {SPECIAL}")
     _must(env, len(set(words)) == len(words), "a word is there twice")
 
