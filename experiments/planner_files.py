@@ -112,8 +112,8 @@ def write_words(folder: Path, words: Sequence[str]) -> None:
 def export(folder: Path, out: Path, *, which: str = "best") -> dict[str, Any]:
     """Write a run's planner as a whole model -> what was written."""
     settings = read_run(folder)["settings"]
-    _check_out(settings, folder, out)
     step, params = read_planner(folder, which)
+    _check_out(settings, folder, out)
     model, lora = base_model(settings, folder), lora_of(settings)
     if lora is not None:
         params = merge(Adapted(model.params, params), model.config, lora)
@@ -125,8 +125,8 @@ def export_adapter(folder: Path, out: Path, *, which: str = "best") -> dict[str,
     """Write a run's adapter alone."""
     settings = read_run(folder)["settings"]
     lora = _adapter_of(settings, folder)
-    _check_out(settings, folder, out)
     step, adapter = read_planner(folder, which)
+    _check_out(settings, folder, out)
     model = base_model(settings, folder)
     named = settings["model"] or str(Path(base(settings, folder)).resolve())
     save_adapter(out, adapter, model.config, lora, base_model=named)

@@ -131,7 +131,7 @@ def check_saved(folder: str | os.PathLike) -> None:
     if updates:
         raise BadInput(
             f"{path} tells of {updates[-1]} updates, and there is no checkpoint of any: restore the folder checkpoints "
-            "beside it, or begin anew with --noresume"
+            "beside it, or begin a new run"
         )
 
 

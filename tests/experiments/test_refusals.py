@@ -210,7 +210,7 @@ def test_bad_input_is_one_sentence_and_leaves_everything_as_it_is(command, world
         ("quickstart", "--env=chess", "--env=chess must be one of lookup, arithmetic, maze, or MODULE:FUNCTION"),
         ("quickstart", "--algorithm=grop", "did you mean grpo?"),
         ("quickstart", "run", "'run' is not a flag: settings are given as --name=value"),
-        ("export", "--workdir=x", "--out must be given (The folder to write)"),
+        ("export", "--workdir=x", "--out must be given (The folder to write; a model in it is replaced)"),
         ("benchmarks.iteration", "--width=8", "width"),
     ],
 )
@@ -274,6 +274,7 @@ def test_every_flag_that_an_error_names_is_one_of_the_command_that_says_it():
             flags = (
                 {flag for module in modules for flag in read(module)[1]} | {"help", "name"} | set(agent_setups.ROLES)
             )
+            flags |= {f"no{flag}" for flag in flags}
             for module in modules:
                 own = f"{folder}.{command}".replace("/", ".").removeprefix("experiments.")
                 if own not in OPENERS | PARTS_ONLY.get(module, set()):
