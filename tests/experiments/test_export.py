@@ -105,8 +105,8 @@ def test_of_an_actor_and_its_critic_the_actor_is_written(run, tmp_path):
     pair = ActorCritic(moved(model.params, 1), critic)
     write_run(run, HOSTED, ActorCritic(model.params, critic), trained=[pair])
     for which, params in (("best", pair.policy), ("start", model.params)):
-        export(run, tmp_path / which, which=which)
-        assert params_sha256(load_model(tmp_path / which).params) == params_sha256(params)
+        export(run, tmp_path / f"{which} model", which=which)
+        assert params_sha256(load_model(tmp_path / f"{which} model").params) == params_sha256(params)
 
 
 @pytest.mark.slow
