@@ -275,7 +275,7 @@ def test_what_a_reward_cannot_say_takes_no_part():
             raise ValueError("no idea")
         if trajectories.group[0] == 1:
             return [Scored(1.0)]
-        return [Scored(float("nan")), *by_length(trajectories)[1:]]
+        return [Scored(None, "no idea"), *by_length(trajectories)[1:]]
 
     played = []
     told = Told(played.append, lambda _: None)
