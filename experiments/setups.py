@@ -61,7 +61,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "warm_steps": 2000,
         "warm_rows": 32,
     },
-    "maze": {"d": 64, "layers": 2, "updates": 120},
+    "maze": {
+        "d": 64,
+        "layers": 2,
+        "updates": 150,
+        "learning_rate": 5e-4,
+        "mini_batches": 4,
+        "decay": 0.2,
+        "decay_updates": 150,
+    },
 }
 OUTSIDE: dict[str, Any] = {"d": 64, "layers": 2, "updates": 150}  # of environments that nobody has tuned anything for
 # What fits an algorithm where that differs from what fits Flow-GRPO; and how long it then takes in an environment.
@@ -75,7 +83,7 @@ BY_ALGORITHM: dict[str, dict[str, Any]] = {
         "learning_rate": 5e-4,
         "clip_high": 0.2,
     },
-    "dpo": {"beta": 0.1, "epochs": 2},
+    "dpo": {"beta": 0.1, "epochs": 2, "mini_batches": 1},
 }
 LENGTHS: dict[tuple[str, str], dict[str, Any]] = {("lookup", "ppo"): {"updates": 75, "decay_updates": 75}}
 CONTROLS = ("none", "shuffled_rewards", "supervised", "last_turn")
