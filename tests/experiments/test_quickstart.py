@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from experiments import setups
+from experiments.members import ALGORITHMS, make_algorithm
 from experiments.pure_work import pure_work
 from experiments.recorded import read_trajectories
 from experiments.same_run import differences
@@ -114,10 +115,17 @@ def test_a_loss_that_is_no_number_stops_it_with_the_last_good_checkpoint(tmp_pat
 # Settings ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("env", list(setups.PRESETS))
-def test_every_preset_builds(env):
-    setup = setups.build(setups.settings_of(env))
-    assert (setup.env.name, setup.algorithm.name) == (env, "flow_grpo")
+def test_every_preset_builds_with_every_algorithm(env, algorithm):
+    setup = setups.build(setups.settings_of(env, algorithm=algorithm))
+    named = make_algorithm(algorithm, beta=0.1, clip_high=0.2, max_tokens=9).name
+    assert (setup.env.name, setup.algorithm.name) == (env, named)
+
+
+@pytest.mark.parametrize("env", list(setups.PRESETS))
+def test_flow_grpo_is_what_an_environment_gets(env):
+    assert setups.settings_of(env)["algorithm"] == "flow_grpo"
 
 
 @pytest.mark.parametrize("name", list(setups.BY_ALGORITHM))
