@@ -11,7 +11,7 @@ docstring of that one; its flags are in `python -m experiments.NAME --help`.
 import sys
 from pathlib import Path
 
-from experiments.listing import listing
+from experiments.cli.listing import listing
 
 GROUPS = {
     "Train": ("quickstart", "agentflow", "self_verify", "cluster", "finetune"),

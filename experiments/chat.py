@@ -17,33 +17,32 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments import common
-from experiments.headings import heading
-from experiments.stopping import Terminated
+from experiments.cli import app
+from experiments.cli.help import flag_heading
+from flowgrpo.data.tokenizer import Conversation, Text, add_action, add_messages, start
 from flowgrpo.generate.sampler import MAX_KEPT, Sampling, decode, prefill, sampling, start_rows
 from flowgrpo.models.hf import Model, load_model
-from flowgrpo.text import Conversation, Text, add_action, add_messages, start
+from flowgrpo.run.signals import Terminated
 from flowgrpo.types import BadInput
 
-heading("What is run")
+flag_heading("What is run")
 _MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id.")
 _SYSTEM = flags.DEFINE_string("system", None, "What the system message says; none by default.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the answers.")
-heading("Sizes")
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 512, "Tokens of an answer at most.")
-_CONTEXT = flags.DEFINE_integer("context", 4096, "Tokens of a conversation at most.")
-heading("Sampling")
+flag_heading("Sizes")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 512, "Tokens of an answer at most.", lower_bound=1)
+_CONTEXT = flags.DEFINE_integer("context", 4096, "Tokens of a conversation at most.", lower_bound=2)
+flag_heading("Sampling")
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Temperature; greedy is --top_k=1.")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from this many tokens at most; 0 does not cut.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the smallest set with this probability.")
-heading("Devices and memory")
+flag_heading("Devices and memory")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "What the weights are held in.")
 
 CHUNK, STEPS = 64, 4  # tokens of a prefill, and of a stretch of decoding between two prints
@@ -75,7 +74,8 @@ class Speaker:
         """The ids of an answer as they are sampled, a few at a time, ending with a stop id or the budget."""
         budget = min(max_tokens, self.context - len(conversation.tokens))
         self._feed(conversation.tokens[self._held : -1])
-        rows = start_rows(self._cache, _one(conversation.tokens[-1]), key[None], _one(budget))
+        last, most = (jnp.array([value], jnp.int32) for value in (conversation.tokens[-1], budget))
+        rows = start_rows(self._cache, last, key[None], most)
         stop_ids = np.array([self.text.stop_ids], np.int32)
         while bool(rows.active[0]):
             rows, sampled = self._decode(self._params, rows, self._settings, stop_ids)
@@ -93,25 +93,17 @@ class Speaker:
         self._held += len(tokens)
 
 
-def _one(value: int) -> jax.Array:
-    return jnp.array([value], jnp.int32)
-
-
-def shown(text: Text, ids: list[int]) -> str:
+def _shown(text: Text, ids: list[int]) -> str:
     """Decode what can be printed of an answer: without its stop token, and without an unfinished character."""
     words = ids[:-1] if ids and ids[-1] in text.stop_ids else ids
     return text.decode(words).translate(CONTROLS).rstrip(UNFINISHED)
 
 
 @contextmanager
-def interrupts() -> Iterator[Callable[[], bool]]:
+def _interrupts() -> Iterator[Callable[[], bool]]:
     """A function that says whether Ctrl-C was pressed in the block; nothing is raised there."""
     pressed = []
-
-    def note(_signal: int, _frame: FrameType | None) -> None:
-        pressed.append(True)
-
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
     try:
         yield lambda: bool(pressed)
     finally:
@@ -121,10 +113,10 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 def speak(speaker: Speaker, conversation: Conversation, key: jax.Array, max_tokens: int) -> list[int]:
     """Print an answer while it comes; its ids, fewer where Ctrl-C ended it."""
     ids, printed = [], 0
-    with interrupts() as pressed:
+    with _interrupts() as pressed:
         for more in speaker.answer(conversation, key, max_tokens):
             ids += more
-            words = shown(speaker.text, ids)
+            words = _shown(speaker.text, ids)
             print(words[printed:], end="", flush=True)
             printed = max(printed, len(words))
             if pressed():
@@ -133,7 +125,7 @@ def speak(speaker: Speaker, conversation: Conversation, key: jax.Array, max_toke
     return ids
 
 
-def messages(talks: bool) -> Iterator[str]:
+def _messages(talks: bool) -> Iterator[str]:
     """Yield the lines that are typed, up to `/quit` or the end; the prompt is printed only where a person types."""
     while True:
         try:
@@ -152,10 +144,10 @@ def messages(talks: bool) -> Iterator[str]:
             yield line
 
 
-def chat(speaker: Speaker, opening: list[dict[str, str]], talks: bool) -> None:
+def _chat(speaker: Speaker, opening: list[dict[str, str]], talks: bool) -> None:
     """Answer message by message, until the input ends."""
     conversation, answers, key = None, 0, jax.random.key(_SEED.value)
-    for line in messages(talks):
+    for line in _messages(talks):
         if line == "/reset":
             conversation = None
             speaker.forget()
@@ -173,8 +165,8 @@ def chat(speaker: Speaker, opening: list[dict[str, str]], talks: bool) -> None:
         conversation, answers = add_action(longer, ids), answers + 1
 
 
-def check_flags() -> None:
-    """Raise `BadInput` for a setting that can't be."""
+def _open_speaker(opening: list[dict[str, str]]) -> Speaker:
+    """The checkpoint that the flags name, whose template can write the first messages."""
     if not _MODEL.value:
         raise BadInput("--model is missing: give a model folder, or a hub id")
     if not _TEMPERATURE.value > 0:
@@ -183,18 +175,11 @@ def check_flags() -> None:
         raise BadInput(f"--top_k={_TOP_K.value} must be from 1 to {MAX_KEPT}, or 0 for no cut")
     if not 0 < _TOP_P.value <= 1:
         raise BadInput(f"--top_p={_TOP_P.value} must be greater than 0 and at most 1")
-    for name, value, least in (("max_tokens", _MAX_TOKENS.value, 1), ("context", _CONTEXT.value, 2)):
-        if value < least:
-            raise BadInput(f"--{name}={value} must be at least {least}")
-
-
-def open_speaker(opening: list[dict[str, str]]) -> Speaker:
-    """The checkpoint that the flags name, whose template can write the first messages."""
     model = load_model(str(_MODEL.value), dtype=_DTYPE.value)
     start(model.text, [*opening, {"role": "user", "content": "x"}])
-    cuts = _TOP_K.value > 0 or _TOP_P.value < 1
-    settings = sampling(1, temperature=_TEMPERATURE.value, top_k=_TOP_K.value or MAX_KEPT, top_p=_TOP_P.value)
-    width = min(_TOP_K.value or MAX_KEPT, model.config.v) if cuts else 0
+    kept = _TOP_K.value or MAX_KEPT
+    settings = sampling(1, temperature=_TEMPERATURE.value, top_k=kept, top_p=_TOP_P.value)
+    width = min(kept, model.config.v) if _TOP_K.value > 0 or _TOP_P.value < 1 else 0
     return Speaker(model, settings, width=width, context=_CONTEXT.value)
 
 
@@ -202,9 +187,8 @@ def main() -> None:
     """Open the checkpoint and talk."""
     opening: list[dict[str, str]] = [{"role": "system", "content": _SYSTEM.value}] if _SYSTEM.value else []
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
-    check_flags()
-    chat(open_speaker(opening), opening, talks=sys.stdin.isatty())
+    _chat(_open_speaker(opening), opening, talks=sys.stdin.isatty())
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

@@ -4,10 +4,11 @@
     python -m experiments.compare --study=clip --num_seeds=32 --workdir=runs/clip
     python -m experiments.compare --study=credit --arms=broadcast,GiGPO --updates=200
 
-A study is a question with a few arms (`experiments/studies.py`). All arms start from the same warm-started planners,
-seed by seed, and are examined on the same test tasks; each arm is one program over all of its seeds, dealt over the
-devices that are here. The score is the success on test tasks after the last update: its interquartile mean over the
-seeds, with a 95 % interval of a stratified bootstrap, and how often a run beats one of the baseline (rliable's method).
+A study is a question with a few arms (`flowgrpo/recipes/studies.py`). All arms start from the same warm-started
+planners, seed by seed, and are examined on the same test tasks; each arm is one program over all of its seeds, dealt
+over the devices that are here. The score is the success on test tasks after the last update: its interquartile mean
+over the seeds, with a 95 % interval of a stratified bootstrap, and how often a run beats one of the baseline (rliable's
+method).
 
 The work directory holds `runs.jsonl` (a line for each arm, environment and seed, with its curve), `table.jsonl`,
 `table.md`, `curves.png`, `curves.svg` and `index.html`, the summary to look at. The same command goes on where it was
@@ -24,33 +25,31 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from experiments import common, compare_page
-from experiments.compare_runs import RUNS, compare
-from experiments.headings import heading
-from experiments.studies import STUDIES, chosen_arms
+from experiments.cli import app
+from experiments.cli.help import flag_heading
 from flowgrpo import launch
-from flowgrpo.learner.folder import begin_anew, run_folder
-from flowgrpo.report.metrics import plain
+from flowgrpo.recipes import compare
+from flowgrpo.recipes.studies import STUDIES, chosen_arms
+from flowgrpo.report.metrics import plain_json
+from flowgrpo.run.run_dir import begin_anew, run_folder
 
-heading("What is run")
+flag_heading("What is run")
 _STUDY = flags.DEFINE_enum("study", "credit", list(STUDIES), "What is compared.")
 _ARMS = flags.DEFINE_list("arms", None, "Some of the study's arms, by commas; all by default.")
 _SEED = flags.DEFINE_integer("seed", 0, "The first seed.", lower_bound=0)
-heading("Sizes")
+flag_heading("Sizes")
 _SEEDS = flags.DEFINE_integer("num_seeds", 16, "Seeds of every arm.", lower_bound=1)
 _UPDATES = flags.DEFINE_integer("updates", None, "Updates of every run, in the place of the study's.", lower_bound=1)
 _WARM = flags.DEFINE_integer("warm_steps", None, "Steps of imitation, in the place of the study's.", lower_bound=1)
 _EVERY = flags.DEFINE_integer("examine_every", 10, "Updates between two examinations.", lower_bound=1)
 _TASKS = flags.DEFINE_integer("test_tasks", 256, "Test tasks of an examination.", lower_bound=1)
-heading("Devices and memory")
+flag_heading("Devices and memory")
 _LANES = flags.DEFINE_integer(
-    "lanes", None, "Seeds that are vmapped on a device: 1 on a CPU, all of them elsewhere, by default.", lower_bound=1
+    "lanes", None, "Seeds vmapped on a device; by default 1 on a CPU, else all.", lower_bound=1
 )
-heading("Files and resuming")
+flag_heading("Files and resuming")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/compare-STUDY by default.")
 _RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
-
-# The command ------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -62,19 +61,20 @@ def main() -> None:
     chosen = {name: value for name, value in asked.items() if value is not None}
     lanes = _LANES.value or (1 if jax.default_backend() == "cpu" else None)
     own = {"every": _EVERY.value, "tasks": _TASKS.value, "lanes": lanes}
-    identity = {"study": _STUDY.value, "chosen": chosen, **own, "settings": dict(study.settings)}
+    identity = {"study": _STUDY.value, "chosen": chosen, **own, "changes": dict(study.changes)}
     if not _RESUME.value:
         begin_anew(folder)
     seeds = range(_SEED.value, _SEED.value + _SEEDS.value)
-    with run_folder(folder, identity):
-        runs = compare(study, folder, seeds=seeds, chosen=chosen, **own)
-        rows = compare_page.tabulate(study, runs, seeds)
+    with run_folder(folder, "compare", identity):
+        runs = compare.run_study(study, folder, seeds=seeds, chosen=chosen, **own)
+        rows = compare.tabulate_study(study, runs, seeds)
         expected = inspect.getdoc(STUDIES[_STUDY.value]) or ""
-        compare_page.write(folder, study, rows, runs, seeds, expected=expected, name=_STUDY.value)
-    print(f"{study.question}  {(time.monotonic() - began) / 60:.1f} minutes\n\n{compare_page.table(rows, study)}")
-    print(f"\nwritten to {folder}: table.jsonl, table.md, curves.png, curves.svg, {RUNS}; open {folder / 'index.html'}")
-    print(json.dumps(plain(rows)))
+        compare.write_study(folder, study, rows, runs, seeds, expected=expected, name=_STUDY.value)
+    print(f"{study.question}  {(time.monotonic() - began) / 60:.1f} minutes\n\n{compare.table(rows, study)}")
+    names = f"table.jsonl, table.md, curves.png, curves.svg, {compare.RUNS}"
+    print(f"\nwritten to {folder}: {names}; open {folder / 'index.html'}")
+    print(json.dumps(plain_json(rows)))
 
 
 if __name__ == "__main__":
-    common.run(main, cpu_devices=launch.cores())
+    app.run(main, cpu_devices=launch.cores())

@@ -13,21 +13,19 @@ demonstrations 17 % in 4.0 turns with 35 % of their calls to the right one of 4 
 
 from absl import flags
 
-from experiments import common
-from experiments.headings import heading
-from experiments.members import BY_IMPORT, ENVIRONMENTS, make_env
-from experiments.plays import draw_tasks, tabulate
+from experiments.cli import app
+from experiments.cli.help import flag_heading
 from flowgrpo.envs.env import SPLITS
 from flowgrpo.envs.play import PLAYERS, play_many, transcript
+from flowgrpo.recipes.pure import tabulate_plays, tasks_of_split
+from flowgrpo.recipes.registry import BY_IMPORT, ENVIRONMENTS, make_env
 
-heading("What is run")
-_ENVIRONMENTS = flags.DEFINE_list(
-    "environments", list(ENVIRONMENTS), f"Any of {', '.join(ENVIRONMENTS)}, or {BY_IMPORT}."
-)
+flag_heading("What is run")
+_ENVIRONMENTS = flags.DEFINE_list("environments", list(ENVIRONMENTS), f"Any of these, or {BY_IMPORT}.")
 _SPLIT = flags.DEFINE_enum("split", "train", SPLITS, "Whose tasks.")
 _SHOW = flags.DEFINE_integer("show", 0, "Episodes of each player to print in words.", lower_bound=0)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of tasks and players.")
-heading("Sizes")
+flag_heading("Sizes")
 _EPISODES = flags.DEFINE_integer("episodes", 20_000, "Episodes of each player.", lower_bound=1)
 
 
@@ -35,14 +33,14 @@ def main() -> None:
     """Let every player play, print."""
     for name in _ENVIRONMENTS.value:
         env = make_env(name)
-        tasks = draw_tasks(env, _SPLIT.value, count=_EPISODES.value, seed=_SEED.value)
+        tasks = tasks_of_split(env, _SPLIT.value, count=_EPISODES.value, seed=_SEED.value)
         for player, act in PLAYERS.items():
             plays = play_many(env, act, tasks, seed=_SEED.value + 1)
-            cells = "   ".join(f"{key} {value:5.1f}" for key, value in tabulate(env, plays).items())
+            cells = "   ".join(f"{key} {value:5.1f}" for key, value in tabulate_plays(env, plays).items())
             print(f"{name:12} {player:15} {cells}")
             for episode in range(min(_SHOW.value, _EPISODES.value)):
                 print(transcript(env, plays, episode))
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

@@ -17,17 +17,15 @@ from pathlib import Path
 
 from absl import flags
 
-import flowgrpo as fg
-from experiments import common
-from experiments.endings import command, contents, ending
-from experiments.headings import heading
-from experiments.planner_files import WHICH, export, export_adapter
-from flowgrpo.learner.folder import RUN
+from experiments.cli import app
+from experiments.cli.help import flag_heading
+from flowgrpo.recipes.export import WHICH, export, export_adapter
+from flowgrpo.run.next_steps import command, contents, ending
 
-heading("What is run")
+flag_heading("What is run")
 _WHICH = flags.DEFINE_enum("which", "best", WHICH, "Best in validation, last, or the start of the training.")
 _ADAPTER = flags.DEFINE_bool("adapter", False, "Write the adapter alone, in PEFT's format.")
-heading("Files and resuming")
+flag_heading("Files and resuming")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
 _OUT = flags.DEFINE_string("out", None, "The folder to write; a model in it is replaced.", required=True)
 
@@ -35,8 +33,6 @@ _OUT = flags.DEFINE_string("out", None, "The folder to write; a model in it is r
 def main() -> None:
     """Write the folder."""
     folder, out = Path(_WORKDIR.value), Path(_OUT.value)
-    if not (folder / RUN).exists():
-        raise fg.BadInput(f"{folder} holds no run: {RUN} is missing; give the --workdir of one")
     written = (export_adapter if _ADAPTER.value else export)(folder, out, which=_WHICH.value)
     print(f"{_WHICH.value} planner of {folder}, update {written['update']}")
     talk = [] if _ADAPTER.value else [(command("chat", model=out), "talks to it, where it has a chat template")]
@@ -45,4 +41,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

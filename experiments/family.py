@@ -18,11 +18,12 @@ import numpy as np
 from absl import flags
 
 import flowgrpo as fg
-from experiments import common
-from experiments.headings import heading
-from experiments.members import ALGORITHMS
+from experiments.cli import app
+from experiments.cli.help import flag_heading
+from flowgrpo.recipes.registry import ALGORITHMS
+from flowgrpo.report.tables import show_lines
 
-heading("What is run")
+flag_heading("What is run")
 _REWARDS = flags.DEFINE_list("rewards", ["1", "1", "0", "0"], "Outcome of each trajectory of the group.")
 _TURNS = flags.DEFINE_list("turns", ["2", "2", "6", "6"], "Turns of each trajectory.")
 _TOKENS = flags.DEFINE_integer("tokens", 8, "Tokens that the policy chooses in a turn.", lower_bound=1)
@@ -30,7 +31,7 @@ _ALGORITHMS = flags.DEFINE_list("algorithms", list(ALGORITHMS), f"Any of {', '.j
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON line instead of a table.")
 
 
-def read_numbers(name: str, values: list[str], kind) -> list:
+def _read_numbers(name: str, values: list[str], kind) -> list:
     """The values of a list flag as numbers."""
     try:
         return [kind(value) for value in values]
@@ -44,9 +45,8 @@ def make_group(rewards: list[float], turns: list[int], tokens: int) -> fg.Trajec
     The state before a turn counts as equal (GiGPO's anchor) where the turn's number is.
     """
     if len(rewards) != len(turns):
-        raise fg.BadInput(
-            f"--rewards has {len(rewards)} entries and --turns {len(turns)}: give one of each a trajectory"
-        )
+        counts = f"--rewards has {len(rewards)} entries and --turns {len(turns)}"
+        raise fg.BadInput(f"{counts}: give one of each a trajectory")
     if min(turns) < 1:
         raise fg.BadInput(f"--turns={','.join(map(str, turns))}: every trajectory needs at least one turn")
     slots, best = np.arange(tokens + 1), max(rewards)
@@ -58,12 +58,12 @@ def make_group(rewards: list[float], turns: list[int], tokens: int) -> fg.Trajec
     return trajectories.replace(logp_ref=same, value=nothing, last_value=np.zeros(len(rewards), np.float32))
 
 
-def credit(algorithm: fg.Algorithm, trajectories: fg.Trajectories) -> list[dict]:
+def credit_of(algorithm: fg.Algorithm, trajectories: fg.Trajectories) -> list[dict]:
     """Compute what the algorithm gives each trajectory: advantage of its first and last turn, share, push."""
     adv, weights = algorithm.advantages(trajectories), algorithm.weights(trajectories)
-    batch = fg.rows_by_trajectory(trajectories, adv, weights)
+    batch = fg.batching.rows_by_trajectory(trajectories, adv, weights)
     if algorithm.targets is not None:
-        batch = batch.replace(target=fg.place(algorithm.targets(trajectories), batch))
+        batch = batch.replace(target=fg.batching.place(algorithm.targets(trajectories), batch))
     nothing_rs = np.zeros(batch.tokens.shape, np.float32)
     scores = fg.Scores(batch.logp_sampled, nothing_rs, nothing_rs)
     slope_rs = jax.grad(lambda logp_rs: algorithm.loss(scores._replace(logp=logp_rs), batch)[0])(scores.logp)
@@ -90,25 +90,19 @@ def build(name: str, tokens: int, turns: list[int]) -> fg.Algorithm:
     return ALGORITHMS[name](**({"max_tokens": tokens * max(turns)} if name == "dr_grpo" else {}))
 
 
-def show(table: dict[str, list[dict]]) -> None:
-    """The table, for people."""
-    print(f"{'':20}{'reward':>8}{'turns':>7}{'advantage':>12}{'(last turn)':>13}{'share':>8}{'push/token':>12}")
-    for name, rows in table.items():
-        for i, row in enumerate(rows):
-            print(
-                f"{name if i == 0 else '':20}{row['reward']:8g}{row['turns']:7d}{row['first_turn']:+12.3f}"
-                f"{row['last_turn']:+13.3f}{row['share']:8.3f}{row['push']:+12.4f}"
-            )
-
-
 def main() -> None:
     """Build the group, run every algorithm on it, print."""
-    turns = read_numbers("turns", _TURNS.value, int)
-    trajectories = make_group(read_numbers("rewards", _REWARDS.value, float), turns, _TOKENS.value)
+    turns = _read_numbers("turns", _TURNS.value, int)
+    trajectories = make_group(_read_numbers("rewards", _REWARDS.value, float), turns, _TOKENS.value)
     algorithms = {name: build(name, _TOKENS.value, turns) for name in _ALGORITHMS.value}
-    table = {name: credit(algorithm, trajectories) for name, algorithm in algorithms.items()}
-    print(json.dumps(table)) if _JSON.value else show(table)
+    table = {name: credit_of(algorithm, trajectories) for name, algorithm in algorithms.items()}
+    if _JSON.value:
+        print(json.dumps(table))
+    else:
+        forms = {"reward": "g", "turns": "d", "first_turn": "+.3f", "last_turn": "+.3f", "share": ".3f", "push": "+.4f"}
+        lines = [(name, row) for name, rows in table.items() for row in rows]
+        show_lines([{"algorithm": name} | {x: f"{row[x]:{form}}" for x, form in forms.items()} for name, row in lines])
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

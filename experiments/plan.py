@@ -17,25 +17,24 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments import common
-from experiments.benchmarks.measured import show_lines
-from experiments.candidates import GIB, Candidate, Machine, Run, candidates, meshes
-from experiments.dry_runs import parse_memory, program_rows
-from experiments.headings import heading
-from experiments.members import ALGORITHMS
-from experiments.published import shape_of_model
+from experiments.cli import app
+from experiments.cli.help import flag_heading
 from flowgrpo import launch
 from flowgrpo.contracts import Algorithm
-from flowgrpo.learner.dry_run import dry_run, make_case
-from flowgrpo.learner.floor import Job, count_parameters
-from flowgrpo.learner.optimizers import make_optimizer
-from flowgrpo.learner.sharding import make_mesh, parse_mesh
+from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.config import DecoderConfig
-from flowgrpo.report.progress import counted
+from flowgrpo.parallel.sharding import make_mesh, parse_mesh
+from flowgrpo.planning.cost_model import Workload, count_parameters
+from flowgrpo.planning.dry_run import dry_run, make_case
+from flowgrpo.planning.mesh_search import GIB, Candidate, Machine, MemorySettings, candidates, meshes, shape_of_model
+from flowgrpo.recipes.dry_runs import parse_memory, program_rows
+from flowgrpo.recipes.registry import ALGORITHMS
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines
 from flowgrpo.types import BadInput
 
 _DTYPES = ["float32", "bfloat16"]
-heading("What is run")
+flag_heading("What is run")
 _MODEL = flags.DEFINE_string("model", "qwen2.5-7b", "Folder with a config.json, or the name of a published shape.")
 _ALGORITHM = flags.DEFINE_string("algorithm", "flow_grpo", "Member of the family.")
 _BETA = flags.DEFINE_float("beta", 0.001, "Weight of the KL term; 0 needs no reference.", lower_bound=0.0)
@@ -43,7 +42,7 @@ _PROGRAMS = flags.DEFINE_list("programs", None, "Which programs to compile; by d
 _TOP = flags.DEFINE_integer("compile_top", 1, "How many of the best are compiled.", lower_bound=0)
 _SHOWN = flags.DEFINE_integer("shown", 8, "Lines of each table.", lower_bound=1)
 _ROLLOUT = flags.DEFINE_bool("rollout", True, "The same devices decode; --norollout plans the update alone.")
-heading("Sizes")
+flag_heading("Sizes")
 _QUERIES = flags.DEFINE_integer("queries", 32, "Queries of an update.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 8, "Trajectories of a query.", lower_bound=1)
 _ROWS = flags.DEFINE_integer("rows", None, "Packed rows of an update; by default one a trajectory.", lower_bound=1)
@@ -51,19 +50,15 @@ _LENGTH = flags.DEFINE_integer("length", 4096, "Tokens of a row, and of a slot t
 _PROMPT = flags.DEFINE_integer("prompt", 512, "Tokens of a prompt.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 128, "Tokens of a stretch of decoding.", lower_bound=1)
 _SLOTS = flags.DEFINE_integer("slots", 256, "Trajectories that decode together, on all devices.", lower_bound=1)
-heading("Costs")
-_TFLOPS = flags.DEFINE_float(
-    "tflops", 300.0, "Operations a second of a device, in 10^12; ranks only.", lower_bound=1e-3
-)
+flag_heading("Costs")
+_TFLOPS = flags.DEFINE_float("tflops", 300.0, "10^12 operations a second of a device; ranks only.", lower_bound=1e-3)
 _BANDWIDTH = flags.DEFINE_float("bandwidth", 2000.0, "GB a second of its memory; ranks only.", lower_bound=1e-3)
 _LINK = flags.DEFINE_float("link", 100.0, "GB a second between devices; ranks only.", lower_bound=1e-3)
-heading("Devices and memory")
+flag_heading("Devices and memory")
 _COUNT = flags.DEFINE_integer("devices", 8, "How many devices there are.", lower_bound=1, upper_bound=512)
 _MEMORY = flags.DEFINE_string("memory", "80GiB", "Memory of each: a number with GiB, GB, MiB or MB.")
 _MESH = flags.DEFINE_string("mesh", None, "The only mesh to look at, as data=2,fsdp=4,tensor=1.")
-_MICRO = flags.DEFINE_integer(
-    "micro_rows", None, "The only size of a device's micro-batches to look at.", lower_bound=1
-)
+_MICRO = flags.DEFINE_integer("micro_rows", None, "The only size of micro-batches to look at.", lower_bound=1)
 _REMAT = flags.DEFINE_bool("remat", None, "Only with, or only without, computing layers again.")
 _CHUNK = flags.DEFINE_integer("chunk", 1024, "Tokens of which all logits are there at once.", lower_bound=1)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", _DTYPES, "What parameters are held in.")
@@ -71,12 +66,9 @@ _COMPUTE = flags.DEFINE_enum("compute_dtype", "bfloat16", _DTYPES, "What the upd
 _OFFLOAD = flags.DEFINE_bool("offload", True, "Models that a stage does not read are moved off the device.")
 
 
-# Flags ------------------------------------------------------------------------------------------------
-
-
-def job_of() -> Job:
+def _job_of() -> Workload:
     """The job that the flags describe."""
-    return Job(
+    return Workload(
         rows=_ROWS.value or _QUERIES.value * _SAMPLES.value,
         length=_LENGTH.value,
         slots=_SLOTS.value,
@@ -88,7 +80,7 @@ def job_of() -> Job:
     )
 
 
-def algorithm_of() -> Algorithm:
+def _algorithm_of() -> Algorithm:
     """The member of the family, with the KL term where it is asked for."""
     if _ALGORITHM.value not in ALGORITHMS:
         raise BadInput(f"--algorithm={_ALGORITHM.value} is unknown; choose from {', '.join(ALGORITHMS)}")
@@ -97,19 +89,7 @@ def algorithm_of() -> Algorithm:
     return ALGORITHMS[_ALGORITHM.value](beta=_BETA.value)
 
 
-def wanted(found: list[Candidate]) -> list[Candidate]:
-    """Those that the flags leave."""
-    micro, remat = _MICRO.value, _REMAT.value
-    left = [x for x in found if micro in (None, x.job.micro_rows) and remat in (None, x.job.remat)]
-    if not left:
-        raise BadInput(f"--micro_rows={micro} suits no mesh: {_COUNT.value} devices share the rows of a batch")
-    return left
-
-
-# Tables -----------------------------------------------------------------------------------------------
-
-
-def row_of(candidate: Candidate) -> dict[str, Any]:
+def _row_of(candidate: Candidate) -> dict[str, Any]:
     """One line of the table by formula."""
     shown = ",".join(f"{axis}={size}" for axis, size in candidate.mesh.items() if size > 1) or "one device"
     return {
@@ -124,7 +104,7 @@ def row_of(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def reason(candidate: Candidate, memory: float) -> str:
+def _reason(candidate: Candidate, memory: float) -> str:
     """Why a candidate does not fit."""
     stages = {"update": candidate.update, "decode": candidate.decode}
     name, parts = max(stages.items(), key=lambda x: sum(x[1].values()))
@@ -133,17 +113,14 @@ def reason(candidate: Candidate, memory: float) -> str:
     return f"{name} lacks {(sum(parts.values()) - memory) / GIB:.1f} GiB: {told}"
 
 
-# The command ------------------------------------------------------------------------------------------
-
-
-def compile_one(config: DecoderConfig, candidate: Candidate, memory: float) -> dict[str, Any]:
+def _compile_one(config: DecoderConfig, candidate: Candidate, memory: float) -> dict[str, Any]:
     """The programs of a candidate, compiled, with their table."""
     mesh = make_mesh(candidate.mesh) if _COUNT.value > 1 else None
-    case = make_case(config, candidate.job, algorithm_of(), make_optimizer(learning_rate=1e-6), mesh=mesh)
+    case = make_case(config, candidate.job, _algorithm_of(), make_optimizer(learning_rate=1e-6), mesh=mesh)
     learning = ["update", *(["reference"] if "logp_ref" in case.algorithm.needs else [])]
     programs = _PROGRAMS.value or (None if _ROLLOUT.value else learning)
     rows = program_rows(dry_run(case, programs), memory, offload=_OFFLOAD.value)
-    line = row_of(candidate)
+    line = _row_of(candidate)
     print(f"compiled for {line['mesh']}, micro_rows {line['micro_rows']}, remat {line['remat']}: GiB of one device")
     show_lines(rows)
     return line | {"programs": rows, "fits": all(row["fits"] for row in rows)}
@@ -153,27 +130,30 @@ def main() -> None:
     """Rank, compile the best few, print the tables and one JSON line."""
     jax.config.update("jax_platforms", "cpu")  # whatever there is: devices are virtual
     launch.configure(cpu_devices=_COUNT.value)  # before JAX starts, which nothing before this line does
-    memory, config, job = parse_memory(_MEMORY.value), shape_of_model(_MODEL.value), job_of()
+    memory, config, job = parse_memory(_MEMORY.value), shape_of_model(_MODEL.value), _job_of()
     machine = Machine(memory, _TFLOPS.value * 1e12, _BANDWIDTH.value * 1e9, _LINK.value * 1e9)
-    run = Run(reference="logp_ref" in algorithm_of().needs, moved=_OFFLOAD.value, decodes=_ROLLOUT.value)
+    run = MemorySettings(reference="logp_ref" in _algorithm_of().needs, moved=_OFFLOAD.value, decodes=_ROLLOUT.value)
     given = None if _MESH.value is None else parse_mesh(_MESH.value, _COUNT.value)
     layouts = list(meshes(config, _COUNT.value)) if given is None else [given]
-    found = wanted(candidates(config, job, run, machine, layouts))
+    every, micro, remat = candidates(config, job, run, machine, layouts), _MICRO.value, _REMAT.value
+    found = [x for x in every if micro in (None, x.job.micro_rows) and remat in (None, x.job.remat)]
+    if not found:
+        raise BadInput(f"--micro_rows={micro} suits no mesh: {_COUNT.value} devices share the rows of a batch")
     fitting = [x for x in found if x.needed <= memory]
     print(f"{_MODEL.value}: {count_parameters(config):,} parameters; {job.rows} rows of {job.length} tokens an update")
     print(f"{len(fitting)} of {len(found)} ways fit {_MEMORY.value} by formula; the fastest:")
-    show_lines([row_of(x) for x in fitting[: _SHOWN.value]])
-    others = [row_of(x) | {"why_not": reason(x, memory)} for x in found if x.needed > memory]
+    show_lines([_row_of(x) for x in fitting[: _SHOWN.value]])
+    others = [_row_of(x) | {"why_not": _reason(x, memory)} for x in found if x.needed > memory]
     if others:
         print("the nearest of those that do not fit:")
         show_lines(others[: _SHOWN.value])
     # A single mesh is compiled even where it does not fit, to show by how much.
     chosen = (fitting or (found if given else []))[: _TOP.value]
-    compiled = [compile_one(config, x, memory) for x in counted("compile", chosen)]
+    compiled = [_compile_one(config, x, memory) for x in with_progress("compile", chosen)]
     result = {"plan": _MODEL.value, "parameters": count_parameters(config), "devices": _COUNT.value, "memory": memory}
-    result |= {"job": asdict(job), "fitting": [row_of(x) for x in fitting[: _SHOWN.value]]}
+    result |= {"job": asdict(job), "fitting": [_row_of(x) for x in fitting[: _SHOWN.value]]}
     print(json.dumps(result | {"not_fitting": others[: _SHOWN.value], "compiled": compiled}))
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

@@ -12,11 +12,11 @@ import json
 
 from absl import flags
 
-from experiments import common
-from experiments.headings import heading
-from flowgrpo.report.pictures import FORMATS, draw_all
+from experiments.cli import app
+from experiments.cli.help import flag_heading
+from flowgrpo.report.figures import FORMATS, draw_all
 
-heading("What is run")
+flag_heading("What is run")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of the run.", required=True)
 _OUT = flags.DEFINE_string("out", None, "Where pictures go; plots/ in the folder of the run by default.")
 _FORMAT = flags.DEFINE_list("format", [FORMATS[0]], f"Of the pictures, by commas: {', '.join(FORMATS)}.")
@@ -33,4 +33,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

@@ -12,18 +12,17 @@ line for each update and one JSON line; status 1 where the parameters are others
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from absl import flags
 
-from experiments import common
-from experiments.cluster_plan import plan_of
-from experiments.cluster_replay import replay_run
-from experiments.headings import heading
-from flowgrpo.learner.folder import read_run
+from experiments.cli import app
+from experiments.cli.help import flag_heading
+from flowgrpo.recipes.cluster import read_cluster_config
+from flowgrpo.recipes.cluster_config import schedule_of
+from flowgrpo.recipes.cluster_trainer import replay_run
 from flowgrpo.types import BadInput
 
-heading("What is run")
+flag_heading("What is run")
 _ROOT = flags.DEFINE_string("run", None, "The work directory of the run, or its events.jsonl; may stand alone.")
 
 
@@ -33,12 +32,8 @@ def main() -> None:
     folder = given.parent if given.name == "events.jsonl" else given
     if _ROOT.value is None:
         raise BadInput("name the work directory of a cluster's run: python -m experiments.replay RUN")
-    settings: dict[str, Any] = read_run(folder)["settings"]
-    if "schedule" not in settings:
-        raise BadInput(
-            f"{folder} is no cluster's run: a run of one process goes on, or begins anew, by its own command"
-        )
-    figures = replay_run(folder, settings, plan_of(settings))
+    config = read_cluster_config(folder)
+    figures = replay_run(folder, config, schedule_of(config))
     print(json.dumps(figures))
     if not figures["same"]:
         sys.exit(f"experiments.replay: {folder} comes to other parameters when it is replayed")
@@ -47,4 +42,4 @@ def main() -> None:
 if __name__ == "__main__":
     if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
         sys.argv[1] = f"--run={sys.argv[1]}"
-    common.run(main)
+    app.run(main)

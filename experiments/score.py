@@ -3,22 +3,21 @@
     python -m experiments.score --tasks=tasks.jsonl --answers=answers.jsonl --out=scores.jsonl
     python -m experiments.score --tasks='reasoning_gym:chain_sum?size=100' --answers=answers.jsonl --out=scores.jsonl
 
-Tasks are `{id, query, answers, domain, …}` (`flowgrpo/task_files.py` lists the forms), answers `{id, output}`; a line
-of the result is `{id, value, reason, parts, made_of}`, with value null where there is no verdict, and a hash of what
-the score was made of: task, answer and settings. The domain of a task decides who judges it (`experiments/domains.py`);
-with --judge, it is the P("Yes") of a model for all. Lines are written as they come, and the same command goes on where
-it was stopped: values are kept, what has none is judged again, and a file with scores of other tasks, answers or
-settings is refused. Prints a table by domain, whose means are over the valid values, and one JSON line. Short answers
+Tasks are `{id, query, answers, domain, …}` (`flowgrpo/data/task_files.py` lists the forms), answers `{id, output}`; a
+line of the result is `{id, value, reason, parts, made_of}`, with value null where there is no verdict, and a hash of
+what the score was made of: task, answer and settings. The domain of a task decides who judges it; with --judge, it is
+the P("Yes") of a model for all. Lines are written as they come, and the same command goes on where it was stopped:
+values are kept, what has none is judged again, and a file with scores of other tasks, answers or settings is refused.
+Prints a table by domain, whose means are over the valid values, and one JSON line. Short answers
 take well below a millisecond each, programs about 50 ms on a core.
 """
 
 import json
 import math
-import sys
 import textwrap
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -27,31 +26,30 @@ from typing import Any, NamedTuple, TextIO
 from absl import flags
 
 import flowgrpo as fg
-from experiments import common, domains
-from experiments.headings import heading
+from experiments.cli import app
+from experiments.cli.help import flag_heading
 from flowgrpo import launch
 from flowgrpo.contracts import Reward, Scored
+from flowgrpo.data.task_files import FileRecord, json_lines, parse_fields, read_tasks
+from flowgrpo.data.tasks import Tasks
 from flowgrpo.files import write_whole
+from flowgrpo.recipes import registry
+from flowgrpo.report.metrics import read_metrics
 from flowgrpo.report.progress import Progress
-from flowgrpo.rewards.router import score_async
 from flowgrpo.sandbox import Sandbox
-from flowgrpo.task_files import parse_fields, read_tasks
-from flowgrpo.tasks import Tasks
 from flowgrpo.types import Task
 
-heading("What is run")
+flag_heading("What is run")
 _TASKS = flags.DEFINE_string("tasks", None, "Tasks: a .jsonl or .parquet file, or reasoning_gym:NAME.", required=True)
 _ANSWERS = flags.DEFINE_string("answers", None, "Answers: a .jsonl file of {id, output}.", required=True)
 _DOMAIN = flags.DEFINE_string("domain", None, "The domain of tasks that name none, or one that nobody judges.")
 _JUDGE = flags.DEFINE_string("judge", None, "Folder of a model that judges all answers: P(Yes) is the value.")
-_TOLERANCE = flags.DEFINE_float(
-    "tolerance", None, "How far numbers may be off, relatively and absolutely.", lower_bound=0
-)
-heading("Devices and memory")
+_TOLERANCE = flags.DEFINE_float("tolerance", None, "Relative and absolute, of numbers.", lower_bound=0)
+flag_heading("Devices and memory")
 _SECONDS = flags.DEFINE_float("seconds", 5.0, "Seconds of one check.", lower_bound=0.01)
 _WORKERS = flags.DEFINE_integer("sandbox_workers", None, "Checks at once; by default one a core.", lower_bound=1)
 _UNSAFE = flags.DEFINE_bool("unsafe_sandbox", False, "Run code even where nothing isolates it from this machine.")
-heading("Files and resuming")
+flag_heading("Files and resuming")
 _OUT = flags.DEFINE_string("out", None, "Where the scores go; what is there already is kept.", required=True)
 _FIELDS = flags.DEFINE_list("fields", [], "Names of fields in the task file, such as query=question,answers=gold.")
 _SKIP = flags.DEFINE_bool("skip_bad", False, "Leave bad lines out, and say so, instead of ending.")
@@ -68,33 +66,30 @@ class Answers(NamedTuple):
     left_out: list[str]
 
 
-# Files --------------------------------------------------------------------------------------------------
-
-
 def read_answers(path: Path, *, skip_bad: bool) -> Answers:
     """The outputs of a JSONL file, by id."""
     if not path.is_file():
         raise fg.BadInput(f"--answers={path} is no file; give a .jsonl file of {{id, output}}")
     answers = Answers({}, [])
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                if line.strip():
-                    identity, output = _answer(line, f"{path}, line {number}")
-                    if identity in answers.outputs:
-                        raise fg.BadInput(f"{path}, line {number}: the id {identity!r} is there twice; keep one answer")
-                    answers.outputs[identity] = output
-            except fg.BadInput as error:
-                if not skip_bad:
-                    raise
-                answers.left_out.append(str(error))
+    for record in json_lines(path, "an answer is {id, output}"):
+        try:
+            identity, output = _answer(record)
+            if identity in answers.outputs:
+                raise fg.BadInput(f"{record.place}: the id {identity!r} is there twice; keep one answer")
+            answers.outputs[identity] = output
+        except fg.BadInput as error:
+            if not skip_bad:
+                raise
+            answers.left_out.append(str(error))
     return answers
 
 
-def _answer(line: bytes, place: str) -> tuple[str, str]:
+def _answer(record: FileRecord) -> tuple[str, str]:
     """The id and the output of a line."""
-    record = _record(line, place)
-    identity, output = record.get("id"), record.get("output")
+    place, content, _ = record
+    if isinstance(content, str):
+        raise fg.BadInput(f"{place}: {content}")
+    identity, output = content.get("id"), content.get("output")
     if isinstance(identity, bool) or not isinstance(identity, str | int):
         raise fg.BadInput(f"{place}: field 'id' must be the id of a task, as a text or an integer")
     if not isinstance(output, str):
@@ -102,26 +97,14 @@ def _answer(line: bytes, place: str) -> tuple[str, str]:
     return str(identity), output
 
 
-def _record(line: bytes, place: str) -> Mapping[str, Any]:
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise fg.BadInput(f"{place}: isn't JSON ({error}); fix or remove the line") from None
-    if not isinstance(record, dict):
-        raise fg.BadInput(f"{place}: isn't a JSON object; fix or remove the line")
-    return record
-
-
 def read_scores(path: Path) -> dict[str, dict[str, Any]]:
     """The lines of scores that a file holds already, by id, without a last line that was cut off."""
-    data = path.read_bytes() if path.exists() else b""
     lines = {}
-    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
-        record = _record(line, f"{path}, line {number}")
+    for number, record in enumerate(read_metrics(path) if path.exists() else (), 1):
         value = record.get("value")
         if not isinstance(record.get("id"), str) or "value" not in record or isinstance(value, str | list | dict):
             raise fg.BadInput(f"{path}, line {number}: isn't a score {{id, value, …}}; give another --out")
-        lines[record["id"]] = dict(record)
+        lines[record["id"]] = record
     return lines
 
 
@@ -139,7 +122,7 @@ def kept_scores(path: Path, made_of: Mapping[str, str]) -> dict[str, dict[str, A
 
 def hash_of(task: Task, output: str, settings: Mapping[str, Any]) -> str:
     """Hash what a score is made of: the task, the answer, who judges it and how."""
-    domain = task.domain if task.domain in domains.DOMAINS else settings["domain"]
+    domain = task.domain if task.domain in registry.DOMAINS else settings["domain"]
     about = [task.id, task.query, task.answers, dict(task.metadata), output, {**settings, "domain": domain}]
     return blake2b(json.dumps(about, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
@@ -151,26 +134,14 @@ def line_of(identity: str, scored: Scored, made_of: str) -> str:
     return json.dumps(line)
 
 
-# Scoring ------------------------------------------------------------------------------------------------
-
-
 def score_all(reward: Reward, todo: Sequence[tuple[Task, str]], *, workers: int) -> Iterator[tuple[Task, Scored]]:
     """The scores of tasks and outputs in their order, as they come, by so many threads."""
     pool = ThreadPoolExecutor(workers)
-    waiting: deque = deque()
-    starts = iter(range(0, len(todo), CHUNK))
+    chunks = [tuple(zip(*todo[start : start + CHUNK], strict=True)) for start in range(0, len(todo), CHUNK)]
     try:
-        while True:
-            for start in starts:
-                chunk = todo[start : start + CHUNK]
-                tasks, outputs = [task for task, _ in chunk], [output for _, output in chunk]
-                waiting.append((tasks, score_async(reward, tasks, outputs, pool)))
-                if len(waiting) > 2 * workers:
-                    break
-            if not waiting:
-                return
-            tasks, future = waiting.popleft()
-            yield from zip(tasks, future.result(), strict=True)
+        scored = pool.map(lambda chunk: reward.many(*chunk), chunks)
+        for (tasks, _), found in zip(chunks, scored, strict=True):
+            yield from zip(tasks, found, strict=True)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -179,20 +150,17 @@ def write_scores(
     scores: Iterator[tuple[Task, Scored]], out: TextIO, made_of: Mapping[str, str], total: int, progress: Progress
 ) -> None:
     """Write each score when it comes, and say now and then how far it is."""
-    said, phase = time.monotonic(), "score"
+    said = time.monotonic()
     for number, (task, scored) in enumerate(scores, 1):
         out.write(line_of(task.id, scored, made_of[task.id]) + "\n")
         out.flush()
         if number == total or time.monotonic() - said > 1:
             said = time.monotonic()
-            progress.show(phase, number, {}, total=total)
+            progress.show("score", number, {}, total=total)
     progress.end()
 
 
-# What is said -------------------------------------------------------------------------------------------
-
-
-def summary(lines: Mapping[str, Mapping[str, Any]], tasks: Iterable[Task]) -> dict[str, Any]:
+def summarize_scores(lines: Mapping[str, Mapping[str, Any]], tasks: Iterable[Task]) -> dict[str, Any]:
     """Counts and means, over all and by domain, and the most frequent reasons for invalid and for zero values."""
     rows: dict[str, list[Mapping[str, Any] | None]] = {}
     for task in tasks:
@@ -217,7 +185,7 @@ def _counts(row: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
     return {"mean": sum(valid) / len(valid) if valid else None, **counts}
 
 
-def report(found: Mapping[str, Any]) -> str:
+def format_summary(found: Mapping[str, Any]) -> str:
     """The summary as a table."""
     width = max(map(len, ["domain", *found["domains"]]))
     lines = [f"{'domain':<{width}} {'mean':>8} {'valid':>7} {'invalid':>8} {'unanswered':>11}"]
@@ -233,14 +201,11 @@ def report(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def say_faults(progress: Progress, what: str, faults: Sequence[str]) -> None:
+def _say_faults(progress: Progress, what: str, faults: Sequence[str]) -> None:
     """Say how many faults of a kind there are, and the first of them."""
     if faults:
         first = "; ".join(faults[:SHOWN]) + ("; …" if len(faults) > SHOWN else "")
         progress.say(f"{len(faults)} {what}: {first}")
-
-
-# The command --------------------------------------------------------------------------------------------
 
 
 def make_judge(folder: str) -> Reward:
@@ -252,20 +217,19 @@ def make_judge(folder: str) -> Reward:
     return verifier_probability(model.text, make_next_logp(model.policy, model.params))
 
 
-def make_reward(tasks: Sequence[Task], sandbox: Sandbox) -> Reward:
-    """Make the reward that judges these tasks, as the flags have it: a judge, or the router of domains."""
+def _make_reward(names: Set[str], modules: Iterable[str], sandbox: Sandbox) -> Reward:
+    """Make the reward that judges tasks of these domains, as the flags have it: a judge, or the router of domains."""
     if _JUDGE.value:
         return make_judge(_JUDGE.value)
-    means = domains.Means(sandbox=sandbox, seconds=_SECONDS.value, tolerance=_TOLERANCE.value)
-    names = {task.domain for task in tasks}
-    for module in domains.preload({*names, _DOMAIN.value or ""}):
+    means = registry.Means(sandbox=sandbox, seconds=_SECONDS.value, tolerance=_TOLERANCE.value)
+    for module in modules:
         sandbox.call(f"{module}:is_warm", seconds=60.0)  # what can't be loaded ends the command here
-    if "code" in {*names, _DOMAIN.value} and not (_UNSAFE.value or sandbox.isolation.active):
+    if "code" in names and not (_UNSAFE.value or sandbox.isolation.active):
         raise fg.BadInput(f"code can't be judged here: {sandbox.isolation}; --unsafe_sandbox runs it all the same")
-    return domains.route(means, default=_DOMAIN.value)
+    return registry.route(means, default=_DOMAIN.value)
 
 
-def settings_of() -> dict[str, Any]:
+def _settings_of() -> dict[str, Any]:
     """Collect the flags that a score depends on, with the files of a judge, which may become others."""
     judge = Path(_JUDGE.value or "")
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in judge.glob("*"))
@@ -278,10 +242,10 @@ def settings_of() -> dict[str, Any]:
     }
 
 
-def check_flags(out: Path) -> None:
+def _check_flags(out: Path) -> None:
     """Raise for flags that can't be honoured, before anything is read or written."""
-    if _DOMAIN.value is not None and _DOMAIN.value not in domains.DOMAINS:
-        raise fg.BadInput(f"--domain={_DOMAIN.value} is unknown; choose from {', '.join(domains.DOMAINS)}")
+    if _DOMAIN.value is not None and _DOMAIN.value not in registry.DOMAINS:
+        raise fg.BadInput(f"--domain={_DOMAIN.value} is unknown; choose from {', '.join(registry.DOMAINS)}")
     if not out.parent.is_dir():
         raise fg.BadInput(f"--out={out}: there is no folder {out.parent}; make it")
     if out.exists() and not out.is_file():
@@ -291,38 +255,35 @@ def check_flags(out: Path) -> None:
 def main() -> None:
     """Score what isn't scored yet, then sum up all."""
     out, progress = Path(_OUT.value), Progress(1)
-    check_flags(out)
+    _check_flags(out)
     fields = parse_fields(_FIELDS.value)
     tasks: Tasks = read_tasks(_TASKS.value, fields=fields, domain=_DOMAIN.value, skip_bad=_SKIP.value)
     answers = read_answers(Path(_ANSWERS.value), skip_bad=_SKIP.value)
-    known, settings = {task.id: task for task in tasks}, settings_of()
+    known, settings = {task.id: task for task in tasks}, _settings_of()
     made_of = {i: hash_of(known[i], output, settings) for i, output in answers.outputs.items() if i in known}
     kept = kept_scores(out, made_of)
-    say_faults(progress, "bad lines are left out", [*tasks.left_out, *answers.left_out])
+    _say_faults(progress, "bad lines are left out", [*tasks.left_out, *answers.left_out])
     unknown = [repr(identity) for identity in answers.outputs if identity not in known]
-    say_faults(progress, "answers are of no task, and not scored", unknown)
+    _say_faults(progress, "answers are of no task, and not scored", unknown)
     without = [repr(identity) for identity in known if identity not in answers.outputs]
-    say_faults(progress, "tasks have no answer", without)
+    _say_faults(progress, "tasks have no answer", without)
     todo = [(known[i], answers.outputs[i]) for i in made_of if i not in kept]
     if kept:
         progress.say(f"{len(kept)} scores are in {out} already, {len(todo)} are to come")
     workers = _WORKERS.value or launch.cores()
     names = {task.domain for task, _ in todo} | {_DOMAIN.value or ""}
-    modules = () if _JUDGE.value else domains.preload(names)
+    modules = () if _JUDGE.value else registry.preload(names)
     with Sandbox(workers=workers, preload=modules, unsafe=_UNSAFE.value) as sandbox:
-        scores = (
-            score_all(make_reward([task for task, _ in todo], sandbox), todo, workers=workers) if todo else iter(())
-        )
+        scores = score_all(_make_reward(names, modules, sandbox), todo, workers=workers) if todo else iter(())
         write_whole(out, "".join(json.dumps(line) + "\n" for line in kept.values()))
         with out.open("a") as file:
             write_scores(scores, file, made_of, len(todo), progress)
     lines = read_scores(out)
-    found = summary(lines, tasks)
-    print(f"{report(found)}\n\nwritten to {out}: {len(lines)} scores")
-    left_out = len(tasks.left_out + tuple(answers.left_out))
+    found = summarize_scores(lines, tasks)
+    print(f"{format_summary(found)}\n\nwritten to {out}: {len(lines)} scores")
+    left_out = len(tasks.left_out) + len(answers.left_out)
     print(json.dumps({**found, "unknown": len(unknown), "left_out": left_out}))
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    common.run(main, cpu_devices=1)
+    app.run(main)

@@ -12,8 +12,6 @@ master was. With --run, the same plan on the run's own workers is simulated too,
 """
 
 import json
-import sys
-import time
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -22,21 +20,21 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from experiments import common
-from experiments.benchmarks.measured import show_lines, significant
-from experiments.cluster_measured import costs_of, measured_run
-from experiments.headings import heading
-from flowgrpo import schedule
-from flowgrpo.report.progress import counted
-from flowgrpo.simulation import Costs, Figures, simulate
+from experiments.cli import app
+from experiments.cli.help import flag_heading
+from flowgrpo.distributed import schedule
+from flowgrpo.distributed.simulation import Costs, Figures, simulate
+from flowgrpo.recipes.cluster import costs_of, measured_run
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines, significant
 from flowgrpo.types import BadInput
 
-heading("What is run")
+flag_heading("What is run")
 _SCHEDULES = flags.DEFINE_list("schedules", ["sync", "one_step_off", "async", "partial"], "Which ones.")
 _WORKERS = flags.DEFINE_list("workers", ["1", "10", "100", "1000"], "Numbers of rollout workers.")
 _RUN = flags.DEFINE_string("run", None, "Work directory of a cluster's run whose lengths and seconds are taken.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the lengths.")
-heading("Sizes")
+flag_heading("Sizes")
 _PER_WORKER = flags.DEFINE_integer("groups_per_worker", 1, "Groups of an update for each worker.", lower_bound=1)
 _ROOM = flags.DEFINE_integer("room", 1, "Groups that a worker plays at a time.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 8, "Trajectories of a group.", lower_bound=1)
@@ -45,14 +43,14 @@ _STALENESS = flags.DEFINE_integer("staleness", 2, "Of async; twice as much for p
 _MEDIAN = flags.DEFINE_float("median_tokens", 1000.0, "Of a trajectory.", lower_bound=1.0)
 _SIGMA = flags.DEFINE_float("sigma", 1.0, "Of the lognormal lengths.", lower_bound=0.0)
 _BUDGET = flags.DEFINE_float("budget", 2.0, "Of a stretch, in median lengths, for partial.", lower_bound=0.1)
-heading("Costs")
+flag_heading("Costs")
 _TOKEN = flags.DEFINE_float("token_seconds", 0.02, "Of a token of a trajectory.", lower_bound=0.0)
 _TRAIN = flags.DEFINE_float("train_seconds", 20.0, "Of an update.", lower_bound=0.0)
 _JUDGE = flags.DEFINE_float("judge_seconds", 2.0, "Of a group, in the mean.", lower_bound=0.0)
 _MASTER = flags.DEFINE_float("master_seconds", 0.0005, "Of an event, in the master.", lower_bound=0.0)
 
 
-def plan_called(name: str, queries: int) -> schedule.Plan:
+def _plan_called(name: str, queries: int) -> schedule.Plan:
     """The schedule of that name."""
     updates, staleness = _UPDATES.value, _STALENESS.value
     if name == "partial":
@@ -68,10 +66,14 @@ def plan_called(name: str, queries: int) -> schedule.Plan:
     return makes[name](queries, updates)
 
 
-def costs() -> Costs:
+def _costs() -> Costs:
     """Make the costs of a simulation from the flags."""
+
+    def lengths(random: np.random.Generator) -> np.ndarray:
+        return np.maximum(random.lognormal(np.log(_MEDIAN.value), _SIGMA.value, _SAMPLES.value), 1).astype(int)
+
     return Costs(
-        lengths=partial(_lengths, median=_MEDIAN.value, sigma=_SIGMA.value, samples=_SAMPLES.value),
+        lengths=lengths,
         token_seconds=_TOKEN.value,
         judge_seconds=lambda random: float(random.exponential(_JUDGE.value)),
         train_seconds=_TRAIN.value,
@@ -79,58 +81,48 @@ def costs() -> Costs:
     )
 
 
-def _lengths(random: np.random.Generator, *, median: float, sigma: float, samples: int) -> np.ndarray:
-    return np.maximum(random.lognormal(np.log(median), sigma, samples), 1).astype(int)
-
-
-def row(name: str, workers: int, found: Figures) -> dict[str, Any]:
+def _row(name: str, workers: int, found: Figures) -> dict[str, Any]:
     """A line of the table."""
     over = found.iteration_seconds / found.longest_seconds if found.longest_seconds else float("nan")
+    shares = {name: round(getattr(found, name), 3) for name in ("training", "reused", "master")}
     return {
         "schedule": name,
         "workers": workers,
         "used": round(found.utilisation, 3),
-        "training": round(found.training, 3),
         "iteration_s": significant(found.iteration_seconds),
         "over_longest": round(over, 2),
         "staleness": round(found.staleness, 2),
         "stalest": found.stalest,
-        "reused": round(found.reused, 3),
-        "master": round(found.master, 3),
+        **shares,
         "events": found.events,
     }
 
 
 def main() -> None:
     """Simulate, and compare."""
-    given, run = costs(), None
-    if _RUN.value is not None:
-        run = measured_run(Path(_RUN.value))
-        given = costs_of(run)
+    run = None if _RUN.value is None else measured_run(Path(_RUN.value))
+    given = _costs() if run is None else costs_of(run)
     for name in _SCHEDULES.value:
-        plan_called(name, 1)  # which raises for what is none, before anything is simulated
+        _plan_called(name, 1)  # which raises for what is none, before anything is simulated
     sizes = [int(size) for size in _WORKERS.value if size.isascii() and size.isdigit() and int(size)]
     if len(sizes) < len(_WORKERS.value):
         raise BadInput(f"--workers={','.join(_WORKERS.value)}: give whole numbers above 0")
     rows = []
-    for name, workers in counted("simulate", list(product(_SCHEDULES.value, sizes))):
-        plan = plan_called(name, workers * _PER_WORKER.value)
+    for name, workers in with_progress("simulate", list(product(_SCHEDULES.value, sizes))):
+        plan = _plan_called(name, workers * _PER_WORKER.value)
         judges = max(workers // 8, 1)
-        began = time.monotonic()
         found = simulate(plan, given, workers=workers, room=_ROOM.value, judges=judges, seed=_SEED.value)
-        rows.append(row(name, workers, found))
-        took = f"{found.events} events in {time.monotonic() - began:.1f} s"
-        print(f"{name}, {workers} workers: {took}", file=sys.stderr, flush=True)
+        rows.append(_row(name, workers, found))
     show_lines(rows)
     compared = None
     if run is not None:
         found = simulate(run.plan, given, workers=run.workers, room=run.room, judges=run.judges, seed=_SEED.value)
-        compared = {"measured_s": run.iteration_seconds, "simulated_s": found.iteration_seconds}
-        compared = {name: significant(value) for name, value in compared.items()}
-        compared["over_measured"] = round(found.iteration_seconds / run.iteration_seconds, 3)
+        measured, simulated = run.iteration_seconds, found.iteration_seconds
+        compared = {"measured_s": significant(measured), "simulated_s": significant(simulated)}
+        compared["over_measured"] = round(simulated / measured, 3)
         print(f"\nan iteration of {_RUN.value}: {compared}")
     print(json.dumps({"simulation": rows, "run": compared}))
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

@@ -25,10 +25,10 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import common
-from experiments.cluster_kills import run_cluster_soak
-from experiments.headings import heading
-from experiments.kills import run_soak
+from experiments.cli import app
+from experiments.cli.help import flag_heading
+from flowgrpo.distributed.kill_series import run_cluster_soak
+from flowgrpo.run.kill_series import run_soak
 from flowgrpo.types import BadInput
 
 SMALL = {  # sizes that are large enough for a gradient
@@ -39,13 +39,13 @@ SMALL = {  # sizes that are large enough for a gradient
     "--slots=16 --checkpoint_every=2 --rollout_workers=2 --reward_workers=any=2",
     "self_verify": "--updates=6 --queries=4 --samples=4 --test_tasks=32 --checkpoint_every=2",
 }
-heading("What is run")
+flag_heading("What is run")
 _EXPERIMENT = flags.DEFINE_enum("experiment", "quickstart", list(SMALL), "What is run.")
 _KILLS = flags.DEFINE_integer("kills", 30, "How often it is killed.", lower_bound=1)
 _SIGNAL = flags.DEFINE_enum("signal", "KILL", ["KILL", "TERM", "INT"], "With what.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the moments.")
 _ARGUMENTS = flags.DEFINE_string("arguments", "", "Flags of the experiment, in one string; after the small sizes.")
-heading("Files and resuming")
+flag_heading("Files and resuming")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the runs lie; runs/soak-EXPERIMENT by default.")
 
 
@@ -71,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import common
-from experiments.headings import heading
-from experiments.planner_files import WHICH
-from experiments.recorded import write_page
+from experiments.cli import app
+from experiments.cli.help import flag_heading
+from flowgrpo.recipes.export import WHICH
+from flowgrpo.recipes.pages import write_page
 
-heading("What is run")
+flag_heading("What is run")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
 _OUT = flags.DEFINE_string("out", None, "The file to write; trajectories.html in the run's folder by default.")
 _RATIOS = flags.DEFINE_enum("ratios", None, WHICH, "Score the tokens with this checkpoint, for ratios.")
@@ -36,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

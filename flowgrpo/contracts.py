@@ -117,12 +117,13 @@ class Cache(struct.PyTreeNode):
 
 
 class Policy(NamedTuple):
-    """A language model as pure functions of its parameters."""
+    """A language model as pure functions of its parameters, and the mesh over which what is made of it deals rows."""
 
     init: Callable[..., Any]  # key -> params
     hidden: Callable[..., tuple]  # (params, tokens, positions, segments, cache) -> (hidden, cache)
     unembed: Callable[..., Array]  # (params, hidden) -> logits
     make_cache: Callable[..., Cache] | None = None  # (rows, slots) -> an empty cache
+    mesh: Any = None  # a Spread of `parallel.row_sharding`; None: everything runs where it is
 
     def apply(self, params, tokens, positions=None, segments=None, cache=None) -> tuple:
         """`(logits, cache)`: `unembed` after `hidden`."""
@@ -294,11 +295,9 @@ class Completion(NamedTuple):
     """
 
     tokens: Sequence[int]
-    logp: Sequence[float]
+    logp_sampled: Sequence[float]
     version: Sequence[int]  # of the weights that chose the token
     finish_reason: str
-    margin: Sequence[float] = ()  # how near each token was to another one (E3's near-ties)
-    kept: Any = None  # [token, k] recorded sets, where the support was cut
     reused: int = 0  # tokens of the prompt whose cache was found
 
 

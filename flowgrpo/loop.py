@@ -15,23 +15,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import struct
 from jax import Array
 
+from flowgrpo.batching.layouts import rows_by_trajectory
+from flowgrpo.batching.packing import account, pack
 from flowgrpo.contracts import Algorithm, Env, Metrics, Policy
 from flowgrpo.envs.env import PAD
-from flowgrpo.layouts import rows_by_trajectory
-from flowgrpo.learner.appraise import Appraise, make_appraise
-from flowgrpo.learner.critic import Valuation, acting, explained_variance, make_value_score, without_critic
+from flowgrpo.evaluation.metrics import Evaluation, compute_metrics
+from flowgrpo.learner.critic import Valuation, explained_variance, make_value_score, without_critic
+from flowgrpo.learner.diagnostics import signal
+from flowgrpo.learner.imitation import demonstrate, imitation_rows, make_supervised
+from flowgrpo.learner.scoring import Appraise, make_appraise
 from flowgrpo.learner.state import LearnerState, init_learner
-from flowgrpo.learner.trained import WHOLE, Trained
-from flowgrpo.learner.update import cast, make_update
-from flowgrpo.learner.watch import signal
-from flowgrpo.many import many_updates, over_runs, stack
-from flowgrpo.packing import account, pack
-from flowgrpo.rollout.compiled import Rollout, make_rollout, repeat
-from flowgrpo.rollout.exam import draw_tasks, summarise, tool_mix
-from flowgrpo.spread import Spread
+from flowgrpo.learner.update import Update, cast, make_update
+from flowgrpo.models.trainable import WHOLE, Trained, acting
+from flowgrpo.parallel.row_sharding import Spread, many_updates, over_runs, stack_trees
+from flowgrpo.rollout.compiled import draw_tasks, make_exam, make_rollout, repeat, summarise, tool_mix
 from flowgrpo.types import BadInput, Batch, Trajectories, check_range
 
 
@@ -101,9 +102,12 @@ class Learning(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """The stages of one update, bound to environment, policy and algorithm; pure, to be jitted by the caller."""
+    """The stages of one update, and what they are bound to; pure, to be jitted by the caller."""
 
-    rollout: Callable[[Run], Rollout]  # judged
+    env: Env
+    algorithm: Algorithm
+    settings: Settings
+    rollout: Callable[[Run], Trajectories]  # judged
     appraise: Callable[[Run, Trajectories], Trajectories]
     credit: Callable[[Trajectories], Credit]
     update: Callable[[Run, Batch], tuple[Run, Metrics]]
@@ -123,23 +127,28 @@ def make_iteration(
     judge: Judge | None = None,
     critic: Valuation | None = None,
     trained: Trained = WHOLE,
-    mesh: Spread = None,
 ) -> Iteration:
     """The stages of an iteration; without a `judge` the outcome is what the environment paid.
 
-    Over a `mesh` trajectories are rolled out and learned from on all its devices, each of which takes its share.
+    Where the policy has a mesh, each of its devices rolls out and learns from its share of the trajectories.
     """
     if algorithm.name == "gigpo" and env.anchor is Env._field_defaults["anchor"]:
         raise BadInput(f"gigpo compares turns of equal states, but {env.name} has no anchor: give it one")
-    rollout = make_rollout(env, policy, temperature=settings.temperature, block=settings.block, mesh=mesh)
+    rollout = make_rollout(env, policy, temperature=settings.temperature, block=settings.block)
     slots = longest(env)
-    rest = {"banned": (PAD,), "critic": critic, "trained": trained, "slots": slots, "mesh": mesh}
+    rest = {"banned": (PAD,), "critic": critic, "trained": trained, "slots": slots}
     learning = make_learning(policy, algorithm, optimizer, settings, **rest)
-    return Iteration(
-        rollout=partial(_roll_out, env=env, rollout=rollout, judge=judge, settings=settings),
-        lay_out=partial(_lay_out, slots=slots, skips=algorithm.skips),
-        **learning._asdict(),
-    )
+
+    def roll_out(run: Run) -> Trajectories:
+        task_key, sample_key, judge_key = jax.random.split(jax.random.fold_in(run.key, run.update), 3)
+        queries = settings.queries * settings.oversample
+        tasks, group_n = repeat(draw_tasks(env, task_key, queries, "train"), settings.samples)
+        keys = jax.random.split(sample_key, len(group_n))
+        played = rollout(sampled(run.learner.params, settings.compute_dtype), tasks, keys, group_n, run.learner.version)
+        return played if judge is None else judge(played, judge_key)
+
+    lay_out = partial(_lay_out, slots=slots, skips=algorithm.skips)
+    return Iteration(env, algorithm, settings, roll_out, lay_out=lay_out, **learning._asdict())
 
 
 def make_learning(
@@ -152,7 +161,6 @@ def make_learning(
     critic: Valuation | None = None,
     trained: Trained = WHOLE,
     slots: int | None = None,
-    mesh: Spread = None,
 ) -> Learning:
     """The stages after the rollout, of trajectories of at most so many `slots`; targets need a `critic`."""
     if algorithm.targets is not None and critic is None:
@@ -165,7 +173,7 @@ def make_learning(
         )
     critic = None if algorithm.targets is None else critic
     scoring: dict[str, Any] = {"temperature": settings.temperature, "banned": banned}
-    sizes: dict[str, Any] = {"micro_rows": settings.micro_rows, "compute_dtype": settings.compute_dtype, "mesh": mesh}
+    sizes: dict[str, Any] = {"micro_rows": settings.micro_rows, "compute_dtype": settings.compute_dtype}
     # What has to be scored before the advantages is scored once, for them and for the loss.
     needs = algorithm.needs & {"logp_ref", "value"} if algorithm.before else frozenset()
     learn = make_update(
@@ -180,11 +188,8 @@ def make_learning(
         **sizes,
     )
     appraise = make_appraise(policy, critic=critic, needs=needs, slots=slots, **scoring, **sizes) if needs else None
-    return Learning(
-        appraise=partial(_appraise, appraise=appraise, trained=trained),
-        credit=partial(_credit, algorithm=algorithm, settings=settings),
-        update=partial(_update, learn=learn, every=algorithm.reference_every, trained=trained),
-    )
+    stages = _Stages(algorithm, settings, trained, appraise, learn)
+    return Learning(stages.appraise, stages.credit, stages.update)
 
 
 def longest(env: Env) -> int:
@@ -193,16 +198,53 @@ def longest(env: Env) -> int:
     return sizes.prompt + (sizes.turns - 1) * sizes.observation + sizes.turns * sizes.action
 
 
+# Before and after the loop ----------------------------------------------------------------------------
+
+
+def demonstration_rows(env: Env, key: Array, *, rows: int, split: str = "train") -> Batch:
+    """Play fresh demonstrations, and lay them out for imitation, one a row; pure."""
+    task_key, play_key = jax.random.split(key)
+    played = demonstrate(env, draw_tasks(env, task_key, rows, split), jax.random.split(play_key, rows))
+    return jax.tree.map(lambda x_rs: x_rs[:, : longest(env)], imitation_rows(played))
+
+
+def imitate(
+    env: Env, policy: Policy, optimizer: optax.GradientTransformation, params: Any, key: Array, *, steps: int, rows=64
+) -> tuple[Any, Array]:
+    """Imitate the environment's own demonstrations -> parameters, and the loss of every step; jits, and vmaps.
+
+    A policy that solves nothing has no signal to learn from, so imitation comes first.
+    """
+    step = make_supervised(policy, optimizer, banned=(PAD,))
+
+    def one(state: LearnerState, index: Array) -> tuple[LearnerState, Array]:
+        return step(state, demonstration_rows(env, jax.random.fold_in(key, index), rows=rows))
+
+    learner, losses = jax.lax.scan(one, init_learner(params, optimizer), jnp.arange(steps))
+    return learner.params, losses
+
+
+def make_evaluation(
+    env: Env, policy: Policy, split: str = "test", *, tasks: int = 256, samples: int = 1, temperature: float = 1.0
+) -> Callable[[Any, Array], Evaluation]:
+    """Build `evaluate(params, key)`: success with its interval, pass@k, turns and tools on fresh tasks of a split."""
+    exam = jax.jit(make_exam(env, policy, split, tasks=tasks, samples=samples, temperature=temperature))
+    ks = sorted({1, samples})
+    return lambda params, key: evaluate_rollout(exam(acting(params), key), env, samples=samples, ks=ks)
+
+
+def evaluate_rollout(trajectories: Trajectories, env: Env, *, samples: int = 1, ks: Sequence[int] = (1,)) -> Evaluation:
+    """Compute the figures of a rollout of so many trajectories per task."""
+    played = jax.device_get(trajectories)
+    turns_nt = np.asarray(played.turns)
+    errors_n = (np.asarray(played.error) & turns_nt).sum(axis=1)
+    columns = (played.correct, turns_nt.sum(axis=1), errors_n, played.tool)
+    return compute_metrics(
+        *(np.asarray(x).reshape(-1, samples, *np.shape(x)[1:]) for x in columns), tools=env.tools, ks=ks
+    )
+
+
 # The stages -------------------------------------------------------------------------------------------
-
-
-def _roll_out(run: Run, *, env: Env, rollout, judge: Judge | None, settings: Settings) -> Rollout:
-    task_key, sample_key, judge_key = jax.random.split(jax.random.fold_in(run.key, run.update), 3)
-    queries = settings.queries * settings.oversample
-    tasks, group_n = repeat(draw_tasks(env, task_key, queries, "train"), settings.samples)
-    keys = jax.random.split(sample_key, len(group_n))
-    played = rollout(sampled(run.learner.params, settings.compute_dtype), tasks, keys, group_n, run.learner.version)
-    return played if judge is None else played.replace(trajectories=judge(played.trajectories, judge_key))
 
 
 def sampled(params: Any, compute_dtype: Any) -> Any:
@@ -210,36 +252,47 @@ def sampled(params: Any, compute_dtype: Any) -> Any:
     return acting(params) if compute_dtype is None else cast(acting(params), compute_dtype)
 
 
-def _appraise(run: Run, trajectories: Trajectories, *, appraise: Appraise | None, trained: Trained) -> Trajectories:
-    if appraise is None:
-        return trajectories
-    params = run.learner.params
-    return appraise(params, trained.put(params, run.reference), trajectories)
+@dataclass(frozen=True, eq=False)
+class _Stages:
+    """The functions of a `Learning`, and all that they are bound to."""
 
+    algorithm: Algorithm
+    settings: Settings
+    trained: Trained
+    scoring: Appraise | None
+    learn: Update
 
-def _credit(trajectories: Trajectories, *, algorithm: Algorithm, settings: Settings) -> Credit:
-    """Advantages, weights and targets, of at most `queries` groups: those with a signal first."""
-    adv = algorithm.advantages(trajectories)
-    if settings.oversample > 1:
-        signal_n = (adv != 0).reshape(len(adv), -1).any(axis=1).reshape(-1, settings.samples).any(axis=1)
-        rank_g = jnp.argsort(jnp.argsort(~signal_n, stable=True))
-        taken_n = jnp.repeat(rank_g < settings.queries, settings.samples)
-        # A trajectory of no turns takes no part in statistics or loss.
-        trajectories = trajectories.replace(turns=trajectories.turns & taken_n[:, None])
+    def appraise(self, run: Run, trajectories: Trajectories) -> Trajectories:
+        """Score what advantages read, where anything has to be scored."""
+        if self.scoring is None:
+            return trajectories
+        params = run.learner.params
+        return self.scoring(params, self.trained.put(params, run.reference), trajectories)
+
+    def credit(self, trajectories: Trajectories) -> Credit:
+        """Advantages, weights and targets, of at most `queries` groups: those with a signal first."""
+        algorithm, settings = self.algorithm, self.settings
         adv = algorithm.advantages(trajectories)
-    target = None if algorithm.targets is None else algorithm.targets(trajectories)
-    return Credit(adv, algorithm.weights(trajectories), target)
+        if settings.oversample > 1:
+            signal_n = (adv != 0).reshape(len(adv), -1).any(axis=1).reshape(-1, settings.samples).any(axis=1)
+            rank_g = jnp.argsort(jnp.argsort(~signal_n, stable=True))
+            taken_n = jnp.repeat(rank_g < settings.queries, settings.samples)
+            # A trajectory of no turns takes no part in statistics or loss.
+            trajectories = trajectories.replace(turns=trajectories.turns & taken_n[:, None])
+            adv = algorithm.advantages(trajectories)
+        target = None if algorithm.targets is None else algorithm.targets(trajectories)
+        return Credit(adv, algorithm.weights(trajectories), target)
 
-
-def _update(run: Run, batch: Batch, *, learn, every: int | None, trained: Trained) -> tuple[Run, Metrics]:
-    learner, metrics = learn(run.learner, batch, trained.put(run.learner.params, run.reference))
-    reference = run.reference
-    if every is not None:
-        fresh = (run.update + 1) % every == 0
-        now = without_critic(trained.take(learner.params))
-        reference = jax.tree.map(partial(jnp.where, fresh), now, reference)
-    run = run.replace(learner=learner, reference=reference, update=run.update + 1)
-    return run, metrics | explained_variance(batch)
+    def update(self, run: Run, batch: Batch) -> tuple[Run, Metrics]:
+        """Change the run by an update on a batch."""
+        params, reference, every = run.learner.params, run.reference, self.algorithm.reference_every
+        learner, metrics = self.learn(run.learner, batch, self.trained.put(params, reference))
+        if every is not None:
+            fresh = (run.update + 1) % every == 0
+            now = without_critic(self.trained.take(learner.params))
+            reference = jax.tree.map(lambda x, old: jnp.where(fresh, x, old), now, reference)
+        run = run.replace(learner=learner, reference=reference, update=run.update + 1)
+        return run, metrics | explained_variance(batch)
 
 
 def _lay_out(trajectories: Trajectories, adv, weights, target=None, *, slots: int, skips: bool) -> Batch:
@@ -256,79 +309,79 @@ def _lay_out(trajectories: Trajectories, adv, weights, target=None, *, slots: in
 # Put together -----------------------------------------------------------------------------------------
 
 
-def one_program(iteration: Iteration, env: Env, settings: Settings) -> Callable[[Run], tuple[Run, Metrics]]:
+def one_program(iteration: Iteration) -> Callable[[Run], tuple[Run, Metrics]]:
     """A whole iteration as one pure function: jit it, scan it over updates, vmap it over seeds."""
-    return partial(_one_program, iteration=iteration, env=env, settings=settings)
+    tools, samples = len(iteration.env.tools), iteration.settings.samples
+
+    def step(run: Run) -> tuple[Run, Metrics]:
+        played = iteration.rollout(run)
+        trajectories = iteration.appraise(run, played)
+        credit = iteration.credit(trajectories)
+        run, metrics = iteration.update(run, iteration.lay_out(trajectories, *credit))
+        return run, metrics | rollout_metrics(played, credit, tools=tools, samples=samples)
+
+    return step
 
 
-def _one_program(run: Run, *, iteration: Iteration, env: Env, settings: Settings) -> tuple[Run, Metrics]:
-    rollout = iteration.rollout(run)
-    trajectories = iteration.appraise(run, rollout.trajectories)
-    credit = iteration.credit(trajectories)
-    run, metrics = iteration.update(run, iteration.lay_out(trajectories, *credit))
-    return run, metrics | _describe(rollout, credit, tools=len(env.tools), samples=settings.samples)
-
-
-def three_programs(
-    iteration: Iteration, env: Env, algorithm: Algorithm, settings: Settings, *, row_length: int | None = None
-) -> Callable[[Run], tuple[Run, Metrics]]:
+def three_programs(iteration: Iteration) -> Callable[[Run], tuple[Run, Metrics]]:
     """Build `step(run)`: a whole iteration, with packing on the host between programs that are each compiled once."""
+    settings = iteration.settings
     learn = make_learn(
         Learning(iteration.appraise, iteration.credit, iteration.update),
-        algorithm,
-        tools=len(env.tools),
+        iteration.algorithm,
+        tools=len(iteration.env.tools),
         samples=settings.samples,
-        row_length=row_length or longest(env),
+        row_length=longest(iteration.env),
         rows=settings.queries * settings.samples,
         ranks=settings.mini_batches,
     )
-    return partial(_three_programs, rollout=jax.jit(iteration.rollout), learn=learn)
-
-
-def _three_programs(run: Run, *, rollout, learn) -> tuple[Run, Metrics]:
-    return learn(run, rollout(run))
+    rollout = jax.jit(iteration.rollout)
+    return lambda run: learn(run, rollout(run))
 
 
 def make_learn(
     learning: Learning, algorithm: Algorithm, *, tools: int, samples: int, row_length: int, rows: int, ranks: int = 1
-) -> Callable[[Run, Rollout], tuple[Run, Metrics]]:
-    """`learn(run, rollout)`: appraisal, credit, packing on the host into at most so many rows, update, figures of all.
+) -> Callable[[Run, Trajectories], tuple[Run, Metrics]]:
+    """`learn(run, played)`: appraisal, credit, packing on the host into at most so many rows, update, figures of all.
 
     `ranks` is the number of mini-batches, over which `pack` deals the trajectories.
     """
-    describe = jax.jit(partial(_describe, tools=tools, samples=samples))
-    sizes = {"row_length": row_length, "rows": rows + -rows % ranks, "ranks": ranks}
+    figures_of = jax.jit(partial(rollout_metrics, tools=tools, samples=samples))
+    sizes: dict[str, int] = {"row_length": row_length, "rows": rows + -rows % ranks, "ranks": ranks}
     stages = Learning(*(jax.jit(stage) for stage in learning))
-    return partial(_learn, stages=stages, describe=describe, algorithm=algorithm, sizes=sizes)
+
+    def learn(run: Run, played: Trajectories) -> tuple[Run, Metrics]:
+        scored = stages.appraise(run, played) if algorithm.before else played
+        credit = jax.device_get(stages.credit(scored))
+        trajectories = jax.device_get(scored)
+        batch = pack(trajectories, *credit[:2], **sizes, target=credit.target, skip_no_signal=algorithm.skips)
+        run, metrics = stages.update(run, batch)
+        fates = count_fates(trajectories, credit, batch, algorithm)
+        return run, metrics | figures_of(played, credit) | fates
+
+    return learn
 
 
-def _describe(rollout: Rollout, credit: Credit, *, tools: int, samples: int) -> Metrics:
-    """Figures of all that was rolled out, so that its advantages are those before packing left any out."""
-    figures = summarise(rollout, samples=samples) | {"tool_calls": tool_mix(rollout, tools)}
-    return figures | signal(rollout.trajectories, credit.adv, credit.weights)
-
-
-def _learn(run: Run, rollout: Rollout, *, stages: Learning, describe, algorithm, sizes) -> tuple[Run, Metrics]:
-    played = stages.appraise(run, rollout.trajectories) if algorithm.before else rollout.trajectories
-    credit = jax.device_get(stages.credit(played))
-    trajectories = jax.device_get(played)
-    batch = pack(trajectories, *credit[:2], **sizes, target=credit.target, skip_no_signal=algorithm.skips)
-    run, metrics = stages.update(run, batch)
+def count_fates(trajectories: Trajectories, credit: Credit, batch: Batch, algorithm: Algorithm) -> dict[str, int]:
+    """Count the tokens of all trajectories by what became of them (A6)."""
     ledger = account(trajectories, credit.weights, batch, adv=credit.adv if algorithm.skips else None)
-    fates = {f"tokens_{fate.name.lower()}": count for fate, count in ledger.fates.items()}
-    return run, metrics | describe(rollout, credit) | fates
+    return {f"tokens_{fate.name.lower()}": count for fate, count in ledger.fates.items()}
 
 
-def train(step: Callable[[Run], tuple[Run, Metrics]], run: Run, updates: int) -> Iterator[tuple[Run, dict[str, Any]]]:
+def rollout_metrics(trajectories: Trajectories, credit: Credit, *, tools: int, samples: int) -> Metrics:
+    """Figures of all that was rolled out, so that its advantages are those before packing left any out."""
+    figures = summarise(trajectories, samples=samples) | {"tool_calls": tool_mix(trajectories, tools)}
+    return figures | signal(trajectories, credit.adv, credit.weights)
+
+
+def train_loop(
+    step: Callable[[Run], tuple[Run, Metrics]], run: Run, updates: int
+) -> Iterator[tuple[Run, dict[str, Any]]]:
     """Run after run until `updates` are done, with the numbers of each on the host."""
     while int(run.update) < updates:
         run, metrics = step(run)
-        yield run, {"update": int(run.update)} | to_host(metrics)
-
-
-def to_host(metrics: Metrics) -> dict[str, Any]:
-    """Numbers and lists of numbers."""
-    return {name: np.asarray(value).tolist() for name, value in jax.device_get(metrics).items()}
+        figures = {name: np.asarray(value).tolist() for name, value in jax.device_get(metrics).items()}
+        yield run, {"update": int(run.update)} | figures
 
 
 def train_many(
@@ -344,6 +397,6 @@ def train_many(
     Gives the runs stacked into one, and every figure as [run, update]. It is one program, scanned over the updates;
     `many.over_runs` says what lanes and a mesh are.
     """
-    whole = over_runs(partial(many_updates, step, updates=updates), lanes=lanes, mesh=mesh)
-    after, metrics = jax.jit(whole)(stack(runs))
+    whole = over_runs(lambda run: many_updates(step, run, updates=updates), lanes=lanes, mesh=mesh)
+    after, metrics = jax.jit(whole)(stack_trees(runs))
     return after, {name: np.asarray(value) for name, value in jax.device_get(metrics).items()}

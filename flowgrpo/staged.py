@@ -3,7 +3,7 @@
     rollout   ->  inference: reference, critic  ->  credit  ->  pack  ->  train
        groups are judged on the host, while others generate and while the reference scores (R1)
 
-Between stages the sampler's cache is destroyed and models go where the table of `learner.residency` has them; the next
+Between stages the sampler's cache is destroyed and models go where the table of `parallel.offload` has them; the next
 stage's moves are under way while this one ends. It is another schedule of the same functions: a run goes through the
 same parameters as in `loop`, to the bit where the programs are the same, and to float tolerance where the reference was
 scored before packing instead of after it. The run that a step returns has its models at their places of the rollout.
@@ -12,7 +12,7 @@ scored before packing instead of after it. The run that a step returns has its m
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,61 +22,38 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from flowgrpo import loop
+from flowgrpo.batching.packing import pack
 from flowgrpo.contracts import Algorithm, Metrics, Policy, Scored
-from flowgrpo.learner.appraise import make_appraise
-from flowgrpo.learner.critic import ActorCritic, Valuation, acting, without_critic
-from flowgrpo.learner.gauge import Gauge, live_bytes
-from flowgrpo.learner.residency import DEVICE, Move, Residency
+from flowgrpo.learner.critic import Valuation, without_critic
+from flowgrpo.learner.scoring import make_appraise
 from flowgrpo.learner.state import LearnerState
-from flowgrpo.learner.trained import WHOLE, Trained
-from flowgrpo.learner.watch import signal
-from flowgrpo.packing import account, pack
-from flowgrpo.rollout.compiled import Rollout
-from flowgrpo.rollout.exam import summarise, tool_mix
-from flowgrpo.rollout.judging import Verdict, is_solved, judge_groups, judged
+from flowgrpo.models.trainable import WHOLE, ActorCritic, Trained, acting
+from flowgrpo.parallel.offload import DEVICE, Gauge, Move, Residency, live_bytes
+from flowgrpo.parallel.row_sharding import SHARED
+from flowgrpo.report.watchdog import Pending, StageWatchdog
+from flowgrpo.rollout.judging import Verdict, is_solved, judge_groups, with_rewards
 from flowgrpo.rollout.records import Hosted
-from flowgrpo.spread import SHARED, Spread
-from flowgrpo.stuck import Pending, Watch
 from flowgrpo.types import BadInput, Batch, Trajectories
 
 
-class Told(NamedTuple):
+class RolloutCallbacks(NamedTuple):
     """Callbacks by which a rollout reports how far it is; both return at once."""
 
     played: Callable[[Trajectories], None]  # all turns are there; outcomes need not be
     ask: Callable[[Pending], None]  # a function that says what is awaited
 
 
-class Rolled(NamedTuple):
+class JudgedRollout(NamedTuple):
     """A rollout that is judged, with figures and timings of its own."""
 
-    rollout: Rollout
+    trajectories: Trajectories
     metrics: Mapping[str, Any] = {}
     timings: Mapping[str, Any] = {}
     credited: Callable[[loop.Credit], None] | None = None  # hears what its trajectories got, before the update
 
 
-RollOut = Callable[[loop.Run, Told], Rolled]
+RollOut = Callable[[loop.Run, RolloutCallbacks], JudgedRollout]
 Step = Callable[[loop.Run], tuple[loop.Run, dict[str, Any]]]
-
-
-class Parts(NamedTuple):
-    """Functions, settings and resources that a step is made of."""
-
-    roll_out: RollOut
-    release: Callable[[], int]  # the sampler's memory -> bytes that were freed
-    appraise: Callable[..., dict] | None  # (params, reference, trajectories) -> what it scored
-    credit: Callable[[Trajectories], loop.Credit]
-    train: Callable[..., tuple]  # (learner, rest of the run, batch) -> (learner, update, metrics)
-    describe: Callable[[Rollout, loop.Credit], Metrics]
-    algorithm: Algorithm
-    trained: Trained
-    sizes: Mapping[str, int]  # of `pack`
-    residency: Residency
-    moves: bool  # the table has a model elsewhere than on the device
-    watch: Watch
-    gauge: Gauge
-    pool: ThreadPoolExecutor
 
 
 def make_staged(
@@ -95,43 +72,45 @@ def make_staged(
     trained: Trained = WHOLE,
     slots: int | None = None,
     release: Callable[[], int] = lambda: 0,
-    watch: Watch | None = None,
-    mesh: Spread = None,
+    watch: StageWatchdog | None = None,
 ) -> Step:
-    """`step(run) -> (run, metrics)`, as `loop.train` wants it; the figures hold `timings`, which clocks had a part in.
+    """`step(run) -> (run, metrics)`, as `loop.train_loop` wants it; the figures hold `timings`, which come from clocks.
 
     `release` destroys what the sampler holds, once all have played. Where models move at all, the run that a step is
     given is used up: its buffers are deleted where they were, and overwritten by the update.
     """
-    kinds: dict[str, Any] = {"critic": critic, "trained": trained, "slots": slots, "banned": banned, "mesh": mesh}
+    kinds: dict[str, Any] = {"critic": critic, "trained": trained, "slots": slots, "banned": banned}
     # The reference is replaced here, where it may lie on the host or the disk.
     learning = loop.make_learning(policy, algorithm._replace(reference_every=None), optimizer, settings, **kinds)
     moves = any(place != DEVICE for row in residency.table.values() for place in row.values())
-    train = partial(_train, update=learning.update, trained=trained)
+
+    def train(learner: LearnerState, rest: loop.Run, batch: Batch) -> tuple:
+        # The batch has all that it needs scored, so that no reference is read.
+        part = without_critic(trained.take(learner.params))
+        after, metrics = learning.update(rest.replace(learner=learner, reference=part), batch)
+        return after.learner, after.update, metrics
+
     ranks = settings.mini_batches
-    return partial(
-        _step,
-        parts=Parts(
-            roll_out=roll_out,
-            release=release,
-            appraise=_appraisal(policy, algorithm, settings, critic, banned, slots, mesh),
-            credit=jax.jit(learning.credit),
-            train=jax.jit(train, donate_argnums=0 if moves else ()),
-            describe=jax.jit(partial(_describe, tools=tools, samples=settings.samples)),
-            algorithm=algorithm,
-            trained=trained,
-            sizes={"row_length": row_length, "rows": rows + -rows % ranks, "ranks": ranks},
-            residency=residency,
-            moves=moves,
-            watch=watch or Watch(),
-            gauge=Gauge(),
-            pool=ThreadPoolExecutor(1, thread_name_prefix="flowgrpo-inference"),
-        ),
+    return _Staged(
+        roll_out=roll_out,
+        release=release,
+        appraise=_appraisal(policy, algorithm, settings, critic, banned, slots),
+        credit=jax.jit(learning.credit),
+        train=jax.jit(train, donate_argnums=0 if moves else ()),
+        describe=jax.jit(partial(loop.rollout_metrics, tools=tools, samples=settings.samples)),
+        algorithm=algorithm,
+        trained=trained,
+        sizes={"row_length": row_length, "rows": rows + -rows % ranks, "ranks": ranks},
+        residency=residency,
+        moves=moves,
+        watch=watch or StageWatchdog(),
+        gauge=Gauge(),
+        pool=ThreadPoolExecutor(1, thread_name_prefix="flowgrpo-inference"),
     )
 
 
 def compiled_rollout(
-    rollout: Callable[[loop.Run], Rollout],
+    rollout: Callable[[loop.Run], Trajectories],
     verdict: Verdict | None = None,
     *,
     solved: Callable[[Scored], bool] = is_solved,
@@ -139,104 +118,146 @@ def compiled_rollout(
     deadline: float = 600.0,
 ) -> RollOut:
     """That of a pure environment, `make_iteration(...).rollout`; a `verdict` on the host judges it group by group."""
-    settings = {"verdict": verdict, "solved": solved, "judges": judges, "deadline": deadline}
-    return partial(_roll_out, rollout=jax.jit(rollout), **settings)
+    rollout = jax.jit(rollout)
+
+    def roll_out(run: loop.Run, told: RolloutCallbacks) -> JudgedRollout:
+        played: Trajectories = jax.block_until_ready(rollout(run))
+        told.played(played)
+        if verdict is None:
+            return JudgedRollout(played)
+        trajectories = jax.device_get(played)
+        scored = judge_groups(verdict, trajectories, judges=judges, deadline=deadline, on_start=told.ask)
+        return JudgedRollout(with_rewards(trajectories, scored, solved))
+
+    return roll_out
 
 
-def _roll_out(run: loop.Run, told: Told, *, rollout, verdict: Verdict | None, solved, judges, deadline) -> Rolled:
-    played: Rollout = jax.block_until_ready(rollout(run))
-    told.played(played.trajectories)
-    if verdict is None:
-        return Rolled(played)
-    trajectories = jax.device_get(played.trajectories)
-    scored = judge_groups(verdict, trajectories, judges=judges, deadline=deadline, on_start=told.ask)
-    return Rolled(played.replace(trajectories=judged(trajectories, scored, solved)))
-
-
-def hosted_rollout(play: Callable[..., Hosted], dense: Callable[[Hosted], Rollout]) -> RollOut:
+def hosted_rollout(play: Callable[..., Hosted], dense: Callable[[Hosted], Trajectories]) -> RollOut:
     """That of a host environment: `play(run, on_played=..., on_start=...)` as `hosted` has it, `dense` its arrays.
 
     `dense` must lay out the same trajectories in the same way, whether or not they are judged.
     """
-    return partial(_play_hosted, play=play, dense=dense)
 
+    def roll_out(run: loop.Run, told: RolloutCallbacks) -> JudgedRollout:
+        played = play(run, on_played=lambda so_far: told.played(dense(so_far)), on_start=told.ask)
+        return JudgedRollout(dense(played), timings={"judging_seconds": played.seconds["judging"]})
 
-def _play_hosted(run: loop.Run, told: Told, *, play, dense) -> Rolled:
-    played = play(run, on_played=lambda so_far: told.played(dense(so_far).trajectories), on_start=told.ask)
-    return Rolled(dense(played), timings={"judging_seconds": played.seconds["judging"]})
+    return roll_out
 
 
 # One iteration ----------------------------------------------------------------------------------------------
 
 
-def _step(run: loop.Run, *, parts: Parts) -> tuple[loop.Run, dict[str, Any]]:
-    """All stages, each with its models where they are used."""
-    residency, watch, number = parts.residency, parts.watch, int(run.update) + 1
-    with watch.iteration(number), ExitStack() as open_stages:
-        if parts.moves:  # what was away is bound to its device; what was not has to be too, or programs compile twice
-            run = jax.tree.map(_bound, run)
-        _hold(residency, run)
-        residency.enter("rollout")
-        rolled, scored, freed = _play(_found(residency, run), parts, open_stages)
-        residency.enter("train")
-        trajectories, batch, credit = _pack(rolled.rollout, scored, parts)
-        if rolled.credited is not None:
-            rolled.credited(credit)
-        with _stage(parts, "train"):
-            run, metrics = _learn(_found(residency, run), batch, parts)
-        residency.enter("rollout")
-        metrics |= parts.describe(rolled.rollout, credit) | _accounted(trajectories, credit, batch, parts.algorithm)
-        run = _found(residency, run)
-    timings = {
-        **{f"{name}_seconds": seconds for name, seconds in watch.seconds.items()},
-        "freed_bytes": freed,
-        "moves": summed(residency.moves()),
-        "device_bytes": parts.gauge.take(),
-        "device_bytes_by": parts.gauge.source,
-        "pinned_bytes": live_bytes()["pinned"],
-    }
-    return run, {**metrics, **rolled.metrics, "timings": {**timings, **rolled.timings}}
+@dataclass(frozen=True, eq=False)
+class _Staged:
+    """The step: functions, settings and resources that its stages share."""
 
+    roll_out: RollOut
+    release: Callable[[], int]  # the sampler's memory -> bytes that were freed
+    appraise: Callable[..., dict] | None  # (params, reference, trajectories) -> what it scored
+    credit: Callable[[Trajectories], loop.Credit]
+    train: Callable[..., tuple]  # (learner, rest of the run, batch) -> (learner, update, metrics)
+    describe: Callable[[Trajectories, loop.Credit], Metrics]
+    algorithm: Algorithm
+    trained: Trained
+    sizes: Mapping[str, int]  # of `pack`
+    residency: Residency
+    moves: bool  # the table has a model elsewhere than on the device
+    watch: StageWatchdog
+    gauge: Gauge
+    pool: ThreadPoolExecutor
 
-def _stage(parts: Parts, name: str) -> ExitStack:
-    """A stage that is timed and measured."""
-    with ExitStack() as stack:
-        stack.enter_context(parts.gauge.stage(name))
-        stack.enter_context(parts.watch.stage(name))
-        return stack.pop_all()
+    def __call__(self, run: loop.Run) -> tuple[loop.Run, dict[str, Any]]:
+        """All stages, each with its models where they are used."""
+        residency, watch, number = self.residency, self.watch, int(run.update) + 1
+        with watch.iteration(number), ExitStack() as open_stages:
+            if (
+                self.moves
+            ):  # what was away is bound to its device; what was not has to be too, or programs compile twice
+                run = jax.tree.map(_bound, run)
+            _hold(residency, run)
+            residency.enter("rollout")
+            rolled, scored, freed = self.play(_found(residency, run), open_stages)
+            residency.enter("train")
+            trajectories, batch, credit = self.pack(rolled.trajectories, scored)
+            if rolled.credited is not None:
+                rolled.credited(credit)
+            with self.stage("train"):
+                run, metrics = self.learn(_found(residency, run), batch)
+            residency.enter("rollout")
+            fates = loop.count_fates(trajectories, credit, batch, self.algorithm)
+            metrics |= self.describe(rolled.trajectories, credit) | fates | _fill(batch)
+            run = _found(residency, run)
+        timings = {
+            **{f"{name}_seconds": seconds for name, seconds in watch.seconds.items()},
+            "freed_bytes": freed,
+            "moves": summed(residency.moves()),
+            "device_bytes": self.gauge.take(),
+            "device_bytes_by": self.gauge.source,
+            "pinned_bytes": live_bytes()["pinned"],
+        }
+        return run, {**metrics, **rolled.metrics, "timings": {**timings, **rolled.timings}}
 
+    def stage(self, name: str) -> ExitStack:
+        """A stage that is timed and measured."""
+        with ExitStack() as stack:
+            stack.enter_context(self.gauge.stage(name))
+            stack.enter_context(self.watch.stage(name))
+            return stack.pop_all()
 
-def _play(run: loop.Run, parts: Parts, open_stages: ExitStack) -> tuple[Rolled, dict, int]:
-    """The rollout, judged; what was scored meanwhile; and the bytes that the sampler gave back."""
-    rollout_stage, rewards_stage = (open_stages.enter_context(ExitStack()) for _ in range(2))
-    scoring: list[Future] = []
+    def play(self, run: loop.Run, open_stages: ExitStack) -> tuple[JudgedRollout, dict, int]:
+        """The rollout, judged; what was scored meanwhile; and the bytes that the sampler gave back."""
+        rollout_stage, rewards_stage = (open_stages.enter_context(ExitStack()) for _ in range(2))
+        scoring: list[Future] = []
 
-    def played(trajectories: Trajectories) -> None:
-        rollout_stage.close()
-        rewards_stage.enter_context(parts.watch.stage("rewards"))
-        scoring.append(parts.pool.submit(_infer, run, trajectories, parts))
+        def played(trajectories: Trajectories) -> None:
+            rollout_stage.close()
+            rewards_stage.enter_context(self.watch.stage("rewards"))
+            scoring.append(self.pool.submit(self.infer, run, trajectories))
 
-    rollout_stage.enter_context(_stage(parts, "rollout"))
-    rolled = parts.roll_out(run, Told(played, parts.watch.ask))
-    rewards_stage.close()
-    if not scoring:
-        raise BadInput("the rollout did not say that all have played: let it call told.played(trajectories)")
-    scored, freed = scoring[0].result()
-    return rolled, scored, freed
+        rollout_stage.enter_context(self.stage("rollout"))
+        rolled = self.roll_out(run, RolloutCallbacks(played, self.watch.ask))
+        rewards_stage.close()
+        if not scoring:
+            raise BadInput("the rollout did not say that all have played: let it call told.played(trajectories)")
+        scored, freed = scoring[0].result()
+        return rolled, scored, freed
 
+    def infer(self, run: loop.Run, trajectories: Trajectories) -> tuple[dict, int]:
+        """The inference stage, in a thread beside that in which verdicts are awaited."""
+        with self.stage("inference"):
+            freed = self.release()
+            self.residency.enter("inference")
+            self.residency.ahead("train")
+            if self.appraise is None:
+                return {}, freed
+            run = _found(self.residency, run)
+            reference = self.trained.put(run.learner.params, run.reference)
+            scored = self.appraise(run.learner.params, reference, trajectories, apart=is_fresh(trajectories))
+            return jax.device_get(scored), freed
 
-def _infer(run: loop.Run, trajectories: Trajectories, parts: Parts) -> tuple[dict, int]:
-    """The inference stage, in a thread beside that in which verdicts are awaited."""
-    with _stage(parts, "inference"):
-        freed = parts.release()
-        parts.residency.enter("inference")
-        parts.residency.ahead("train")
-        if parts.appraise is None:
-            return {}, freed
-        run = _found(parts.residency, run)
-        reference = parts.trained.put(run.learner.params, run.reference)
-        apart = is_fresh(trajectories)
-        return jax.device_get(parts.appraise(run.learner.params, reference, trajectories, apart=apart)), freed
+    def pack(self, trajectories: Trajectories, scored: dict) -> tuple[Trajectories, Batch, loop.Credit]:
+        """Credit, and rows on the host."""
+        with self.stage("credit"):
+            trajectories = jax.device_get(trajectories).replace(**scored)
+            credit = jax.device_get(self.credit(trajectories))
+        with self.stage("pack"):
+            skips = self.algorithm.skips
+            batch = pack(trajectories, *credit[:2], **self.sizes, target=credit.target, skip_no_signal=skips)
+        return trajectories, batch, credit
+
+    def learn(self, run: loop.Run, batch: Batch) -> tuple[loop.Run, Metrics]:
+        """The run after its update; the residency holds what became of its models."""
+        learner = run.learner
+        self.residency.wait()  # for what the update overwrites
+        bare = run.replace(learner=None, reference=None)
+        learner, update, metrics = jax.block_until_ready(self.train(learner, bare, batch))
+        every, reference = self.algorithm.reference_every, run.reference
+        if every is not None and int(update) % every == 0:
+            reference = jax.tree.map(jnp.copy, without_critic(self.trained.take(learner.params)))
+        run = run.replace(learner=learner, reference=reference, update=update)
+        _hold(self.residency, run)
+        return run, metrics
 
 
 def is_fresh(trajectories: Trajectories) -> bool:
@@ -245,43 +266,19 @@ def is_fresh(trajectories: Trajectories) -> bool:
     return appends is not None and not np.any(np.asarray(appends) & np.asarray(trajectories.valid))
 
 
-def _pack(rollout: Rollout, scored: dict, parts: Parts) -> tuple[Trajectories, Batch, loop.Credit]:
-    """Credit, and rows on the host."""
-    with _stage(parts, "credit"):
-        trajectories = jax.device_get(rollout.trajectories).replace(**scored)
-        credit = jax.device_get(parts.credit(trajectories))
-    with _stage(parts, "pack"):
-        skips = parts.algorithm.skips
-        batch = pack(trajectories, *credit[:2], **parts.sizes, target=credit.target, skip_no_signal=skips)
-    return trajectories, batch, credit
-
-
-def _learn(run: loop.Run, batch: Batch, parts: Parts) -> tuple[loop.Run, Metrics]:
-    """The run after its update; the residency holds what became of its models."""
-    residency, learner = parts.residency, run.learner
-    residency.wait()  # for what the update overwrites
-    bare = run.replace(learner=None, reference=None)
-    learner, update, metrics = jax.block_until_ready(parts.train(learner, bare, batch))
-    every, reference = parts.algorithm.reference_every, run.reference
-    if every is not None and int(update) % every == 0:
-        reference = jax.tree.map(jnp.copy, without_critic(parts.trained.take(learner.params)))
-    run = run.replace(learner=learner, reference=reference, update=update)
-    _hold(residency, run)
-    return run, metrics
-
-
 # Pure parts -------------------------------------------------------------------------------------------------
 
 
-def _appraisal(policy: Policy, algorithm: Algorithm, settings: loop.Settings, critic, banned, slots, mesh):
+def _appraisal(policy: Policy, algorithm: Algorithm, settings: loop.Settings, critic, banned, slots):
     """Build the scoring by reference and critic that the algorithm needs before packing; None if it needs neither."""
     needs = algorithm.needs & {"logp_ref", "value"}
     if not needs:
         return None
     scoring = {"temperature": settings.temperature, "banned": banned}
-    sizes = {"micro_rows": settings.micro_rows, "compute_dtype": settings.compute_dtype, "slots": slots, "mesh": mesh}
+    sizes = {"micro_rows": settings.micro_rows, "compute_dtype": settings.compute_dtype, "slots": slots}
     appraise = make_appraise(policy, critic=critic, needs=needs, **scoring, **sizes)
     # Every process reads all of it, where there are several.
+    mesh = policy.mesh
     everywhere = NamedSharding(mesh, SHARED) if isinstance(mesh, Mesh) and mesh.is_multi_process else None
     return jax.jit(partial(_appraise, appraise=appraise), static_argnames="apart", out_shardings=everywhere)
 
@@ -317,18 +314,6 @@ def turn_by_turn(trajectories: Trajectories) -> Trajectories:
     )
 
 
-def _train(learner: LearnerState, rest: loop.Run, batch: Batch, *, update, trained: Trained):
-    """The update on a batch that has all it needs scored, so that no reference is read."""
-    part = without_critic(trained.take(learner.params))
-    after, metrics = update(rest.replace(learner=learner, reference=part), batch)
-    return after.learner, after.update, metrics
-
-
-def _describe(rollout: Rollout, credit: loop.Credit, *, tools: int, samples: int) -> Metrics:
-    figures = summarise(rollout, samples=samples) | {"tool_calls": tool_mix(rollout, tools)}
-    return figures | signal(rollout.trajectories, credit.adv, credit.weights)
-
-
 # The models of a run ----------------------------------------------------------------------------------------
 
 
@@ -358,13 +343,11 @@ def _found(residency: Residency, run: loop.Run) -> loop.Run:
 # Figures ----------------------------------------------------------------------------------------------------
 
 
-def _accounted(trajectories: Trajectories, credit: loop.Credit, batch: Batch, algorithm: Algorithm) -> dict[str, Any]:
-    """Count the tokens by fate and the rows that hold any, and measure how full those rows are."""
-    ledger = account(trajectories, credit.weights, batch, adv=credit.adv if algorithm.skips else None)
+def _fill(batch: Batch) -> dict[str, Any]:
+    """Count the rows that hold any tokens, and measure how full those rows are."""
     filled_rs = np.asarray(batch.segments) > 0
     used_r = filled_rs.any(axis=1)
-    fates = {f"tokens_{fate.name.lower()}": count for fate, count in ledger.fates.items()}
-    return fates | {"fill_rate": float(filled_rs[used_r].mean()) if used_r.any() else 0.0, "rows": int(used_r.sum())}
+    return {"fill_rate": float(filled_rs[used_r].mean()) if used_r.any() else 0.0, "rows": int(used_r.sum())}
 
 
 def summed(moves: list[Move]) -> dict[str, dict[str, float]]:

@@ -62,6 +62,11 @@ def check_range(
     raise BadInput(f"{owner}: {name} is {value!r}, but must be {' '.join(filter(None, (kind, least, most)))}")
 
 
+def first_line(error: Exception) -> str:
+    """Shorten an error to the first line of its message, else the name of its type, for a reason of one sentence."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
+
+
 def check_names(owner: str, given: Collection[str], known: Collection[str]) -> None:
     """Raise `BadInput` where one of the names of settings that are given is not known."""
     unknown = sorted(set(given) - set(known))
@@ -200,6 +205,8 @@ class Trajectories(struct.PyTreeNode):
     length: Int[AnyArray, "n t"] | None = None  # filled slots; None: a turn ends with its last chosen token
     appends: Bool[AnyArray, "n"] | None = None  # context appends; None: everywhere
     by_turn: Bool[AnyArray, "n"] | None = None  # `reward` was paid turn by turn; None: outcome only
+    tool: Int[AnyArray, "n t"] | None = None  # number of the one that was called; -1 where none was
+    error: Bool[AnyArray, "n t"] | None = None  # a malformed action or a refused call
     logp_old: Float[AnyArray, "n t l"] | None = None  # what the trainer's own scoring gave, where it was run
     logp_ref: Float[AnyArray, "n t l"] | None = None  # under the reference
     value: Float[AnyArray, "n t l"] | None = None  # the critic, before the token
@@ -269,9 +276,9 @@ def check_axes(tree: Trajectories | Batch) -> None:
     _check_sizes(f"{type(tree).__name__}.", values)
 
 
-def check_arguments(function: str, **arrays: AnyArray) -> None:
+def check_shared_axes(function: str, **arrays: AnyArray) -> None:
     """Raise `BadInput` unless every axis letter has one size over all arguments, whose names end in their axes:
-    `check_arguments("f", outcome_n=..., turns_nt=...)`."""
+    `check_shared_axes("f", outcome_n=..., turns_nt=...)`."""
     _check_sizes(f"{function}: ", {name: (tuple(name.rsplit("_", 1)[1]), value) for name, value in arrays.items()})
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from test_text import NAMES, STYLES, byte_level, fast
+from tokenizer_cases import NAMES, STYLES, byte_level, fast
 
 from flowgrpo.contracts import Call, HostEnv, HostStep, Result, Said
-from flowgrpo.text import Text, load_text
+from flowgrpo.data.tokenizer import Text, load_text
 from flowgrpo.types import Task
 
 TEMPLATES = NAMES

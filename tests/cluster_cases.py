@@ -14,18 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo import priorities
 from flowgrpo.contracts import Completion, Reward, Scored
-from flowgrpo.distributed.crew import Lost
-from flowgrpo.distributed.master import Exams, Master
-from flowgrpo.distributed.orders import Order, Stretch, versions
-from flowgrpo.distributed.pulse import take_pulse
-from flowgrpo.distributed.staff import Shape
-from flowgrpo.distributed.workers import Begun, Judge, Player, RewardWorker, RolloutWorker
+from flowgrpo.data import task_sampling
+from flowgrpo.distributed.master import Master
+from flowgrpo.distributed.messages import Order, Stretch, versions
+from flowgrpo.distributed.ray_backend import Lost
+from flowgrpo.distributed.schedule import REWARD, ROLLOUT, TRAIN, Plan
+from flowgrpo.distributed.worker_pool import PoolShape, take_pulse
+from flowgrpo.distributed.workers import Player, RewardWorker, RolloutWorker, TrainerStart
 from flowgrpo.rollout import records
 from flowgrpo.rollout.records import Played, Unfinished, make_turn
-from flowgrpo.schedule import REWARD, ROLLOUT, TRAIN, Plan
-from flowgrpo.types import Status, Task, Trajectory
+from flowgrpo.types import Task
 
 FIGURES = {"success": 0.5, "zero_signal_groups": 0.25}  # of every update
 
@@ -133,7 +132,7 @@ class Work:
             return partial(FakeTrainer, self, every)
         if pool == ROLLOUT:
             return partial(RolloutWorker, self.open_player)
-        return partial(RewardWorker, self.open_judge)
+        return partial(RewardWorker, self.open_reward)
 
     @contextmanager
     def open_player(self):
@@ -165,8 +164,8 @@ class Work:
         chose = [] if one.begun is None else list(one.begun.sampled.version)
         while len(turns) < self.turns + one.sample % 2 + 2 * (one.group % 2):
             if budget is not None and said == budget:
-                sampled = Completion(begun, [-0.5] * len(begun), chose, "budget", [1.0] * len(begun))
-                cut = records.Begun((1,), 0, sampled) if begun else None
+                sampled = Completion(begun, [-0.5] * len(begun), chose, "budget")
+                cut = records.CutAction((1,), 0, sampled) if begun else None
                 marks = {"tools": ("",) * len(turns), "errors": (False,) * len(turns)}
                 return replace(one, turns=tuple(turns), lens=(0,) * (len(turns) + 1), begun=cut, **marks)
             digest = hashlib.sha256(f"{one.key} {len(turns)} {held['params'].tobytes().hex()}".encode()).digest()
@@ -174,30 +173,24 @@ class Work:
             if len(begun) == 2:
                 turns.append(make_turn([1], begun, [-0.5, -0.5], np.array([chose[0], *chose], np.int32), None, 0))
                 begun, chose = [], []
-        trajectory = Trajectory(tuple(turns), 0.0, one.group, False, Status.FINISHED, True)
         marks = {"tools": ("",) * len(turns), "errors": (False,) * len(turns), "lens": (0,) * (len(turns) + 1)}
-        fields = {"task": one.task, "key": one.key, "group": one.group, "sample": one.sample, "log": ()} | marks
-        return Played(
-            **fields, trajectory=trajectory, output=str(turns[-1].tokens[-1]), scored=None, reason="", seconds=0.0
-        )
+        fields = {"task": one.task, "key": one.key, "group": one.group, "sample": one.sample, "seconds": 0.0} | marks
+        return Played(**fields, turns=tuple(turns), outcome=0.0, output=str(turns[-1].tokens[-1]))
 
     @contextmanager
-    def open_judge(self):
+    def open_reward(self):
         def many(tasks, outputs):
             self.hangs(int(tasks[0].id))
-            return [Scored(int(output) / 255) for output in outputs]
+            return [Scored(min(2 * int(output) / 255, 1.0)) for output in outputs]  # of which half are solved
 
-        yield Judge(
-            Reward(lambda task, output: many([task], [output])[0], many), lambda scored: (scored.value or 0) > 0.5
-        )
+        yield Reward(lambda task, output: many([task], [output])[0], many)
 
     def master(
         self, crew: ThreadCrew, plan: Plan, folder: Path, *, tell=lambda _: None, choose=None, **shape
     ) -> Master:
-        shape = Shape(**{"rollout": 2, "rewards": {f"{REWARD}-any": 2}, "every": 2, "room": 2, **shape})
-        return Master(
-            crew, plan, shape, Exams(5, 4), partial(self.make, every=shape.every), folder, tell=tell, choose=choose
-        )
+        sizes = {"rollout": 2, "rewards": {f"{REWARD}-any": 2}, "room": 2, "validation_tasks": 5, "test_tasks": 4}
+        make = partial(self.make, every=shape.pop("every", 2))
+        return Master(crew, plan, PoolShape(**{**sizes, **shape}), make, folder, tell=tell, choose=choose)
 
 
 def task(number: int) -> Task:
@@ -214,7 +207,7 @@ class FakeTrainer:
     def __init__(self, work: Work, every: int):
         self.work, self.every = work, every
         self.params, self.update, self.seen = np.zeros(4, np.float64), 0, False
-        self.known = self.news = priorities.EMPTY
+        self.known = self.news = task_sampling.EMPTY
         self.busy = self.begun = False
 
     def about(self):
@@ -229,13 +222,13 @@ class FakeTrainer:
     def pulse(self):
         return take_pulse()
 
-    def begin(self) -> Begun:
+    def begin(self) -> TrainerStart:
         self.begun = True
         saved = self.work.saved
         if saved is not None:
             self.params, self.update, self.seen = saved["params"], saved["update"], True
             self.known = saved["known"]
-        return Begun(self.update, self.is_due(), saved and saved["memory"], self.known)
+        return TrainerStart(self.update, self.is_due(), saved and saved["memory"], self.known)
 
     def is_due(self) -> bool:
         return not self.seen and self.update % self.every == 0
@@ -260,13 +253,13 @@ class FakeTrainer:
     def learn(self, *stretches: Stretch):
         self.work.batches[self.update] = list(stretches)
         said = [
-            (one.task.id, one.sample, one.trajectory.outcome, [turn.tokens.tolist() for turn in one.trajectory.turns])
+            (one.task.id, one.sample, one.outcome, [turn.tokens.tolist() for turn in one.turns])
             for stretch in stretches
             for one in stretch.played
         ]
         first = [stretch.played[0] for stretch in stretches]
-        success = {group: float(one.trajectory.correct) for group, one in enumerate(first)}
-        after = priorities.learned(self.known, [int(one.task.id) for one in first], success)
+        success = {group: float(one.correct) for group, one in enumerate(first)}
+        after = task_sampling.update_known(self.known, [int(one.task.id) for one in first], success)
         self.news = {number: share for number, share in after.items() if self.known.get(number) != share}
         self.known = after
         digest = hashlib.sha256(repr((self.params.tolist(), said)).encode()).digest()

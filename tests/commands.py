@@ -21,6 +21,8 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parent.parent
 LIBRARIES = ("jax", "optax", "orbax.checkpoint", "transformers", "matplotlib", "absl.app", "flowgrpo")
+# What XLA's backend and coverage read when they start: in the forks alone.
+OF_FORKS = ("XLA_FLAGS", "COVERAGE_PROCESS_CONFIG")
 _LOCK = threading.Lock()
 SPENT = [0.0]  # processor seconds of all commands so far
 _SERVERS: list[subprocess.Popen] = []
@@ -69,9 +71,9 @@ def xla_flags(level: int = 0) -> str:
 def _server() -> subprocess.Popen:
     """Start the process that forks, once for every process of the tests."""
     if not _SERVERS:
-        command = [sys.executable, __file__]
-        # XLA's flags are read when a backend starts, which is in the forks alone.
-        _SERVERS.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT))
+        command, pipe = [sys.executable, __file__], subprocess.PIPE
+        env = {name: value for name, value in os.environ.items() if name not in OF_FORKS}
+        _SERVERS.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=env))
         atexit.register(_end)
     return _SERVERS[0]
 
@@ -104,6 +106,8 @@ def become(job: dict) -> None:
     os.environ.clear()
     os.environ.update(job["env"])
     os.chdir(job["cwd"])
+    if "COVERAGE_PROCESS_CONFIG" in os.environ:
+        __import__("coverage").process_startup(force=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
     for number, name in enumerate(job["files"]):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), number)
@@ -115,7 +119,6 @@ def become(job: dict) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.pop("XLA_FLAGS", None)
     sys.path[0] = str(ROOT)
     for library in LIBRARIES:
         __import__(library)

@@ -53,10 +53,9 @@ def fill(engine) -> None:
 
 def whole(completion: fg.Completion) -> tuple:
     """All of a completion but where its cache was found."""
-    kept = None if completion.kept is None else np.asarray(completion.kept).tolist()
-    columns = [list(x) for x in (completion.tokens, completion.logp, completion.version, completion.margin)]
+    columns = [list(x) for x in (completion.tokens, completion.logp_sampled, completion.version)]
     assert len({len(column) for column in columns}) == 1
-    return *columns, completion.finish_reason, kept
+    return *columns, completion.finish_reason
 
 
 def bits(completions) -> list:

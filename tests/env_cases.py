@@ -11,9 +11,9 @@ import numpy as np
 from tiny_env import tiny_env
 
 import flowgrpo as fg
-from experiments.members import ENVIRONMENTS
 from flowgrpo.envs.env import in_words
 from flowgrpo.envs.play import Play
+from flowgrpo.recipes.registry import ENVIRONMENTS
 
 N = 1024
 ENVS = {name: make() for name, make in {**ENVIRONMENTS, "tiny": tiny_env}.items()}

@@ -3,7 +3,7 @@
 import io
 import struct
 
-from flowgrpo.report.events import masked_crc
+from flowgrpo.report.tensorboard import masked_crc
 
 
 def records(data: bytes) -> list[bytes]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import flowgrpo as fg
+from flowgrpo.batching import place
 
 INVALID = (fg.Status.TOOL_FAILURE, fg.Status.VERIFIER_FAILURE, fg.Status.ABORTED)
 COUNTING = tuple(status for status in fg.Status if status not in INVALID)
@@ -77,19 +78,19 @@ def members() -> dict[str, fg.Algorithm]:
     """Every member of the family by a name, with settings that make all of its parts act."""
     return {
         "flow_grpo": fg.flow_grpo(beta=0.05),
-        "flow_grpo_released": fg.flow_grpo_released(beta=0.05),
+        "flow_grpo_released": fg.algorithms.flow_grpo_released(beta=0.05),
         "grpo": fg.grpo(),
-        "dr_grpo": fg.dr_grpo(max_tokens=20),
-        "dapo": fg.dapo(overlong=fg.Overlong(20, 10)),
-        "gspo": fg.gspo(clip_low=0.1, clip_high=0.1),
-        "cispo": fg.cispo(clip_high=0.2),
-        "rloo": fg.rloo(beta=0.05, kl_in="reward"),
-        "reinforce_pp": fg.reinforce_pp(beta=0.05, kl_in="reward"),
-        "reinforce_pp_baseline": fg.reinforce_pp(baseline=fg.group_center, beta=0.05, kl="k2"),
-        "gigpo": fg.gigpo(),
-        "kimi": fg.kimi(tau=0.5),
+        "dr_grpo": fg.algorithms.dr_grpo(max_tokens=20),
+        "dapo": fg.algorithms.dapo(overlong=fg.Overlong(20, 10)),
+        "gspo": fg.algorithms.gspo(clip_low=0.1, clip_high=0.1),
+        "cispo": fg.algorithms.cispo(clip_high=0.2),
+        "rloo": fg.algorithms.rloo(beta=0.05, kl_in="reward"),
+        "reinforce_pp": fg.algorithms.reinforce_pp(beta=0.05, kl_in="reward"),
+        "reinforce_pp_baseline": fg.algorithms.reinforce_pp(baseline=fg.algorithms.group_center, beta=0.05, kl="k2"),
+        "gigpo": fg.algorithms.gigpo(),
+        "kimi": fg.algorithms.kimi(tau=0.5),
         "ppo": fg.ppo(),
-        "ppo_turns": fg.ppo(credit=fg.turn_gae, gamma=0.9),
+        "ppo_turns": fg.ppo(credit=fg.algorithms.turn_gae, gamma=0.9),
         "dpo": fg.dpo(),
     }
 
@@ -108,10 +109,10 @@ def everything_on(name: str) -> fg.Algorithm:
     }
     refused = {"kimi": {*with_kl, "dual_clip"}, "cispo": {"dual_clip"}, "dpo": {*with_kl, "dual_clip", "correction"}}
     honoured = {key: x for key, x in (with_kl | settings).items() if key not in refused.get(name, ())}
-    return getattr(fg, name)(**honoured, **({"max_tokens": 20} if name == "dr_grpo" else {}))
+    return getattr(fg.algorithms, name)(**honoured, **({"max_tokens": 20} if name == "dr_grpo" else {}))
 
 
-PLAIN = {"by_trajectory": jax.jit(fg.rows_by_trajectory), "by_turn": jax.jit(fg.rows_by_turn)}
+PLAIN = {"by_trajectory": jax.jit(fg.batching.rows_by_trajectory), "by_turn": jax.jit(fg.batching.rows_by_turn)}
 
 
 @cache
@@ -129,7 +130,7 @@ def batch_of(algorithm: fg.Algorithm, trajectories: fg.Trajectories, layout="pac
         batch = fg.pack(trajectories, adv, weights, **{"row_length": 48, "rows": 16, **settings})
     else:
         batch = PLAIN[layout](trajectories, adv, weights)
-    return batch if target is None else batch.replace(target=fg.place(target, batch))
+    return batch if target is None else batch.replace(target=place(target, batch))
 
 
 def assert_same_batch(found: fg.Batch, expected: fg.Batch):
@@ -144,7 +145,7 @@ def assert_same_batch(found: fg.Batch, expected: fg.Batch):
 def scores_of(case: Case, batch: fg.Batch, logp_ntl=None) -> fg.Scores:
     """Lay out what the current policy says as the batch is."""
     logp_ntl = jnp.asarray(case.logp) if logp_ntl is None else logp_ntl
-    return fg.Scores(fg.place(logp_ntl, batch), fg.place(case.entropy, batch), fg.place(case.value, batch))
+    return fg.Scores(place(logp_ntl, batch), place(case.entropy, batch), place(case.value, batch))
 
 
 ROWS = LENGTH = 48  # of every layout, so that a member's loss is compiled once

@@ -84,7 +84,7 @@ class Engine:
     def _answer(self, request, future, reason: str) -> None:
         whole, begun = sampled(request), request.begun or fg.Completion([], [], [], "")
         before = len(begun.tokens)
-        assert [list(begun.tokens), list(begun.logp)] == [column[:before] for column in whole]
+        assert [list(begun.tokens), list(begun.logp_sampled)] == [column[:before] for column in whole]
         assert before < len(whole[0])  # or else it was asked to go on with what has ended
         end = before if reason else len(whole[0]) if request.budget is None else before + request.budget
         tokens, logp = (column[:end] for column in whole)
@@ -189,16 +189,14 @@ def run(engine: Engine, work, do=answer, *, env: HostEnv | None = None, more=Non
 def check_sums(engine: Engine, got: Hosted, before=(0, 0), given: int = 0) -> None:
     """generated = in trajectories + given back + dropped, by what the engine says that it generated (A6)."""
     delivered = engine.delivered - before[0] + given
-    held = sum(tokens_in(one.trajectory.turns) for one in got.played) + sum(
-        tokens_in(one.spoken) for one in got.unfinished
-    )
+    held = sum(tokens_in(one.turns) for one in got.played) + sum(tokens_in(one.spoken) for one in got.unfinished)
     assert delivered == held + got.ledger.check().generated
-    kept = [one.trajectory for one in got.played if one.trajectory.turns]
+    kept = [one for one in got.played if one.turns]
     if kept:
         counts_n = np.array([COUNTS[one.status] and one.outcome is not None for one in kept], np.float32)
         weights = np.repeat(counts_n[:, None], max(len(one.turns) for one in kept), axis=1)
         batch = fg.pack(kept, weights, weights, row_length=256)
-        ledger = fg.account(kept, weights, batch) + got.ledger + engine.lost
+        ledger = fg.batching.account(kept, weights, batch) + got.ledger + engine.lost
         given_back = sum(tokens_in(one.spoken) for one in got.unfinished)
         assert ledger.check().generated == delivered + engine.lost.generated - given_back
 

@@ -12,8 +12,8 @@ from tiny_learner import BIGRAMS, PLAIN
 import flowgrpo as fg
 from flowgrpo import loop
 from flowgrpo.envs.arithmetic import Flaws
-from flowgrpo.learner.folder import check_run
 from flowgrpo.learner.update import make_update
+from flowgrpo.run.run_dir import check_run
 
 NO_NUMBERS = (nan, inf, -inf, True, "3", [1])
 TASKS = fg.Tasks((fg.Task("a", "q", ("1",), "d"),))
@@ -30,7 +30,7 @@ def say(word: str) -> str:
 
 
 def share_tasks(**shares):
-    return fg.split_tasks(TASKS, {"rest": 0.5, **shares})
+    return fg.data.split_tasks(TASKS, {"rest": 0.5, **shares})
 
 
 POSITIVE, COUNT = (-1.0, 0), (-1, 0, 1.5)  # what must be above 0; what must be a whole number from 1
@@ -50,11 +50,11 @@ NUMBERS = {  # constructor -> what is wrong of each argument beside what is no n
     fg.flow_grpo: {"beta": LEAST_0, "entropy_bonus": LEAST_0, "clip_high": LEAST_0, "clip_low": (-0.1, 1.5)}
     | {"dual_clip": (1.0,), "reference_every": COUNT},
     fg.ppo: {"gamma": SHARE, "lam": SHARE, "value_clip": POSITIVE, "value_coefficient": LEAST_0},
-    fg.gigpo: {"gamma": SHARE, "omega": LEAST_0},
-    fg.reinforce_pp: {"gamma": SHARE},
-    fg.dr_grpo: {"max_tokens": COUNT},
-    fg.cispo: {"clip_high": LEAST_0},
-    fg.kimi: {"tau": LEAST_0},
+    fg.algorithms.gigpo: {"gamma": SHARE, "omega": LEAST_0},
+    fg.algorithms.reinforce_pp: {"gamma": SHARE},
+    fg.algorithms.dr_grpo: {"max_tokens": COUNT},
+    fg.algorithms.cispo: {"clip_high": LEAST_0},
+    fg.algorithms.kimi: {"tau": LEAST_0},
     fg.dpo: {"beta": POSITIVE, "entropy_bonus": LEAST_0},
     fg.lookup: dict.fromkeys(("lies", "skill", "slips"), SHARE)
     | {"entities": (2, 3.5), "relations": (2,), "tools": (1,), "turns_per_hop": COUNT}
@@ -67,12 +67,12 @@ NUMBERS = {  # constructor -> what is wrong of each argument beside what is no n
     partial(fg.tool, say): {"seconds": POSITIVE},
     partial(fg.toolset, [fg.tool(say)]): {"seconds": POSITIVE, "workers": COUNT, "kept": COUNT},
     partial(fg.remote, "http://localhost", "m"): {"timeout": POSITIVE, "retries": (-1,), "concurrency": COUNT},
-    partial(fg.remote_speaker, None): {"max_tokens": COUNT, "temperature": LEAST_0, "deadline": POSITIVE},
-    partial(fg.speaker, None, None): {"max_tokens": COUNT, "prompt_tokens": COUNT, "top_k": COUNT}
+    partial(fg.agent.remote_speaker, None): {"max_tokens": COUNT, "temperature": LEAST_0, "deadline": POSITIVE},
+    partial(fg.agent.speaker, None, None): {"max_tokens": COUNT, "prompt_tokens": COUNT, "top_k": COUNT}
     | {"temperature": POSITIVE, "deadline": POSITIVE},
-    partial(fg.question, None): {"max_tokens": COUNT},
+    partial(fg.agent.question, None): {"max_tokens": COUNT},
     partial(fg.Engine, BIGRAMS, {}): {"kept": (-1, 65), "slots": COUNT, "chunk": COUNT},
-    partial(fg.batch_at, TASKS, 0, 0): {"size": COUNT},
+    partial(fg.data.batch_at, TASKS, 0, 0): {"size": COUNT},
     share_tasks: {"train": SHARE},
 }
 
@@ -104,7 +104,7 @@ SENTENCES: dict[str, Any] = {
     "the lengths disagree: tokens 2, chosen 2, logp_sampled 0": lambda: fg.Turn(**TURN | {"logp_sampled": []}),
     "logp_sampled 2, version 3;": lambda: fg.Turn(**TURN, version=np.arange(3)),
     "the answers of 'a' are '42'; give a tuple: ('42',)": lambda: fg.Task("a", "q", "42", "d"),
-    "learning_rate is nan: give a finite number": lambda: check_run(Path("nowhere"), {"learning_rate": nan}),
+    "learning_rate is nan: give a finite number": lambda: check_run(Path("nowhere"), "pure", {"learning_rate": nan}),
 }
 
 
@@ -121,4 +121,4 @@ def test_F4_groups_of_one_are_refused_where_they_would_teach_nothing():
         fg.BadInput, match=r"flow_grpo learns nothing from groups of one: Settings.samples is 1, set it"
     ):
         loop.make_learning(BIGRAMS, fg.flow_grpo(), RATE, settings, banned=())
-    loop.make_learning(BIGRAMS, fg.reinforce_pp(), RATE, settings, banned=())  # whose baseline is the batch's
+    loop.make_learning(BIGRAMS, fg.algorithms.reinforce_pp(), RATE, settings, banned=())  # its baseline is the batch's

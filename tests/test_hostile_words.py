@@ -9,23 +9,21 @@ from functools import partial
 import pytest
 from agent_cases import ECHO, agent_text
 
-from flowgrpo.agent.memory import Memory, Record, render
-from flowgrpo.agent.parsing import arguments_of, parse_arguments, parse_plan, parse_verdict, parse_words
-from flowgrpo.agent.rendering import count_tokens
-from flowgrpo.agent.state import PLANNER, AgentState, Budget
+from flowgrpo.agent.rendering import Frame
+from flowgrpo.agent.roles import arguments_of, parse_arguments, parse_plan, parse_verdict, parse_words
+from flowgrpo.agent.state import PLANNER, AgentState, Budget, Memory, MemoryRecord, render
 from flowgrpo.contracts import Call
-from flowgrpo.generate.stops import find_stop
-from flowgrpo.generate.wire import RemoteFailure, TextRequest, completion_of, retry_after, words_of
-from flowgrpo.report.viewer import as_script
-from flowgrpo.rewards.prompts import shorten
-from flowgrpo.text import clean as valid
-from flowgrpo.tools.arguments import check_arguments
+from flowgrpo.data.tokenizer import clean as valid
+from flowgrpo.generate.openai_wire import RemoteFailure, TextRequest, completion_of, failure_message, retry_after
+from flowgrpo.generate.requests import find_stop
+from flowgrpo.report.trajectory_page import as_script
+from flowgrpo.rewards.judge import shorten_quote
 from flowgrpo.tools.calculator import calculator
-from flowgrpo.tools.corpus import passages_of, read_corpus
-from flowgrpo.tools.observe import clean, observation
 from flowgrpo.tools.python import take_off_fences
+from flowgrpo.tools.schema import check_arguments
+from flowgrpo.tools.search import passages_of, read_corpus
 from flowgrpo.tools.search import words_of as words_of_query
-from flowgrpo.tools.toolset import toolset
+from flowgrpo.tools.toolset import clean_observation, observation, toolset
 
 SIZE = 60_000  # characters
 DEADLINE = 1.0  # processor seconds, where 0.03 are ample: what grows with the square of the length takes 10 and more
@@ -57,7 +55,7 @@ def _called(tools, words):
 
 def _answered(words):
     body = words.encode("utf-8", "replace")
-    words_of(body)
+    failure_message(body)
     with pytest.raises(RemoteFailure):
         completion_of(body, TextRequest(prompt="x"))
 
@@ -68,7 +66,7 @@ def _cut(folder, words):
 
 
 def _remembered(words):
-    record = Record(1, words, "echo", words, words, stop=True, reason=words)
+    record = MemoryRecord(1, words, "echo", words, words, stop=True, reason=words)
     render(Memory((record, record)), budget=300, count=len)
 
 
@@ -81,9 +79,9 @@ def readers(folder, tools):
         "arguments": partial(arguments_of, ECHO),
         "schema": lambda words: check_arguments(ECHO, {words: words}),
         "memory": _remembered,
-        "tokens": lambda words: count_tokens(text, valid(words[:10_000])),
-        "judge": lambda words: shorten(text, words, 512),
-        "observation": lambda words: [observation(words, 4000), observation([words], 4000), clean(words)],
+        "tokens": lambda words: Frame(text, 0).count(valid(words[:10_000])),
+        "judge": lambda words: shorten_quote(text, words, 512),
+        "observation": lambda words: [observation(words, 4000), observation([words], 4000), clean_observation(words)],
         "tools": partial(_called, tools),
         "program": take_off_fences,
         "query": words_of_query,

@@ -110,16 +110,17 @@ from pathlib import Path
 from flowgrpo import launch
 launch.configure(cpu_devices=2, compilation_cache="cache", deterministic=True)
 import jax, jax.numpy as jnp
-from flowgrpo import spread
-mesh = spread.data_mesh()
+from flowgrpo.parallel import row_sharding
+mesh = row_sharding.data_mesh()
 
 def add_up(shared, rows, wanted_r):
     rows = jax.lax.fori_loop(0, 50, lambda _, x: jnp.tanh(x @ shared), rows)
     return (rows * wanted_r[:, None]).sum(0), jnp.zeros(())
 
 draw = jax.jit(lambda key: jax.lax.fori_loop(0, 200, lambda _, x: jnp.tanh(x @ x), jax.random.normal(key, (64, 64))))
-step = jax.jit(lambda shared, rows: shared + 1e-9 * spread.sum_rows(add_up, mesh, shared, rows, jnp.full(64, True))[0])
-shared = spread.share(jnp.eye(64), mesh)
+added = lambda shared, rows: row_sharding.sum_rows(add_up, mesh, shared, rows, jnp.full(64, True))[0]
+step = jax.jit(lambda shared, rows: shared + 1e-9 * added(shared, rows))
+shared = row_sharding.share(jnp.eye(64), mesh)
 for index in range(100):
     shared = step(shared, draw(jax.random.fold_in(jax.random.key(0), index)))
 print(jax.device_count(), launch.ONE_THREAD in os.environ["XLA_FLAGS"], jnp.isfinite(shared).all())

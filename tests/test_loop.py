@@ -9,14 +9,15 @@ import pytest
 from tiny_env import tiny_env
 
 import flowgrpo as fg
-from experiments.session_files import train_line
 from flowgrpo import loop
-from flowgrpo.learner.critic import acting, by_part, copied_trunk, own_network, shared_trunk, with_critic
+from flowgrpo.learner.critic import by_part, copied_trunk, own_network, shared_trunk, with_critic
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.critic import make_critic
 from flowgrpo.models.decoder import make_policy
-from flowgrpo.rollout.exam import make_exam, shuffled_rewards, summarise
+from flowgrpo.models.trainable import acting
+from flowgrpo.rollout.compiled import make_exam, shuffled_rewards, summarise
+from flowgrpo.run.session import train_line
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +42,7 @@ def iteration(algorithm=ALGORITHM, sizes=SIZES):
 
 @cache
 def one_program(algorithm=ALGORITHM, sizes=SIZES):
-    return jax.jit(loop.one_program(iteration(algorithm, sizes), ENV, sizes))
+    return jax.jit(loop.one_program(iteration(algorithm, sizes)))
 
 
 def start(seed: int = 0) -> loop.Run:
@@ -56,14 +57,14 @@ def assert_close(one, two, **tolerance):
 @pytest.fixture(scope="module")
 def by_one():
     """Three updates by one program, which is traced once: runs and their figures."""
-    runs = list(loop.train(one_program(), start(), 3))
+    runs = list(loop.train_loop(one_program(), start(), 3))
     assert one_program()._cache_size() == 1
     return runs
 
 
 def test_three_programs_do_what_one_does(by_one):
-    step = loop.three_programs(iteration(), ENV, ALGORITHM, SIZES)
-    for (run, figures), (other, others) in zip(by_one, loop.train(step, start(), 3), strict=True):
+    step = loop.three_programs(iteration())
+    for (run, figures), (other, others) in zip(by_one, loop.train_loop(step, start(), 3), strict=True):
         assert_close(run.learner.params, other.learner.params, atol=2e-5)
         for name in ("success", "turns", "tokens", "tool_calls", "tool_errors", "mixed_groups", "zero_signal_groups"):
             assert figures[name] == others[name], name
@@ -78,21 +79,21 @@ def test_updates_are_numbered_and_each_has_tasks_of_its_own(by_one):
     assert [figures["update"] for _, figures in by_one] == [1, 2, 3]
     play = jax.jit(iteration().rollout)
     first, again, second = play(start()), play(start()), play(start().replace(update=jnp.int32(1)))
-    np.testing.assert_array_equal(first.trajectories.tokens, again.trajectories.tokens)
-    assert (np.asarray(first.trajectories.tokens) != np.asarray(second.trajectories.tokens)).any()
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    assert (np.asarray(first.tokens) != np.asarray(second.tokens)).any()
 
 
 def test_training_goes_on_where_it_stood(by_one):
     (run, _), (expected, _) = by_one[0], by_one[2]
-    *_, (other, _) = loop.train(one_program(), run, 3)
+    *_, (other, _) = loop.train_loop(one_program(), run, 3)
     for x, y in zip(jax.tree.leaves(other.learner.params), jax.tree.leaves(expected.learner.params), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
 def test_seeds_that_are_vmapped_learn_what_they_learn_alone(by_one):
-    after, figures = loop.train_many(loop.one_program(iteration(), ENV, SIZES), [start(0), start(1)], 3)
+    after, figures = loop.train_many(loop.one_program(iteration()), [start(0), start(1)], 3)
     assert_close(jax.tree.map(lambda x: x[0], after.learner.params), by_one[2][0].learner.params, atol=1e-4)
-    *_, (alone, _) = loop.train(one_program(), start(1), 3)
+    *_, (alone, _) = loop.train_loop(one_program(), start(1), 3)
     assert_close(jax.tree.map(lambda x: x[1], after.learner.params), alone.learner.params, atol=1e-4)
     assert figures["success"].shape == (2, 3)
 
@@ -100,7 +101,7 @@ def test_seeds_that_are_vmapped_learn_what_they_learn_alone(by_one):
 def test_over_sampling_takes_the_groups_that_say_something():
     sizes = loop.Settings(queries=2, samples=4, oversample=4, micro_rows=8)
     stages = iteration(ALGORITHM, sizes)
-    trajectories = jax.jit(stages.rollout)(start()).trajectories
+    trajectories = jax.jit(stages.rollout)(start())
     assert len(trajectories.group) == 32
     adv, weights, _ = stages.credit(trajectories)
     whole = np.asarray(ALGORITHM.advantages(trajectories)).reshape(8, -1)
@@ -114,14 +115,14 @@ def test_over_sampling_takes_the_groups_that_say_something():
 
 def test_the_reference_is_refreshed_when_the_algorithm_says_so():
     algorithm = fg.flow_grpo(beta=0.05, reference_every=2)
-    runs = [run for run, _ in loop.train(one_program(algorithm), start(), 3)]
+    runs = [run for run, _ in loop.train_loop(one_program(algorithm), start(), 3)]
     assert_close(runs[0].reference, start().reference, atol=0)
     assert_close(runs[1].reference, runs[1].learner.params, atol=0)
     assert_close(runs[2].reference, runs[1].learner.params, atol=0)
 
 
 def test_shuffled_rewards_stay_in_their_group():
-    trajectories = jax.jit(iteration().rollout)(start()).trajectories
+    trajectories = jax.jit(iteration().rollout)(start())
     outcome_n = jnp.arange(16.0)
     shuffled = shuffled_rewards(trajectories.replace(outcome=outcome_n), jax.random.key(0), samples=4)
     order = np.asarray(shuffled.outcome).reshape(4, 4)
@@ -133,7 +134,7 @@ def test_shuffled_rewards_stay_in_their_group():
 def test_an_exam_is_the_same_for_the_same_key():
     exam = jax.jit(make_exam(ENV, POLICY, "test", tasks=6, samples=2))
     params = POLICY.init(jax.random.key(0))
-    one, two, other = (exam(params, jax.random.key(seed)).trajectories for seed in (0, 0, 1))
+    one, two, other = (exam(params, jax.random.key(seed)) for seed in (0, 0, 1))
     np.testing.assert_array_equal(one.tokens, two.tokens)
     assert (np.asarray(one.tokens) != np.asarray(other.tokens)).any()
     np.testing.assert_array_equal(one.group, np.repeat(np.arange(6), 2))
@@ -153,7 +154,7 @@ def test_an_algorithm_with_targets_needs_a_critic():
 def test_gigpo_needs_an_anchor():
     env = ENV._replace(anchor=fg.Env._field_defaults["anchor"])
     with pytest.raises(fg.BadInput, match="gigpo compares turns of equal states, but tiny has no anchor"):
-        loop.make_iteration(env, POLICY, fg.gigpo(), OPTIMIZER, SIZES)
+        loop.make_iteration(env, POLICY, fg.algorithms.gigpo(), OPTIMIZER, SIZES)
 
 
 def test_pairs_are_not_parted_by_mini_batches():
@@ -177,12 +178,12 @@ def with_values(kind: str, algorithm=PPO, sizes=SIZES):
 @pytest.fixture(scope="module")
 def ppo_by_one():
     """Three updates of PPO by one program."""
-    return list(loop.train(jax.jit(loop.one_program(with_values("own"), ENV, SIZES)), start_both("own"), 3))
+    return list(loop.train_loop(jax.jit(loop.one_program(with_values("own"))), start_both("own"), 3))
 
 
 def test_ppo_is_the_same_in_three_programs_and_in_one(ppo_by_one):
-    step = loop.three_programs(with_values("own"), ENV, PPO, SIZES)
-    for (run, figures), (other, others) in zip(ppo_by_one, loop.train(step, start_both("own"), 3), strict=True):
+    step = loop.three_programs(with_values("own"))
+    for (run, figures), (other, others) in zip(ppo_by_one, loop.train_loop(step, start_both("own"), 3), strict=True):
         assert_close(run.learner.params, other.learner.params, atol=2e-5)
         assert figures["success"] == others["success"]
         for name in ("loss", "value_loss", "explained_variance", "target"):
@@ -200,8 +201,8 @@ def test_ppo_moves_actor_and_critic_and_keeps_a_reference_without_values(ppo_by_
 
 def test_the_price_of_kl_is_paid_once_the_policy_has_left_its_reference():
     """The advantages of trajectories scored under another reference differ; under the policy itself nothing is paid."""
-    stages, run = iteration(fg.rloo(beta=0.05, kl_in="reward")), start()
-    played = jax.jit(stages.rollout)(run).trajectories
+    stages, run = iteration(fg.algorithms.rloo(beta=0.05, kl_in="reward")), start()
+    played = jax.jit(stages.rollout)(run)
     own = stages.appraise(run, played)
     actions = np.asarray(played.actions)
     np.testing.assert_allclose(np.asarray(own.logp_ref)[actions], np.asarray(played.logp_sampled)[actions], atol=5e-5)
@@ -213,8 +214,8 @@ def test_the_price_of_kl_is_paid_once_the_policy_has_left_its_reference():
 def test_a_shared_trunk_learns_values_too():
     """With returns as targets (lam = 1): every value starts at zero, and their mean comes to that of the returns."""
     algorithm = fg.ppo(beta=0.0, lam=1.0)
-    step = loop.three_programs(with_values("shared", algorithm), ENV, algorithm, SIZES)
-    seen = [figures for _, figures in loop.train(step, start_both("shared"), 12)]
+    step = loop.three_programs(with_values("shared", algorithm))
+    seen = [figures for _, figures in loop.train_loop(step, start_both("shared"), 12)]
     assert seen[0]["value"] == pytest.approx(0.0, abs=1e-6)
     value, target = (np.mean([figures[name] for figures in seen[6:]]) for name in ("value", "target"))
     assert value == pytest.approx(target, rel=0.3)
@@ -223,8 +224,8 @@ def test_a_shared_trunk_learns_values_too():
 
 def test_mini_batches_of_ppo_hold_whole_trajectories():
     sizes = loop.Settings(queries=4, samples=4, micro_rows=8, mini_batches=2, epochs=2)
-    step = loop.three_programs(with_values("own", PPO, sizes), ENV, PPO, sizes)
-    _, figures = next(loop.train(step, start_both("own"), 1))
+    step = loop.three_programs(with_values("own", PPO, sizes))
+    _, figures = next(loop.train_loop(step, start_both("own"), 1))
     assert figures["steps"] == 4
 
 
@@ -243,7 +244,7 @@ def test_F8_groups_without_a_signal_are_left_out_of_one_program_as_of_three():
     rollout, left_out = jax.jit(stages.rollout), 0
     whole, parts = one_program(algorithm), lambda run: learn(run, rollout(run))
     for (run, figures), (other, others) in zip(
-        loop.train(whole, start(), 3), loop.train(parts, start(), 3), strict=True
+        loop.train_loop(whole, start(), 3), loop.train_loop(parts, start(), 3), strict=True
     ):
         assert_close(run.learner.params, other.learner.params, atol=2e-5)
         assert figures["live_tokens"] == others["live_tokens"]
@@ -251,8 +252,8 @@ def test_F8_groups_without_a_signal_are_left_out_of_one_program_as_of_three():
         left_out += figures["chosen_tokens"] - figures["live_tokens"]
     assert left_out > 0
     played = rollout(start())
-    silent = played.replace(trajectories=played.trajectories.replace(outcome=jnp.zeros(16)))
-    ((_, figures),) = loop.train(lambda run: learn(run, silent), start(), 1)
+    silent = played.replace(outcome=jnp.zeros(16))
+    ((_, figures),) = loop.train_loop(lambda run: learn(run, silent), start(), 1)
     line = train_line(figures, ENV.tools)
     assert figures["live_tokens"] == line["live_tokens"] == 0
     kept = {"loss", "grad_norm", "steps", "skipped", "live_tokens", "live_tokens_by_turn", "ratio_histogram"}
@@ -265,9 +266,9 @@ def test_F8_groups_without_a_signal_are_left_out_of_one_program_as_of_three():
 def test_several_devices_do_what_one_does(by_one):
     """Rollout and update dealt over four devices: the same trajectories, the same parameters (F3)."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    dealt = loop.make_iteration(ENV, POLICY, ALGORITHM, OPTIMIZER, SIZES, mesh=mesh)
-    step = loop.three_programs(dealt, ENV, ALGORITHM, SIZES)
-    for (run, figures), (other, others) in zip(by_one, loop.train(step, start(), 3), strict=True):
+    dealt = loop.make_iteration(ENV, POLICY._replace(mesh=mesh), ALGORITHM, OPTIMIZER, SIZES)
+    step = loop.three_programs(dealt)
+    for (run, figures), (other, others) in zip(by_one, loop.train_loop(step, start(), 3), strict=True):
         assert_close(run.learner.params, other.learner.params, atol=2e-5)
         for name in ("success", "turns", "tokens", "tool_errors"):
             assert figures[name] == others[name], name

@@ -1,5 +1,6 @@
 """The README's commands and its map; `test_docs` runs its Python."""
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -21,16 +22,28 @@ def test_commands_name_what_exists():
 
 
 def test_map_is_true():
-    """Every module of the package is on the map, and every name on the map is a module or folder."""
+    """Every folder and every loose module of the package is on the map, and all that it names is there."""
     drawn = README.split("## Map")[1].split("## Licence")[0]
-    modules = {path.name for path in (ROOT / "flowgrpo").rglob("*.py") if path.name != "__init__.py"}
-    named = set(re.findall(r"\b(\w+\.py)\b", drawn))
-    assert modules <= named
-    assert named <= modules | {path.name for path in (ROOT / "experiments").glob("*.py")} | {"naive.py"}
+    package = ROOT / "flowgrpo"
+    folders = {path.parent.relative_to(package).as_posix() for path in package.rglob("__init__.py")} - {"."}
+    loose = {path.name for path in package.glob("*.py")} - {"__init__.py"}
+    named = set(re.findall(r"(?<![\w/])([\w/]+\.py)\b", drawn))
+    assert {f"{folder}/" for folder in folders if "/" not in folder} <= set(re.findall(r"[\w/]+/", drawn))
+    assert loose <= named
+    for name in named:
+        assert any((base / name).exists() for base in (package, ROOT)), name
+    assert len(drawn.split("```")[1].splitlines()) <= 45
+
+
+def test_every_folder_lists_its_modules():
+    for path in (ROOT / "flowgrpo").rglob("__init__.py"):
+        modules = {module.stem for module in path.parent.glob("*.py")} - {"__init__"}
+        listed = set(re.findall(r"^    (\w+)  ", ast.get_docstring(ast.parse(path.read_text())) or "", re.MULTILINE))
+        assert path.parent.name == "flowgrpo" or modules <= listed, path
 
 
 def test_every_member_of_the_family_has_a_row():
-    from experiments.members import ALGORITHMS
+    from flowgrpo.recipes.registry import ALGORITHMS
 
     guide = (ROOT / "docs/algorithms.md").read_text()
     family = guide.split("## The family")[1].split("\n## ")[0]

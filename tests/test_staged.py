@@ -3,7 +3,9 @@
 import re
 import threading
 import time
+from dataclasses import replace
 from functools import cache, partial
+from inspect import getclosurevars
 
 import jax
 import numpy as np
@@ -18,22 +20,29 @@ from flowgrpo import loop
 from flowgrpo.contracts import Scored
 from flowgrpo.envs.env import PAD
 from flowgrpo.generate.engine import Engine
-from flowgrpo.learner.appraise import make_appraise
-from flowgrpo.learner.critic import actor_critic, own_network, with_critic
-from flowgrpo.learner.residency import DEVICE, DISK, HOST, Residency, place_of, places
+from flowgrpo.learner.critic import own_network, with_critic
+from flowgrpo.learner.scoring import make_appraise
 from flowgrpo.learner.state import make_optimizer
-from flowgrpo.learner.trained import WHOLE
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.critic import Critic, make_critic
 from flowgrpo.models.decoder import make_policy
-from flowgrpo.rollout.compiled import Rollout, repeat
-from flowgrpo.rollout.exam import draw_tasks
+from flowgrpo.models.trainable import WHOLE, actor_critic
+from flowgrpo.parallel.offload import DEVICE, DISK, HOST, Residency, place_of, places
+from flowgrpo.report.watchdog import StageWatchdog
+from flowgrpo.rollout.compiled import draw_tasks, repeat
+from flowgrpo.rollout.host_adapter import as_host, unstack
 from flowgrpo.rollout.hosted import hosted
-from flowgrpo.rollout.pure import as_host, unstack
 from flowgrpo.rollout.records import Hosted, rollout_of
-from flowgrpo.staged import Parts, Told, _appraise, _step, compiled_rollout, hosted_rollout, is_fresh, make_staged
-from flowgrpo.stuck import Watch
-from flowgrpo.types import Status
+from flowgrpo.staged import (
+    RolloutCallbacks,
+    _appraise,
+    _Staged,
+    compiled_rollout,
+    hosted_rollout,
+    is_fresh,
+    make_staged,
+)
+from flowgrpo.types import Status, Trajectories
 
 pytestmark = pytest.mark.slow
 
@@ -68,13 +77,13 @@ def start(name: str) -> loop.Run:
 @cache
 def expected(name: str) -> list[tuple[loop.Run, dict]]:
     """Three updates of the plain loop."""
-    step = loop.three_programs(iteration(name), ENV, ALGORITHMS[name], SIZES)
-    return list(loop.train(step, start(name), 3))
+    step = loop.three_programs(iteration(name))
+    return list(loop.train_loop(step, start(name), 3))
 
 
 @cache
-def programs(name: str, moves: bool) -> Parts:
-    """The parts of a step, whose programs are compiled once for all tests."""
+def programs(name: str, moves: bool) -> _Staged:
+    """A step, whose programs are compiled once for all tests."""
     step = make_staged(
         POLICY,
         ALGORITHMS[name],
@@ -89,18 +98,18 @@ def programs(name: str, moves: bool) -> Parts:
         residency=Residency(places(HOST if moves else DEVICE)),
         **kinds(name),
     )
-    assert isinstance(step, partial)
-    return step.keywords["parts"]
+    assert isinstance(step, _Staged)
+    return step
 
 
 def staged(name: str, residency: Residency, **parts):
     moves = residency.table["optimizer"]["rollout"] != DEVICE
-    return partial(_step, parts=programs(name, moves)._replace(residency=residency, **parts))
+    return replace(programs(name, moves), residency=residency, **parts)
 
 
 def trained(name: str, place: str, folder, updates: int = 3, **parts) -> list[tuple[loop.Run, dict]]:
     with Residency(places(place), folder=folder) as residency:
-        steps = loop.train(staged(name, residency, **parts), start(name), updates)
+        steps = loop.train_loop(staged(name, residency, **parts), start(name), updates)
         return [(jax.tree.map(np.array, values(run)), metrics) for run, metrics in steps]
 
 
@@ -134,8 +143,8 @@ def test_what_is_scored_before_packing_gives_the_parameters_of_the_loop(name, tm
 
 def test_models_lie_where_the_table_has_them_and_the_programs_are_compiled_once():
     parts = programs("reference", True)
-    assert isinstance(parts.roll_out, partial)
-    compiled: list = [parts.appraise, parts.credit, parts.train, parts.describe, parts.roll_out.keywords["rollout"]]
+    rollout = getclosurevars(parts.roll_out).nonlocals["rollout"]
+    compiled: list = [parts.appraise, parts.credit, parts.train, parts.describe, rollout]
     with Residency(places(HOST)) as residency:
         run, moved, sizes = start("reference"), {}, []
         for _ in range(4):
@@ -185,13 +194,14 @@ def play(run: loop.Run, engine: Engine, **callbacks) -> Hosted:
     return rollout(unstack(tasks), jax.random.split(keys[1], len(group_n)), group_n, **callbacks)
 
 
-def dense(played: Hosted) -> Rollout:
+def dense(played: Hosted) -> Trajectories:
     return rollout_of(played.played, ENV.tools, turns=HOSTED.turns)
 
 
 def test_a_hosted_rollout_is_trained_to_the_bits_of_the_loop_though_its_engine_is_released():
     """Judged by a reward of text; three updates, after each of which the slots are destroyed."""
-    learning = loop.Learning(*iteration("plain")[1:4])
+    one = iteration("plain")
+    learning = loop.Learning(one.appraise, one.credit, one.update)
     shapes = {"tools": len(ENV.tools), "samples": SIZES.samples, "row_length": loop.longest(ENV), "rows": 16}
     learn = loop.make_learn(learning, ALGORITHMS["plain"], **shapes)
     sizes = {"slots": 8, "slot_length": loop.longest(ENV) + 8, "chunk": 8, "steps": 4, "banned": (PAD,)}
@@ -204,8 +214,10 @@ def test_a_hosted_rollout_is_trained_to_the_bits_of_the_loop_though_its_engine_i
 
         plays = hosted_rollout(partial(play, engine=engine), dense)
         step = staged("plain", residency, roll_out=plays, release=release)
-        runs = [(jax.tree.map(np.array, values(run)), figures) for run, figures in loop.train(step, start("plain"), 3)]
-        plain = list(loop.train(lambda run: learn(run, dense(play(run, engine))), start("plain"), 3))
+        runs = [
+            (jax.tree.map(np.array, values(run)), figures) for run, figures in loop.train_loop(step, start("plain"), 3)
+        ]
+        plain = list(loop.train_loop(lambda run: learn(run, dense(play(run, engine))), start("plain"), 3))
     assert len(freed) == 3
     assert min(freed) > 0
     for (one, figures), (other, others) in zip(runs, plain, strict=True):
@@ -260,7 +272,7 @@ def test_S3_a_reward_that_hangs_is_named_and_costs_its_group_alone():
             time.sleep(600)
         return by_length(trajectories)
 
-    watch = Watch(0.3, tell=said.append)
+    watch = StageWatchdog(0.3, tell=said.append)
     roll_out = compiled_rollout(iteration("plain").rollout, verdict, deadline=1.0)
     with Residency(places(DEVICE)) as residency:
         _, metrics = staged("plain", residency, roll_out=roll_out, watch=watch)(start("plain"))
@@ -278,10 +290,10 @@ def test_what_a_reward_cannot_say_takes_no_part():
         return [Scored(None, "no idea"), *by_length(trajectories)[1:]]
 
     played = []
-    told = Told(played.append, lambda _: None)
+    told = RolloutCallbacks(played.append, lambda _: None)
     solved = {"solved": lambda scored: scored.value > 0.5}  # which is asked of those that have a value
     rolled = compiled_rollout(iteration("plain").rollout, verdict, judges=1, **solved)(start("plain"), told)
-    trajectories = rolled.rollout.trajectories
+    trajectories = rolled.trajectories
     assert len(played) == 1
     invalid = [*range(8), 8, 12]
     assert np.flatnonzero(trajectories.status == Status.VERIFIER_FAILURE).tolist() == invalid
@@ -346,11 +358,11 @@ def test_S3_the_watch_names_open_stages_and_what_they_wait_for_again_and_again()
         if len(said) == 2:
             twice.set()
 
-    watch = Watch(0.05, tell=tell)
+    watch = StageWatchdog(0.05, tell=tell)
     with watch.iteration(7), watch.stage("rollout"):
         watch.ask(lambda: [f"trajectory {i}" for i in range(10)])
         assert twice.wait(60)
     awaited = r"it waits for trajectory 0, trajectory 1, .* and 2 more"
     assert re.fullmatch(rf"update 7 has taken \d+ s: rollout for \d+ s; {awaited}", said[-1])
     with pytest.raises(fg.BadInput, match="give more than 0, or None"):
-        Watch(0.0)
+        StageWatchdog(0.0)

@@ -52,7 +52,7 @@ def test_F5_which_endings_count_and_which_bootstrap():
     found = one_each(len(fg.Status), status=np.array(fg.Status))
     for status, valid, bootstraps in zip(fg.Status, found.valid, found.bootstraps, strict=True):
         expected = (status.name in counting, status.name in cut)
-        assert (valid, bootstraps) == (COUNTS[status], BOOTSTRAPS[status]) == fg.ENDINGS[status][:2] == expected
+        assert (valid, bootstraps) == (COUNTS[status], BOOTSTRAPS[status]) == fg.types.ENDINGS[status][:2] == expected
 
 
 def one_each(num: int, **changes) -> fg.Trajectories:
@@ -90,17 +90,17 @@ def test_live_tokens_are_chosen_weigh_something_and_are_no_padding():
 
 
 def test_A6_ledgers_add_number_by_number_and_every_token_is_trained_masked_or_dropped():
-    left = fg.Ledger(5, {fg.Fate.TRAINED: 3, fg.Fate.DROPPED_TOO_LONG: 2})
-    right = fg.Ledger(4, {fg.Fate.TRAINED: 1, fg.Fate.MASKED_INVALID: 3})
-    total = fg.Ledger(9, {fg.Fate.TRAINED: 4, fg.Fate.DROPPED_TOO_LONG: 2, fg.Fate.MASKED_INVALID: 3})
+    left = fg.types.Ledger(5, {fg.Fate.TRAINED: 3, fg.Fate.DROPPED_TOO_LONG: 2})
+    right = fg.types.Ledger(4, {fg.Fate.TRAINED: 1, fg.Fate.MASKED_INVALID: 3})
+    total = fg.types.Ledger(9, {fg.Fate.TRAINED: 4, fg.Fate.DROPPED_TOO_LONG: 2, fg.Fate.MASKED_INVALID: 3})
     assert left + right == total.check() == right + left
-    assert left + fg.Ledger().check() == left
+    assert left + fg.types.Ledger().check() == left
     assert {fate.name.split("_")[0] for fate in fg.Fate} == {"TRAINED", "MASKED", "DROPPED"}
 
 
 @pytest.mark.parametrize(("trained", "masked"), [(6, 3), (8, 3), (11, -1)])
 def test_A6_a_token_too_few_or_too_many_or_a_negative_count_raises_with_the_numbers(trained, masked):
-    ledger = fg.Ledger(10, {fg.Fate.TRAINED: trained, fg.Fate.MASKED_INVALID: masked})
+    ledger = fg.types.Ledger(10, {fg.Fate.TRAINED: trained, fg.Fate.MASKED_INVALID: masked})
     words = f"10 tokens were generated, but {trained + masked} are accounted for: trained {trained}, masked_invalid"
     with pytest.raises(AssertionError, match=f"^{words} {masked}$"):
         ledger.check()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 
 import flowgrpo as fg
-from flowgrpo.envs.env import END, PAD, SPECIAL, absorbing, fill, split_index
+from flowgrpo.envs.env import END, PAD, SPECIAL, absorbing, pad_tokens, split_index
 
 DIGITS, ROUNDS, TURNS = 4, 3, 5
 ONE, AGAIN = 2, 6  # the tokens "one" and "again"
@@ -29,7 +29,7 @@ def make_task(key, split):
 
 def reset(key, digit):
     zero, no = jnp.int32(0), jnp.bool_(False)
-    return State(digit, zero, zero, no, no, key), fg.Observation(fill([digit + ONE, AGAIN], 3), jnp.int32(2))
+    return State(digit, zero, zero, no, no, key), fg.Observation(pad_tokens([digit + ONE, AGAIN], 3), jnp.int32(2))
 
 
 def step(state, tokens, length, *, rounds):
@@ -40,14 +40,14 @@ def step(state, tokens, length, *, rounds):
     count = jnp.where(right, state.right + 1, state.right)
     done = count == rounds
     following = state.replace(digit=digit, right=count, turn=state.turn + 1, done=done, correct=done)
-    said = fill([jnp.where(done, PAD, digit + ONE), jnp.where(right, PAD, AGAIN)], 2)
+    said = pad_tokens([jnp.where(done, PAD, digit + ONE), jnp.where(right, PAD, AGAIN)], 2)
     reward = jnp.where(done, 1.0, 0.0)
     said = fg.Observation(said, jnp.where(done, 0, jnp.where(right, 1, 2)))
     return following, fg.Step(said, reward, done, done, jnp.where(right, 0, -1), ~right)
 
 
 def oracle(state):
-    return fill([state.digit + ONE, END], 3), jnp.int32(2)
+    return pad_tokens([state.digit + ONE, END], 3), jnp.int32(2)
 
 
 def demonstrate(key, state):
@@ -68,5 +68,5 @@ def tiny_env(rounds: int = ROUNDS) -> fg.Env:
         anchor=lambda state: state.digit * 8 + state.right,
         oracle=oracle,
         demonstrate=demonstrate,
-        answer=lambda digit: (fill([digit + ONE, END], 3), jnp.int32(2)),
+        answer=lambda digit: (pad_tokens([digit + ONE, END], 3), jnp.int32(2)),
     )

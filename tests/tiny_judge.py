@@ -4,10 +4,10 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from test_text import STYLES, fast
+from tokenizer_cases import STYLES, fast
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from flowgrpo.text import Text, load_text
+from flowgrpo.data.tokenizer import Text, load_text
 
 SPELLINGS = ("Yes", " Yes", "yes", " yes", "YES", " YES", "No", " No", "no", " no", "NO")
 

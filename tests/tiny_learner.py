@@ -9,10 +9,10 @@ import optax
 from family_cases import batch_of, make_case
 
 import flowgrpo as fg
+from flowgrpo.learner.diagnostics import WATCH, DiagnosticsSettings, batch_signal, metrics_of_sums, observe
 from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
-from flowgrpo.learner.trained import WHOLE, Trained
 from flowgrpo.learner.update import make_score, make_update
-from flowgrpo.learner.watch import WATCH, Watch, batch_signal, observe, report
+from flowgrpo.models.trainable import WHOLE, Trained
 
 WORDS, WIDTH, BANNED, TEMPERATURE, ROWS = 50, 8, (0,), 0.8, 16
 SETTINGS = {"temperature": TEMPERATURE, "banned": BANNED}
@@ -49,7 +49,7 @@ def compiled(algorithm: fg.Algorithm = PLAIN, optimizer: str = "sgd", policy: fg
 
 
 @cache
-def unsplit(algorithm: fg.Algorithm, score=SCORE, trained: Trained = WHOLE, watch: Watch | None = WATCH):
+def unsplit(algorithm: fg.Algorithm, score=SCORE, trained: Trained = WHOLE, watch: DiagnosticsSettings | None = WATCH):
     """Compile (params, batch) -> (gradient, figures) of the plain loss over all rows at once."""
 
     def loss(part, params, batch):
@@ -65,7 +65,7 @@ def unsplit(algorithm: fg.Algorithm, score=SCORE, trained: Trained = WHOLE, watc
         (value, (sums, far)), grads = slope(trained.take(params), params, batch)
         own = {"loss": value, "grad_norm": optax.tree.norm(grads), "log_ratio_max": far}
         own |= {"live_tokens": batch.live.sum(), "steps": 1, "skipped": 0}
-        return grads, report(sums) | ({} if watch is None else batch_signal(batch)) | own
+        return grads, metrics_of_sums(sums) | ({} if watch is None else batch_signal(batch)) | own
 
     return run
 
@@ -85,7 +85,7 @@ def fresh(params, optimizer: str = "sgd", trained: Trained = WHOLE) -> LearnerSt
 def near(trajectories: fg.Trajectories, score, params, drift: float, seed: int = 0) -> fg.Trajectories:
     """The trajectories with log-probabilities as if the policy had sampled them some `drift` ago."""
     ones = np.ones(trajectories.tokens.shape, np.float32)
-    batch = fg.rows_by_trajectory(trajectories, ones, ones)
+    batch = fg.batching.rows_by_trajectory(trajectories, ones, ones)
     logp_ntl = np.asarray(fg.unpack(score(params, batch).logp, batch, ones.shape))
     rng = np.random.default_rng(seed)
     moved = [logp_ntl + drift * rng.normal(size=ones.shape).astype(np.float32) for _ in range(2)]

@@ -6,8 +6,8 @@ from pathlib import Path
 from absl import flags
 from tiny_work import tiny_work
 
-from experiments import common
-from experiments.session import one_run
+from experiments.cli import app
+from flowgrpo.run.session import run_session
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie.", required=True)
 
@@ -19,8 +19,8 @@ def wait(_stage: str, _update: int) -> None:
 
 def main() -> None:
     """Train."""
-    one_run(tiny_work(wait), Path(_WORKDIR.value), every=2)
+    run_session(tiny_work(wait), Path(_WORKDIR.value), every=2)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

@@ -1,6 +1,7 @@
 """For tests of sessions: a run of a few numbers, whose steps donate their state, and which asks what to do where."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -8,43 +9,65 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.session import Tested, Work
 from flowgrpo import loop
-from flowgrpo.evaluate import Evaluation, evaluate
+from flowgrpo.evaluation.metrics import Evaluation, compute_metrics
+from flowgrpo.learner.state import init_learner
+from flowgrpo.run.config import TrainingConfig, setting
+from flowgrpo.run.session import Tested, TestedWork, Validation, validation_of
+from flowgrpo.run.warm_start import WarmStart
 
 OPTIMIZER = optax.adam(1e-2)
-SETTINGS = {"updates": 5, "warm_steps": 2, "seed": 0, "control": "none", "mesh": "data=8"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrainingConfig):
+    """Settings of the tiny run."""
+
+    updates: int = setting(5, "Updates.", may_differ=True)
+    warm_steps: int = setting(2, "Steps of imitation.")
+    mesh: str = setting("data=8", "How devices are arranged.")
 
 
 def init(key: jax.Array) -> dict:
     return {"w": jax.random.normal(key, (4, 3)), "b": jnp.zeros(3)}
 
 
-def tiny_work(at: Callable[[str, int], None] = lambda _stage, _update: None, **settings) -> Work:
+class TinyWork(TestedWork):
     """`at(stage, update)` is called where a run may be interrupted: warm start, rollout, learned, examine, test."""
-    chosen = SETTINGS | settings
-    key = jax.random.key(chosen["seed"])
-    return Work(
-        name="tiny",
-        algorithm="none",
-        settings=chosen,
-        optimizer=OPTIMIZER,
-        key=key,
-        place=lambda tree: tree,
-        blank=partial(init, key),
-        warm_start=partial(_warm_start, at, key),
-        make_step=lambda: partial(_step, at),
-        line=lambda figures: {"phase": "train"} | figures,
-        examine=partial(_examine, at),
-        test=partial(_test, at),
-    )
+
+    def __init__(self, at: Callable[[str, int], None], config: Config):
+        self.at = at
+        key = jax.random.key(config.seed)
+        own = {"name": "tiny", "algorithm": "none", "optimizer": OPTIMIZER, "key": key}
+        super().__init__("tiny", config, updates=config.updates, **own)
+
+    def initial(self) -> dict:
+        return init(self.key)
+
+    def warm_start(self) -> WarmStart:
+        """Two steps that change nothing, and a loss that falls."""
+        state = init_learner(self.initial(), OPTIMIZER)
+        losses = iter((1.0, 0.5))
+
+        def step(state, _batch):
+            self.at("warm start", 0)
+            return state, None
+
+        return WarmStart(state, step, lambda first: range(first, 2), lambda _: next(losses), steps=2, every=2)
+
+    def make_step(self):
+        return partial(_step, self.at)
+
+    def examine(self, params) -> Validation:
+        return validation_of(_examine(self.at, params))
+
+    def test(self, params) -> Tested:
+        return _test(self.at, params)
 
 
-def _warm_start(at, key: jax.Array, tell) -> dict:
-    tell(0, 1.0)
-    at("warm start", 0)
-    tell(2, 0.5)
-    return init(key)
+def tiny_work(at: Callable[[str, int], None] = lambda _stage, _update: None, **settings) -> TinyWork:
+    """The run with these settings."""
+    return TinyWork(at, Config(**settings))
 
 
 def _step(at, run: loop.Run) -> tuple[loop.Run, dict]:
@@ -69,7 +92,7 @@ def _learn(run: loop.Run) -> tuple[loop.Run, jax.Array]:
 def _examine(at, params) -> Evaluation:
     at("examine", 0)
     share = float(jnp.abs(params["w"]).mean())
-    return evaluate(np.arange(64)[:, None] < 64 * share / 2, np.ones((64, 1), int), np.zeros((64, 1), int))
+    return compute_metrics(np.arange(64)[:, None] < 64 * share / 2, np.ones((64, 1), int), np.zeros((64, 1), int))
 
 
 def _test(at, params) -> Tested:

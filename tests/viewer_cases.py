@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from flowgrpo.report.shown import Shown, ShownCall, ShownTurn
+from flowgrpo.report.trajectory_page import Shown, ShownCall, ShownTurn
 from flowgrpo.types import Status
 
 # Soft hyphen, Hangul filler, a letter as a tag, zero width, variation selector, blank Braille, half a pair, backwards.

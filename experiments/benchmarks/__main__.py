@@ -7,11 +7,11 @@ python -m experiments.benchmarks decode
 import sys
 from pathlib import Path
 
-from experiments.listing import listing
+from experiments.cli.listing import listing
 
 GROUPS = {
     "The machine": ("ceilings",),
-    "Learning": ("update", "logprobs", "packing", "meshes", "resident"),
+    "Learning": ("update", "packing", "meshes"),
     "Playing": ("decode", "hosted", "exactness", "loading"),
     "Looking": ("viewer",),
     "Rewards": ("answers", "rewards"),

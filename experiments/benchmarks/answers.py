@@ -8,44 +8,38 @@ signs; `plain` compares stripped strings. What may hang runs in a process that i
 line; `--show` lists each disagreement of ours.
 """
 
-import json
-import time
+from collections import Counter
 from pathlib import Path
 
 from absl import flags
 
-from experiments import common
-from experiments.benchmarks.measured import show_lines
-from experiments.headings import heading
-from experiments.pairs import PAIRS, Judge, Pair, matcher, math_verify_alone, plain_comparison, read_pairs
-from flowgrpo.report.progress import counted
-from flowgrpo.rewards.symbolic import PRELOAD
+from experiments.benchmarks.measuring import print_result
+from experiments.benchmarks.pairs import PAIRS, Judge, Pair, matcher, math_verify_alone, plain_comparison, read_pairs
+from experiments.cli import app
+from experiments.cli.help import flag_heading
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines, timed
+from flowgrpo.rewards.answers.symbolic import PRELOAD
 from flowgrpo.sandbox import Sandbox
 from flowgrpo.types import BadInput
 
-heading("What is run")
+flag_heading("What is run")
 _PAIRS = flags.DEFINE_string("pairs", str(PAIRS), "File of pairs.")
 _SHOW = flags.DEFINE_bool("show", False, "List each disagreement of ours.")
 _SECONDS = flags.DEFINE_float("seconds", 5.0, "Deadline of a check.", lower_bound=0.1)
 
 
-def agreement(pairs: list[Pair], judge: Judge) -> tuple[dict[str, int], list[Pair], float]:
+def _agreement(pairs: list[Pair], judge: Judge) -> tuple[Counter[str], list[Pair], float]:
     """By domain, how many pairs the judge decides as the teacher does; those where it doesn't; seconds."""
-    start = time.perf_counter()
-    agreed: dict[str, int] = {}
-    others = []
-    for pair in pairs:
-        value = judge(pair)
-        same = value is not None and (value > 0) == pair.right
-        agreed[pair.domain] = agreed.get(pair.domain, 0) + same
-        others += [] if same else [pair]
-    return agreed, others, time.perf_counter() - start
+    took, values = timed(lambda: [judge(pair) for pair in pairs])
+    others = [x for x, value in zip(pairs, values, strict=True) if value is None or (value > 0) != x.right]
+    return Counter(pair.domain for pair in pairs) - Counter(pair.domain for pair in others), others, took
 
 
 def main() -> None:
     """Judge every pair by each of the three, print the table and one JSON line."""
     if not Path(_PAIRS.value).is_file():
-        raise BadInput(f"--pairs={_PAIRS.value} is no file: experiments/pairs.py says what one holds")
+        raise BadInput(f"--pairs={_PAIRS.value} is no file: `experiments.benchmarks.pairs` says what one holds")
     pairs = read_pairs(Path(_PAIRS.value))
     with Sandbox(preload=PRELOAD) as sandbox:
         match = matcher(sandbox.call, seconds=_SECONDS.value)
@@ -54,16 +48,16 @@ def main() -> None:
             "math-verify": lambda pair: math_verify_alone(sandbox.call, pair, seconds=_SECONDS.value),
             "plain": plain_comparison,
         }
-        said = {name: agreement(pairs, judge) for name, judge in counted("judge", judges.items())}
-        show_lines(make_rows(pairs, {name: agreed for name, (agreed, _, _) in said.items()}))
+        said = {name: _agreement(pairs, judge) for name, judge in with_progress("judge", judges.items())}
+        show_lines(_make_rows(pairs, {name: agreed for name, (agreed, _, _) in said.items()}))
         for pair in said["ours"][1] if _SHOW.value else ():
             print(f"line {pair.line}: teacher {pair.right}, gold {pair.golds}, output {pair.output!r}: {match(pair)}")
     share = {name: round(sum(agreed.values()) / len(pairs), 4) for name, (agreed, _, _) in said.items()}
     seconds = {name: round(taken, 2) for name, (_, _, taken) in said.items()}
-    print(json.dumps({"benchmark": "answers", "pairs": len(pairs), "agreement": share, "seconds": seconds}))
+    print_result("answers", pairs=len(pairs), agreement=share, seconds=seconds)
 
 
-def make_rows(pairs: list[Pair], said: dict[str, dict[str, int]]) -> list[dict]:
+def _make_rows(pairs: list[Pair], said: dict[str, Counter[str]]) -> list[dict]:
     """One row for each domain, and one for all."""
     domains = list(dict.fromkeys(pair.domain for pair in pairs))
     rows = []
@@ -76,4 +70,4 @@ def make_rows(pairs: list[Pair], said: dict[str, dict[str, int]]) -> list[dict]:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

@@ -1,4 +1,4 @@
-"""Measure the most that this machine can do, of which other benchmarks report their share, and count a model's work.
+"""Measure the most that this machine can do, of which other benchmarks report their share.
 
     python -m experiments.benchmarks.ceilings
 
@@ -6,55 +6,53 @@ Ceilings are the float32 matrix-product rate (the best of several sizes and runs
 writing one large array in place, both counted), each through jit, on the default device. Best of several runs, because
 a ceiling is what nothing disturbed. Expected on two quiet cores with AVX2: 180 GFLOP/s and 36 GB/s, in seconds.
 
-Work counts what a model of known parameters must do: every weight multiplied once for a token, and each token
-attending to those before it.
+The models that speed is measured on are here, too: `open_model` and `shape_called` by name, `full_batch` to learn from.
 """
 
-import json
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from experiments import common
-from experiments.benchmarks.measured import seconds
+import flowgrpo as fg
+from experiments.benchmarks.measuring import print_result
+from experiments.cli import app
 from flowgrpo.contracts import Params
+from flowgrpo.envs.env import PAD
+from flowgrpo.models import families
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.hf import Model, init_model, load_model
+from flowgrpo.planning.cost_model import count_parameters
+from flowgrpo.recipes import pure
+from flowgrpo.report.tables import seconds, timed
+from flowgrpo.types import Batch
 
 SIZES = (256, 1024, 2048)
 COPIED = 2**29  # bytes; more than most caches hold
+PROTOTYPE = "prototype"  # the planner of the environments, of 0.34 M parameters
 
-_QWEN2 = {"model_type": "qwen2", "vocab_size": 512, "tie_word_embeddings": True, "rope_theta": 1e6}
-SHAPES: dict[str, dict[str, Any]] = {  # config.json of the models that speed is measured on
-    "small": _QWEN2  # 4.07 M parameters
-    | {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-    | {"intermediate_size": 1024},
-    "medium": _QWEN2  # 20.7 M parameters
-    | {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2}
-    | {"intermediate_size": 1792},
+
+def _qwen2(width: int, layers: int, heads: int, kv_heads: int, hidden: int) -> dict[str, Any]:
+    """A config.json."""
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": hidden, "vocab_size": 512}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return {"model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 1e6, **sizes, **heads_of}
+
+
+SHAPES = {
+    "small": _qwen2(256, 4, 4, 2, 1024),  # 4.07 M parameters
+    "medium": _qwen2(512, 6, 8, 2, 1792),  # 20.7 M parameters
 }
+LARGE = _qwen2(768, 10, 12, 4, 2560)  # 75 M parameters
+LEARNERS = {PROTOTYPE: None, **SHAPES, "large": LARGE}  # that updates are measured on
 
 # Every feature on; the tests decode with it too.
-TINY = DecoderConfig(
-    v=97,
-    d=32,
-    h=4,
-    k=2,
-    e=8,
-    f=48,
-    windows=(None, 9, None),
-    ropes=(Rope(), Rope(theta=500.0), Rope(kind="linear", factor=2.0)),
-    qkv_bias=True,
-    qk_norm=True,
-    sandwich_norms=True,
-    logit_softcap=30.0,
-    init_scale=0.3,
-)
-
-
-# The machine ------------------------------------------------------------------------------------------
+_SIZES: dict[str, Any] = {"v": 97, "d": 32, "h": 4, "k": 2, "e": 8, "f": 48, "logit_softcap": 30.0, "init_scale": 0.3}
+_ROPES = (Rope(), Rope(theta=500.0), Rope(kind="linear", factor=2.0))
+_NORMS: dict[str, Any] = {"qkv_bias": True, "qk_norm": True, "sandwich_norms": True}
+TINY = DecoderConfig(**_SIZES, **_NORMS, windows=(None, 9, None), ropes=_ROPES)
 
 
 class Ceilings(NamedTuple):
@@ -64,40 +62,29 @@ class Ceilings(NamedTuple):
     bandwidth: float  # bytes a second, read and written
 
 
-def measure(sizes: tuple[int, ...] = SIZES, copied: int = COPIED) -> Ceilings:
+def measure_ceilings() -> Ceilings:
     """Both ceilings of the default device."""
-    return Ceilings(max(matmul_rate(size) for size in sizes), copy_rate(copied))
+    return Ceilings(max(_matmul_rate(size) for size in SIZES), _copy_rate())
 
 
-def matmul_rate(size: int, repeats: int = 9) -> float:
+def _matmul_rate(size: int) -> float:
     """FLOP/s of the product of two square float32 matrices, best of several."""
     a, b = (jax.random.normal(jax.random.key(seed), (size, size)) for seed in range(2))
     product = jax.jit(jnp.matmul)
-    return 2 * size**3 / best_seconds(lambda: product(a, b), repeats)
+    return 2 * size**3 / min(seconds(partial(product, a, b)) for _ in range(10))
 
 
-def copy_rate(size: int, repeats: int = 7) -> float:
-    """Bytes a second, read and written, of scaling an array of `size` bytes in place, best of several.
+def _copy_rate() -> float:
+    """Bytes a second, read and written, of scaling an array of `COPIED` bytes in place, best of several.
 
     In place, because the first touch of new pages takes longer than the copy.
     """
-    held = [jnp.ones(size // 4, jnp.float32)]
+    x, took = jnp.ones(COPIED // 4, jnp.float32), []
     scale = jax.jit(lambda x: x * 0.5, donate_argnums=0)
-
-    def step() -> jax.Array:
-        held[0] = scale(held[0])
-        return held[0]
-
-    return 2 * size / best_seconds(step, repeats)
-
-
-def best_seconds(work: Callable[[], Any], repeats: int) -> float:
-    """Seconds of the fastest of several runs, after one that compiles."""
-    jax.block_until_ready(work())
-    return min(seconds(work) for _ in range(repeats))
-
-
-# The work ---------------------------------------------------------------------------------------------
+    for _ in range(8):
+        clock, x = timed(partial(scale, x))
+        took.append(clock)
+    return 2 * COPIED / min(took)
 
 
 def open_model(name: str) -> Model:
@@ -105,39 +92,58 @@ def open_model(name: str) -> Model:
     return init_model(SHAPES[name], jax.random.key(0)) if name in SHAPES else load_model(name, text=False)
 
 
-def count(params: Params) -> int:
-    """How many parameters there are, by arrays or by abstract shapes."""
-    return sum(value.size for value in params.values())
+def shape_called(name: str) -> DecoderConfig:
+    """The shape of one of `LEARNERS`."""
+    source = LEARNERS[name]
+    if source is None:
+        return pure.decoder_shape(fg.arithmetic(), pure.preset("arithmetic", d=108, layers=3, head=16))
+    return families.decoder_config(families.text_source(source))
 
 
-def forward_flops(params: Params, config: DecoderConfig, tokens: int, seen: float) -> float:
-    """Operations of `tokens` tokens of which each attends to `seen` tokens in the mean; a window is not considered.
+def full_batch(config: DecoderConfig, rows: int, length: int, *, segments: int = 1) -> Batch:
+    """Rows without padding, with advantages of both signs; all but the first token of a segment was sampled.
 
-    Two for each weight, looked-up embeddings excepted, and two for each product of attention.
+    The segments of a row are as long as one another, but for the last, which has the rest.
     """
-    weights = count(params) - (0 if config.tied else params["embed"].size)
-    return tokens * (2.0 * weights + 4.0 * config.num_layers * config.h * config.e * seen)
+    shape, each = (rows, length), length // segments
+    row_rs, slot_rs = np.indices(shape, np.int32)
+    segment_rs = np.minimum(slot_rs // each, segments - 1)
+    position_rs = slot_rs - segment_rs * each
+    chosen_rs = position_rs > 0
+    logp_rs = np.where(chosen_rs, -np.log(config.v), 0.0).astype(np.float32)
+    return Batch(
+        tokens=np.random.default_rng(0).integers(PAD + 1, config.v, shape, np.int32),
+        positions=position_rs,
+        segments=segment_rs + 1,
+        trajectory=row_rs,
+        turn=segment_rs,
+        slot=position_rs,
+        group=row_rs // 8,
+        chosen=chosen_rs,
+        logp_sampled=logp_rs,
+        logp_old=logp_rs,
+        advantage=np.where(row_rs % 2, 1.0, -1.0).astype(np.float32),
+        weight=(chosen_rs / chosen_rs.sum()).astype(np.float32),
+    )
 
 
 def step_bytes(params: Params, config: DecoderConfig, rows: int, seen: float) -> float:
     """Bytes that a decode step must read: all weights, and the keys and values of `seen` tokens a row."""
-    dtype = params["embed"].dtype
-    weights = count(params) - (0 if config.tied else params["embed"].size)
-    return dtype.itemsize * (weights + 2.0 * config.num_layers * config.k * config.e * seen * rows)
+    weights = count_parameters(config) - (0 if config.tied else params["embed"].size)
+    return params["embed"].dtype.itemsize * (weights + 2.0 * config.num_layers * config.k * config.e * seen * rows)
 
 
 def main() -> None:
     """Measure, print the table and one JSON line."""
-    device = jax.devices()[0]
-    rates = {size: matmul_rate(size) for size in SIZES}
-    bandwidth = copy_rate(COPIED)
+    rates = {size: _matmul_rate(size) / 1e9 for size in SIZES}
+    bandwidth = _copy_rate() / 1e9
     for size, rate in rates.items():
-        print(f"matrix product {size:5d}{rate / 1e9:10.1f} GFLOP/s")
-    print(f"memory{bandwidth / 1e9:24.1f} GB/s read and written")
-    gflops = {str(size): round(rate / 1e9, 1) for size, rate in rates.items()}
-    result = {"benchmark": "ceilings", "device": device.device_kind, "gflops": gflops}
-    print(json.dumps(result | {"gbytes": round(bandwidth / 1e9, 1)}))
+        print(f"matrix product {size:5d}{rate:10.1f} GFLOP/s")
+    print(f"memory{bandwidth:24.1f} GB/s read and written")
+    gflops = {str(size): round(rate, 1) for size, rate in rates.items()}
+    device = jax.devices()[0].device_kind
+    print_result("ceilings", device=device, gflops=gflops, gbytes=round(bandwidth, 1))
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

@@ -11,7 +11,6 @@ Measured on two cores, with --queries=32 --samples=32: 22.7 and 25.4 s an iterat
 that, and were measured beside other work only.
 """
 
-import json
 import statistics
 import subprocess
 import sys
@@ -21,16 +20,18 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import common
-from experiments.benchmarks.measured import show_lines
-from experiments.cluster_measured import iterations
-from experiments.headings import heading
-from experiments.same_run import result_of
+from experiments.benchmarks.measuring import print_result
+from experiments.cli import app
+from experiments.cli.help import flag_heading
 from flowgrpo.distributed.event_log import read_events
-from flowgrpo.report.progress import counted
+from flowgrpo.recipes.cluster import iterations
+from flowgrpo.report.metrics import TIMINGS, read_metrics
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines
+from flowgrpo.run.kill_series import result_of
 from flowgrpo.types import BadInput
 
-heading("Sizes")
+flag_heading("Sizes")
 _QUERIES = flags.DEFINE_integer("queries", 16, "Queries of an update.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 16, "Trajectories of a query.", lower_bound=2)
 _UPDATES = flags.DEFINE_integer("updates", 6, "Updates of each run; the first one compiles.", lower_bound=3)
@@ -44,21 +45,19 @@ KINDS = {
 }
 
 
-def run(kind: str, folder: Path, cache: Path) -> list[float]:
+def _run(kind: str, folder: Path, cache: Path) -> list[float]:
     """One run -> the seconds of its iterations."""
     module, *shape = KINDS[kind]
-    sizes = [f"--queries={_QUERIES.value}", f"--samples={_SAMPLES.value}", f"--slots={_SLOTS.value}"]
-    length = [f"--updates={_UPDATES.value}", f"--checkpoint_every={_UPDATES.value}"]
+    sizes = [f"--{one.name}={one.value}" for one in (_QUERIES, _SAMPLES, _SLOTS, _UPDATES, _WARM, _DEMONSTRATIONS)]
     where = [f"--workdir={folder}", f"--compilation_cache={cache}"]
-    warm = [f"--warm_steps={_WARM.value}", f"--demonstrations={_DEMONSTRATIONS.value}", "--test_tasks=8"]
-    command = [sys.executable, "-m", module, *shape, *sizes, *length, *where, *warm]
+    command = [sys.executable, "-m", module, *shape, *sizes, *where, "--test_tasks=8"]
+    command += [f"--checkpoint_every={_UPDATES.value}"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise BadInput(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-1000:]}")
     if kind == "cluster":
         return iterations(list(read_events(folder / "events.jsonl")))
-    lines = [json.loads(line) for line in (folder / "timings.jsonl").read_text().splitlines()]
-    return [line["seconds"] for line in lines if line["phase"] == "train"][1:]
+    return [line["seconds"] for line in read_metrics(folder / TIMINGS) if line["phase"] == "train"][1:]
 
 
 def main() -> None:
@@ -66,9 +65,9 @@ def main() -> None:
     took: dict[str, list[float]] = {kind: [] for kind in KINDS}
     shas = set()
     with tempfile.TemporaryDirectory() as scratch:
-        for repeat, kind in counted("run", list(product(range(_REPEATS.value), KINDS))):
+        for repeat, kind in with_progress("run", list(product(range(_REPEATS.value), KINDS))):
             folder = Path(scratch) / f"{kind}-{repeat}"
-            took[kind] += run(kind, folder, Path(scratch) / "compiled")
+            took[kind] += _run(kind, folder, Path(scratch) / "compiled")
             shas.add(result_of(folder)["params_sha256"])
     if len(shas) != 1:
         raise AssertionError(f"the runs came to different parameters: {sorted(shas)}")
@@ -79,8 +78,8 @@ def main() -> None:
     ]
     show_lines(rows)
     over = round(median["cluster"] / median["single"], 3)
-    print(json.dumps({"benchmark": "cluster", "over_single": over, "rows": rows}))
+    print_result("cluster", over_single=over, rows=rows)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

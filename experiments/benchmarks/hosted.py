@@ -9,106 +9,86 @@ random tokens, rendered afresh each turn, or, with `--appends`, a conversation t
 requests under the same keys, each sent from the callback of the one before it, without threads, tools and environment;
 `over_larger` is the rollout over the larger of that and latency x turns. Medians of several runs, which alternate.
 
-Measured on two cores on which twice as much again was running. 64 trajectories with a latency of 0.5 s: 1.18 to 1.25 of
-the larger with 16 slots (the bar is 1.3), 1.26 to 1.36 with 32, since trajectories that are admitted together wait for
-their tools together. Without latency: 256 trajectories in 2.0 s, 5,800 sampled tokens a second, of which the rollout
-itself takes 0.2 ms of processor time a turn. Contexts that append need as many slots as `--width`: 128 of them, 64 at a
-time over 64 slots, take 1.2 s, and all at once 23 s, because what is evicted is computed again token by token.
+Measured on two busy cores: 64 trajectories with a latency of 0.5 s take 1.18 to 1.25 of the larger with 16 slots (the
+bar is 1.3), 1.26 to 1.36 with 32; 256 without latency 2.0 s, 5,800 sampled tokens a second. Contexts that append need
+as many slots as `--width`: 128 of them, 64 at a time over 64 slots, take 1.2 s, and all at once 23 s, because what is
+evicted is computed again token by token.
 """
 
-import json
 import time
 from concurrent.futures import Future
-from functools import partial
 from itertools import product
 from threading import Event
+from typing import Any
 
 import jax
 import numpy as np
 from absl import flags
 
-from experiments import common
 from experiments.benchmarks.ceilings import TINY
-from experiments.benchmarks.measured import medians, seconds, show_lines, significant
-from experiments.headings import heading
+from experiments.benchmarks.measuring import medians_in_turn, print_result, whole_numbers
+from experiments.cli import app
+from experiments.cli.help import flag_heading
 from flowgrpo.contracts import Call, Completion, HostEnv, HostStep, Request, Result, Said
 from flowgrpo.generate.engine import Engine
 from flowgrpo.models.decoder import make_policy
-from flowgrpo.report.progress import counted
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines, significant
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.types import BadInput
 
-heading("What is run")
+flag_heading("What is run")
 _APPENDS = flags.DEFINE_bool("appends", False, "Let each context append to the one before.")
-heading("Sizes")
+flag_heading("Sizes")
 _TRAJECTORIES = flags.DEFINE_list("trajectories", ["16", "64", "256"], "Numbers of trajectories.")
 _TURNS = flags.DEFINE_integer("turns", 3, "Turns of every trajectory.", lower_bound=1)
 _PROMPT = flags.DEFINE_integer("prompt", 100, "Tokens of the first context, and of each that is rendered afresh.", 1)
 _SAID = flags.DEFINE_integer("said", 20, "Tokens of an observation, where contexts append.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens", 15, "Tokens of an action.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
-heading("Costs")
+flag_heading("Costs")
 _LATENCY = flags.DEFINE_list("latency", ["0", "0.5"], "Seconds that a tool takes.")
-heading("Devices and memory")
+flag_heading("Devices and memory")
 _WIDTH = flags.DEFINE_integer("width", 256, "Trajectories under way at a time.", lower_bound=1)
 _SLOTS = flags.DEFINE_integer("slots", 16, "Slots of the engine.", lower_bound=1)
 _CHUNK = flags.DEFINE_integer("chunk", 128, "Largest piece of a prefill.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 16, "Decode steps of a stretch.", lower_bound=1)
 
 
-# The environment --------------------------------------------------------------------------------------
+def _make_env() -> HostEnv:
+    """A state is the number of the trajectory, and of turns so far; every action has its full length."""
+    sizes: dict[str, Any] = {"turns": _TURNS.value, "max_tokens": _TOKENS.value, "stop_ids": ()}
+    return HostEnv("waiting", ("wait",), reset=lambda _key, task, _do: ((task, 0), _say(task, 0)), step=_step, **sizes)
 
 
-def make_env() -> HostEnv:
-    """A state is the number of the trajectory, and of turns so far."""
-    return HostEnv(
-        name="waiting",
-        tools=("wait",),
-        turns=_TURNS.value,
-        max_tokens=_TOKENS.value,
-        stop_ids=(),  # every action has its full length
-        reset=lambda key, task, do: ((task, 0), say(task, 0)),  # noqa: ARG005
-        step=step,
-    )
-
-
-def step(state: tuple[int, int], tokens, do) -> tuple[tuple[int, int], HostStep]:
+def _step(state: tuple[int, int], tokens, do) -> tuple[tuple[int, int], HostStep]:
     """The tool is called, and says what has nothing to do with the call."""
     task, turn = state
     result = do(Call("tool", "wait", {"tokens": list(tokens)}))
-    return (task, turn + 1), HostStep(say(task, turn + 1), False, tool="wait", error=result.error)
+    return (task, turn + 1), HostStep(_say(task, turn + 1), False, tool="wait", error=result.error)
 
 
-def say(task: int, turn: int) -> Said:
+def _say(task: int, turn: int) -> Said:
     size = _SAID.value if _APPENDS.value and turn else _PROMPT.value
     return Said(np.random.default_rng((task, turn)).integers(1, TINY.v, size).tolist(), _APPENDS.value)
-
-
-def wait(_: Call, latency: float) -> Result:
-    """The tool."""
-    time.sleep(latency)
-    return Result("done")
-
-
-# Decoding alone ---------------------------------------------------------------------------------------
 
 
 class Chains:
     """The requests of each trajectory, sent one after the other to the engine and from its own thread."""
 
     def __init__(self, engine: Engine, chains: list[list[Request]]):
-        self.engine, self.chains = engine, chains
-        self.waiting, self.left, self.done = [], 0, Event()
+        self.engine, self.chains, self.done = engine, chains, Event()
 
     def run(self) -> None:
         """All of them, as many at a time as a rollout has under way, until the last has its answer."""
-        self.waiting, self.left, self.done = self.chains[_WIDTH.value :], len(self.chains), Event()
+        self.waiting, self.left = self.chains[_WIDTH.value :], len(self.chains)
+        self.done.clear()
         for chain in self.chains[: _WIDTH.value]:
             self._send(chain)
         self.done.wait()
 
     def _send(self, chain: list[Request]) -> None:
-        self.engine.submit(chain[0]).add_done_callback(partial(self._next, chain[1:]))
+        self.engine.submit(chain[0]).add_done_callback(lambda future: self._next(chain[1:], future))
 
     def _next(self, chain: list[Request], future: "Future[Completion]") -> None:
         """In the engine's thread: the chain's next request, or another chain where it has none."""
@@ -120,10 +100,7 @@ class Chains:
             self.done.set()
 
 
-# Measuring --------------------------------------------------------------------------------------------
-
-
-def measure(engine: Engine, count: int, latency: float) -> dict:
+def _measure(engine: Engine, count: int, latency: float) -> dict:
     """Seconds of a rollout of so many trajectories, and of its bounds."""
     asked: list[Request] = []
 
@@ -131,16 +108,17 @@ def measure(engine: Engine, count: int, latency: float) -> dict:
         asked.append(request)
         return engine.submit(request)
 
-    tasks, keys = range(count), jax.random.split(jax.random.key(count), count)
-    work = {"tasks": tasks, "keys": keys, "groups": tasks}
-    rollout = hosted(make_env(), engine.submit, do=partial(wait, latency=latency), width=_WIDTH.value)
-    played = hosted(make_env(), submit, do=partial(wait, latency=0.0), width=1)(**work).played
-    assert [len(one.trajectory.turns) for one in played] == [_TURNS.value] * count
+    def wait(_: Call) -> Result:
+        time.sleep(latency)
+        return Result("done")
+
+    work = {"tasks": range(count), "keys": jax.random.split(jax.random.key(count), count), "groups": range(count)}
+    rollout = hosted(_make_env(), engine.submit, do=wait, width=_WIDTH.value)
+    played = hosted(_make_env(), submit, do=lambda _: Result("done"), width=1)(**work).played
+    assert [len(one.turns) for one in played] == [_TURNS.value] * count
     chains = Chains(engine, [asked[n * _TURNS.value : (n + 1) * _TURNS.value] for n in range(count)])
-    rows = []
-    for _ in range(1 + _REPEATS.value):
-        rows.append({"decoding": seconds(chains.run), "rollout": seconds(lambda: len(rollout(**work).played))})
-    middle = medians(rows)
+    works = {"decoding": chains.run, "rollout": lambda: len(rollout(**work).played)}
+    middle = medians_in_turn(works, _REPEATS.value)
     tools = latency * _TURNS.value
     return {
         "trajectories": count,
@@ -153,32 +131,27 @@ def measure(engine: Engine, count: int, latency: float) -> dict:
     }
 
 
-def numbers(flag: str, values: list[str]) -> list[float]:
-    """The numbers of a flag, none of them negative."""
+def _latencies() -> list[float]:
+    """Read the latencies of `--latency`."""
     try:
-        found = [float(value) for value in values]
+        found = [float(value) for value in _LATENCY.value]
     except ValueError:
         found = [-1.0]
     if min(found, default=-1.0) < 0:
-        raise BadInput(f"--{flag}={','.join(values)} must be a comma-separated list of numbers that aren't negative")
+        raise BadInput(f"--latency={','.join(_LATENCY.value)} must be numbers of at least 0 between commas")
     return found
 
 
 def main() -> None:
     """Measure every number of trajectories at every latency, print the table and one JSON line."""
-    counts = [int(count) for count in numbers("trajectories", _TRAJECTORIES.value)]
-    if 0 in counts:
-        raise BadInput("--trajectories holds a 0: a rollout needs at least one")
+    cases = list(product(_latencies(), whole_numbers(_TRAJECTORIES)))
     policy, longest = make_policy(TINY), _PROMPT.value + _TURNS.value * (_TOKENS.value + _SAID.value)
-    slots, chunk, steps = _SLOTS.value, _CHUNK.value, _STEPS.value
-    params = policy.init(jax.random.key(0))
-    with Engine(policy, params, slots=slots, slot_length=longest, chunk=chunk, steps=steps) as engine:
-        cases = list(product(numbers("latency", _LATENCY.value), counts))
-        rows = [measure(engine, count, latency) for latency, count in counted("rollout", cases)]
+    sizes: dict[str, Any] = {"slots": _SLOTS.value, "chunk": _CHUNK.value, "steps": _STEPS.value}
+    with Engine(policy, policy.init(jax.random.key(0)), slot_length=longest, **sizes) as engine:
+        rows = [_measure(engine, count, latency) for latency, count in with_progress("rollout", cases)]
     show_lines(rows)
-    result = {"benchmark": "hosted", "appends": _APPENDS.value, "slots": slots, "chunk": chunk, "steps": steps}
-    print(json.dumps(result | {"rows": rows}))
+    print_result("hosted", appends=_APPENDS.value, **sizes, rows=rows)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

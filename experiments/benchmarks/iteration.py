@@ -8,48 +8,52 @@
 `iteration`: 32 tasks of `arithmetic` with 8 trajectories each and a model of 0.34 M parameters, which imitates
 demonstrations for some steps before, so that episodes take seven turns and groups have mixed outcomes. As three
 programs with packing between them, as one program, and stage by stage. Only real tokens count, no padding.
-`scaling`: the same iteration with other group sizes, widths and turn limits, one at a time. `prefill`: the rollout,
-whose cache is appended to, against every turn with its whole context in a fresh cache. `seeds`: runs of `lookup` under
-one vmap against one after the other, and how far their parameters differ after 3 updates. `trl`: steps of GRPOTrainer
-and of this loop in turn, with one turn and with three (see `trl_peer`). Medians of several runs, which alternate where
-they are compared. The update alone is measured by `benchmarks.update`.
+`scaling`: the same in three programs with other group sizes, widths and turn limits, one at a time. `prefill`: the
+rollout, whose cache is appended to, against every turn with its whole context in a fresh cache. `trl`: steps of
+GRPOTrainer and of this loop in turn, with one turn and with three (see `trl_peer`). Medians of several runs, which
+alternate where they are compared. `benchmarks.update` measures the update alone, `benchmarks.seeds` several seeds.
 
 Measured on two shared cores: 14,800 tokens a second in three programs, of whose time three quarters are rollout, and
-11,000 in one. Prefilling every turn takes 2.3 times as long as the rollout, and gives the
-same tokens. 16 seeds of 256 trajectories take 1.35 times as long under one vmap; their parameters differ by 1e-6 where
-training moved them by 3e-3. With `--cpu_devices=2` an iteration comes to 27,700 tokens a second.
-Of TRL's steps a second 0.9 to 1.0 with one turn, and 1.2 to 1.3 with three, where it prefills
-every turn. Ten minutes, and three more for `trl`.
+11,000 in one; 27,700 with `--cpu_devices=2`. Prefilling every turn takes 2.3 times as long as the rollout, and gives
+the same tokens. Of TRL's steps a second 0.9 to 1.0 with one turn, and 1.2 to 1.3 with three, where it prefills every
+turn. Ten minutes, and three more for `trl`.
 """
 
-import json
-import os
-import statistics
+import tempfile
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import flags
+from jax import Array
 
 import flowgrpo as fg
-from experiments import common, setups
-from experiments.benchmarks import ceilings, reuse, trl_peer
-from experiments.benchmarks.measured import medians, show_columns, significant, timed
-from experiments.headings import heading
+from experiments.benchmarks import measuring, trl_peer
+from experiments.cli import app
+from experiments.cli.help import flag_heading
 from flowgrpo import loop
-from flowgrpo.contracts import Metrics
-from flowgrpo.packing import pack
-from flowgrpo.report.progress import counted
-from flowgrpo.spread import share
-from flowgrpo.types import BadInput, Batch, Trajectories
+from flowgrpo.batching.layouts import filled
+from flowgrpo.batching.packing import pack
+from flowgrpo.contracts import Params, Policy
+from flowgrpo.envs.env import END, PAD
+from flowgrpo.generate.sampler import decode, feed, sampling, start_rows
+from flowgrpo.parallel.row_sharding import share
+from flowgrpo.recipes import pure
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import medians, seconds, show_columns, significant, timed
+from flowgrpo.rollout.compiled import draw_tasks, make_rollout, repeat
+from flowgrpo.run.warm_start import warm_start
+from flowgrpo.types import Trajectories
 
-PARTS = ("iteration", "scaling", "prefill", "seeds", "trl")
+PARTS = ("iteration", "scaling", "prefill", "trl")
 
-heading("What is run")
+flag_heading("What is run")
 _PARTS = flags.DEFINE_list("parts", list(PARTS[:-1]), f"Any of {', '.join(PARTS)}.")
-heading("Sizes")
+flag_heading("Sizes")
 _QUERIES = flags.DEFINE_integer("queries", 32, "Tasks of an iteration.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 8, "Trajectories of a task.", lower_bound=1)
 _WIDTH = flags.DEFINE_integer("width", 108, "Width of the prototype's model.", lower_bound=16)
@@ -58,172 +62,178 @@ _WARM_STEPS = flags.DEFINE_integer("warm_steps", 200, "Steps of imitation before
 _GROUPS = flags.DEFINE_list("groups", ["4", "8", "16"], "Trajectories of a task in `scaling`.")
 _WIDTHS = flags.DEFINE_list("widths", ["64", "96", "128"], "Widths in `scaling`.")
 _TURNS = flags.DEFINE_list("turns", ["9", "10", "14"], "Turn limits in `scaling`.")
-_SEEDS = flags.DEFINE_integer("seeds", 16, "Runs of the part `seeds`.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
 
 HEAD = 16  # dimensions of the prototype's heads
 
 
-# Parts of a run ---------------------------------------------------------------------------------------
+def _prototype(*, env: fg.Env | None = None, **chosen: Any) -> pure.Setup:
+    """The preset of `arithmetic` in the size of the flags, with what was chosen in its place."""
+    sizes: dict[str, Any] = {"queries": _QUERIES.value, "samples": _SAMPLES.value, "warm_steps": _WARM_STEPS.value}
+    sizes |= {"head": HEAD, "d": _WIDTH.value, "layers": _LAYERS.value}
+    return pure.open(pure.preset("arithmetic", **(sizes | chosen)), env=env)
 
 
-def make_setup(name: str = "arithmetic", /, *, turns: int | None = None, **chosen: Any) -> setups.Setup:
-    """The preset of an environment in the size of the flags, with what was chosen in its place."""
-    sizes = {"queries": _QUERIES.value, "samples": _SAMPLES.value, "warm_steps": _WARM_STEPS.value}
-    setup = setups.build(setups.settings_of(name, **({"head": HEAD} | sizes | chosen)))
-    if turns is None:
-        return setup
-    env = fg.arithmetic(turns=turns)
-    parts = (env, setup.policy, setup.algorithm, setup.optimizer, setup.sizes)
-    iteration = loop.make_iteration(*parts, mesh=setup.mesh)
-    return setup._replace(env=env, iteration=iteration)
+@cache
+def _imitate(width: int) -> Params:
+    """Parameters of this width after some steps of imitation; group size and turn limit leave them as they are."""
+    setup = _prototype(d=width)
+    with tempfile.TemporaryDirectory() as folder:
+        return warm_start(pure.planner_imitation(setup, pure.seed_keys(0)), Path(folder), lambda *_: None)
 
 
-def prototype() -> setups.Setup:
-    """The setup of the parts `iteration` and `prefill`."""
-    return make_setup(d=_WIDTH.value, layers=_LAYERS.value)
+def _play(setup: pure.Setup, params: Params, more: Callable[[loop.Run, float], dict[str, float]]) -> dict[str, float]:
+    """Median figures of iterations in three programs; `more(run, tokens)` measures the same run in its own way."""
+    step = loop.three_programs(setup.iteration)
+    begun = share(loop.start_run(params, setup.optimizer, jax.random.key(0)), setup.policy.mesh)
+    rows = []
+    for update in range(1 + _REPEATS.value):
+        run = begun.replace(update=jnp.int32(update))
+        took, (_, metrics) = timed(partial(step, run))
+        found = {name: float(metrics[name]) for name in ("tokens", "turns", "success", "mixed_groups")}
+        found |= {"seconds": took, "tokens_per_second": found["tokens"] / took}
+        rows.append(found | more(run, found["tokens"]))
+    return medians(rows)
 
 
-def imitate(setup: setups.Setup) -> Any:
-    """Parameters after some steps of imitation."""
-    keys = setups.seed_keys(0)
-    params = jax.jit(setup.policy.init)(keys["start"])
-    return setups.warm_start(setup, params, keys["demonstrations"], lambda *_: None)
+def _make_stages(setup: pure.Setup) -> Callable[[loop.Run, float], dict[str, float]]:
+    """A function that measures an iteration as one program, and stage by stage."""
+    one = jax.jit(loop.one_program(setup.iteration))
+    roll_out, credit, update = map(jax.jit, (setup.iteration.rollout, setup.iteration.credit, setup.iteration.update))
+    sizes: dict[str, Any] = {"row_length": loop.longest(setup.env), "skip_no_signal": setup.algorithm.skips}
+
+    def lay_out(played: Trajectories) -> fg.Batch:  # as `loop.three_programs` does it
+        adv, weights, _ = jax.device_get(credit(played))
+        return pack(jax.device_get(played), adv, weights, rows=len(played.group), **sizes)
+
+    def measure(run: loop.Run, tokens: float) -> dict[str, float]:
+        whole = seconds(lambda: one(run))
+        rolling, rollout = timed(lambda: roll_out(run))
+        packing, batch = timed(lambda: lay_out(rollout))
+        clocks = {"rollout": rolling, "credit_and_pack": packing, "update": seconds(lambda: update(run, batch))}
+        return {"one_program_tokens_per_second": tokens / whole} | {f"{name}_seconds": x for name, x in clocks.items()}
+
+    return measure
 
 
-# Iterations -------------------------------------------------------------------------------------------
-
-
-def measure_iteration(setup: setups.Setup, params) -> dict:
+def _measure_iteration(setup: pure.Setup, params: Params) -> dict:
     """Both forms of an iteration and its stages, on the same trajectories."""
-    start = share(loop.start_run(params, setup.optimizer, jax.random.key(0)), setup.mesh)
-    three = loop.three_programs(setup.iteration, setup.env, setup.algorithm, setup.sizes)
-    one = jax.jit(loop.one_program(setup.iteration, setup.env, setup.sizes))
-    stages = [jax.jit(x) for x in (setup.iteration.rollout, setup.iteration.credit, setup.iteration.update)]
-    rows = []
-    for index in range(1 + _REPEATS.value):
-        run = start.replace(update=jnp.int32(index))  # which gives it other tasks
-        in_three, (_, metrics) = timed(partial(three, run))
-        in_one, _ = timed(partial(one, run))
-        rows.append({"in_three": in_three, "in_one": in_one} | stage_by_stage(setup, stages, run) | numbers(metrics))
-    middle = medians(rows)
-    tokens = statistics.median(row["tokens"] / row["in_three"] for row in rows[1:])
-    whole = statistics.median(row["tokens"] / row["in_one"] for row in rows[1:])
+    middle = _play(setup, params, _make_stages(setup))
+    names = ("turns", "success", "mixed_groups", "tokens", "tokens_per_second", "one_program_tokens_per_second")
+    digits = {"turns": 2, "success": 3, "mixed_groups": 3}
     return {
-        "params": ceilings.count(params),
+        "params": sum(value.size for value in params.values()),
         "trajectories": setup.sizes.queries * setup.sizes.samples,
-        "turns": round(middle["turns"], 2),
-        "success": round(middle["success"], 3),
-        "mixed_groups": round(middle["mixed_groups"], 3),
-        "tokens": round(middle["tokens"]),
-        "tokens_per_second": round(tokens),
-        "one_program_tokens_per_second": round(whole),
-        "one_program_over_three": significant(whole / tokens),
-        **{f"{name}_seconds": round(middle[name], 4) for name in ("rollout", "credit_and_pack", "update")},
+        **{name: round(middle[name], digits.get(name)) for name in names},
+        "one_program_over_three": significant(middle[names[-1]] / middle["tokens_per_second"]),
+        **{f"{name}_seconds": round(middle[f"{name}_seconds"], 4) for name in ("rollout", "credit_and_pack", "update")},
     }
 
 
-def stage_by_stage(setup: setups.Setup, stages: list[Callable], run: loop.Run) -> dict[str, float]:
-    """Seconds of each stage."""
-    roll_out, credit, update = stages
-    rolling, rollout = timed(lambda: roll_out(run))
-    packing, batch = timed(lambda: laid_out(setup, credit, rollout.trajectories))
-    return {"rollout": rolling, "credit_and_pack": packing, "update": timed(lambda: update(run, batch))[0]}
+def _measure_scaling() -> list[dict]:
+    """Tokens a second in three programs, where one size differs from the prototype's."""
+    setups = [_prototype(samples=count) for count in measuring.whole_numbers(_GROUPS)]
+    setups += [_prototype(d=width) for width in measuring.whole_numbers(_WIDTHS)]
+    setups += [_prototype(env=fg.arithmetic(turns=turns)) for turns in measuring.whole_numbers(_TURNS)]
+    found = []
+    for setup in setups:
+        middle = _play(setup, _imitate(setup.config.d), lambda *_: {})
+        sizes = {"samples": setup.sizes.samples, "d": setup.config.d, "turn_limit": setup.env.sizes.turns}
+        clock = {"turns": round(middle["turns"], 2), "seconds": round(middle["seconds"], 4)}
+        found.append(sizes | clock | {"tokens_per_second": round(middle["tokens_per_second"])})
+    return found
 
 
-def laid_out(setup: setups.Setup, credit: Callable, trajectories: Trajectories) -> Batch:
-    """Packed as `loop.three_programs` does it."""
-    adv, weights, _ = jax.device_get(credit(trajectories))
-    rows, length = len(trajectories.group), loop.longest(setup.env)
-    skips = setup.algorithm.skips
-    return pack(jax.device_get(trajectories), adv, weights, row_length=length, rows=rows, skip_no_signal=skips)
+def _measure_prefill(setup: pure.Setup, params: Params) -> dict:
+    """Seconds of a rollout, and of its turns answered again with nothing kept between them."""
+    env, policy, sizes = setup.env, setup.policy, setup.sizes
+    roll_out = jax.jit(make_rollout(env, policy._replace(mesh=None)))
+    again = jax.jit(_answer, static_argnums=0, static_argnames="action")
+    task_key, own_key = jax.random.split(jax.random.key(0))
+    tasks, group_n = repeat(draw_tasks(env, task_key, sizes.queries, "train"), sizes.samples)
+    keys = jax.random.split(own_key, len(group_n))
+    played = jax.device_get(roll_out(params, tasks, keys, group_n))
+    told = [_context(played, turn) for turn in range(played.turns.sum(axis=1).max())]
+    given = [(*arrays, jax.vmap(jax.random.fold_in, (0, None))(keys, 1 + t)) for t, arrays in enumerate(told)]
 
+    def prefill_all() -> list[Array]:
+        return [again(policy, params, *arrays, action=env.sizes.action) for arrays in given]
 
-def numbers(metrics: Metrics) -> dict[str, float]:
-    """Select the metrics that describe the trajectories, as floats."""
-    return {name: float(metrics[name]) for name in ("tokens", "turns", "success", "mixed_groups")}
-
-
-def measure_scaling() -> list[dict]:
-    """Tokens a second where one size differs from the prototype's."""
-    base: dict[str, Any] = {"d": _WIDTH.value, "layers": _LAYERS.value, "samples": _SAMPLES.value, "turns": None}
-    shapes = [{"samples": int(value)} for value in _GROUPS.value]
-    shapes += [{"d": int(value)} for value in _WIDTHS.value]
-    shapes += [{"turns": int(value)} for value in _TURNS.value]
-    learned = {}  # by width; group size and turn limit leave the model as it is
-    rows = []
-    for shape in shapes:
-        setup = make_setup(**(base | shape))
-        width = setup.settings["d"]
-        if width not in learned:
-            learned[width] = imitate(make_setup(d=width, layers=_LAYERS.value))
-        rows.append(measure_scale(setup, learned[width]))
-    return rows
-
-
-def measure_scale(setup: setups.Setup, params) -> dict:
-    """Tokens a second of one shape, in three programs."""
-    start = share(loop.start_run(params, setup.optimizer, jax.random.key(0)), setup.mesh)
-    step = loop.three_programs(setup.iteration, setup.env, setup.algorithm, setup.sizes)
-    rows = []
-    for index in range(1 + _REPEATS.value):
-        took, (_, metrics) = timed(partial(step, start.replace(update=jnp.int32(index))))
-        rows.append(numbers(metrics) | {"seconds": took, "speed": float(metrics["tokens"]) / took})
-    middle = medians(rows)
+    works = {"kept": lambda: roll_out(params, tasks, keys, group_n), "afresh": prefill_all}
+    middle = measuring.medians_in_turn(works, _REPEATS.value)
     return {
-        "samples": setup.sizes.samples,
-        "d": setup.settings["d"],
-        "turn_limit": setup.env.sizes.turns,
-        "turns": round(middle["turns"], 2),
-        "seconds": round(middle["seconds"], 4),
-        "tokens_per_second": round(middle["speed"]),
+        "trajectories": len(group_n),
+        "turns": len(told),
+        "rollout_seconds": round(middle["kept"], 4),
+        "prefilled_seconds": round(middle["afresh"], 4),
+        "over_rollout": significant(middle["afresh"] / middle["kept"]),
+        "same_turns": round(_share_of_same(played, prefill_all()), 5),  # both drew with the same keys
     }
 
 
-# The command ------------------------------------------------------------------------------------------
+def _context(played: Trajectories, turn: int) -> tuple[np.ndarray, np.ndarray]:
+    """Collect each trajectory's context before its answer of this turn, none where it had ended: tokens_ns, real_ns."""
+    length_nt, rows = np.asarray(filled(played)[0]), []
+    for n in range(len(played.group)):
+        parts = [played.tokens[n, t, : length_nt[n, t]] for t in range(turn)]
+        parts.append(played.tokens[n, turn, : np.argmax(played.chosen[n, turn])])
+        rows.append(np.concatenate(parts) if played.turns[n, turn] else np.zeros(0, np.int32))
+    lengths = np.array([len(row) for row in rows])
+    real_ns = np.arange(lengths.max()) < lengths[:, None]
+    tokens_ns = np.zeros(real_ns.shape, np.int32)
+    tokens_ns[real_ns] = np.concatenate(rows)
+    return tokens_ns, real_ns
 
 
-def check_flags() -> None:
-    """Refuse unknown parts and models, and lists that aren't numbers, before anything takes time."""
-    for part in _PARTS.value:
-        if part not in PARTS:
-            raise BadInput(f"--parts={','.join(_PARTS.value)} has {part!r}; choose from {', '.join(PARTS)}")
-    for flag in (_GROUPS, _WIDTHS, _TURNS):
-        if not all(value.isdecimal() and int(value) > 0 for value in flag.value):
-            raise BadInput(f"--{flag.name}={','.join(flag.value)} must be a comma-separated list of positive integers")
-    if "trl" in _PARTS.value:
-        trl_peer.check_installed()
+def _answer(policy: Policy, params: Params, tokens_ns: Array, real_ns: Array, keys: Array, *, action: int) -> Array:
+    """Sample an action after the whole context -> action_na, padding after its end."""
+    count, width = tokens_ns.shape
+    assert policy.make_cache is not None
+    budget_n = jnp.where(real_ns.any(axis=1), action, 0)
+    rows = start_rows(policy.make_cache(count, width + action), jnp.zeros(count, jnp.int32), keys, budget_n)
+    settings, stop_ids = sampling(count), jnp.full((count, 1), END)
+    rows, first = feed(policy, params, rows, tokens_ns, real_ns, settings, stop_ids, banned=(PAD,))
+    _, more = decode(policy, params, rows, settings, stop_ids, steps=action - 1, banned=(PAD,))
+    tokens_an = jnp.concatenate([first.token[None], more.token])
+    return jnp.where(jnp.concatenate([first.live[None], more.live]), tokens_an, PAD).T
 
 
-def measure(part: str, *, params: Any) -> list[dict]:
-    """The records of one part; `params` are the prototype's after imitation."""
-    match part:
-        case "iteration":
-            return [measure_iteration(prototype(), params)]
-        case "scaling":
-            return measure_scaling()
-        case "prefill":
-            return [reuse.measure_prefill(prototype(), params, _REPEATS.value)]
-        case "seeds":
-            setup = make_setup("lookup")
-            return [reuse.measure_seeds(setup, imitate(setup), _SEEDS.value, _REPEATS.value)]
-        case _:
-            return [trl_peer.measure(turns, _REPEATS.value) for turns in trl_peer.ACTION]
+def _share_of_same(played: Trajectories, said: list[Array]) -> float:
+    """How many turns were answered with the same tokens as in the rollout."""
+    same = []
+    for turn, action_na in enumerate(jax.device_get(said)):
+        for n in np.flatnonzero(played.turns[:, turn]):
+            was = played.tokens[n, turn][played.chosen[n, turn]]
+            same.append(np.array_equal(action_na[n][: len(was)], was) and not action_na[n][len(was) :].any())
+    return float(np.mean(same))
+
+
+def _measure(part: str) -> list[dict]:
+    """The records of one part."""
+    if part == "trl":
+        return [trl_peer.measure_trl(turns, _REPEATS.value) for turns in trl_peer.ACTION]
+    if part == "scaling":
+        return _measure_scaling()
+    measure = {"iteration": _measure_iteration, "prefill": _measure_prefill}[part]
+    return [measure(_prototype(), _imitate(_WIDTH.value))]
 
 
 def main() -> None:
     """Measure, print the tables and one JSON line."""
-    # PyTorch's threads spin while they wait, which slows shared cores down. It must be said before it is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    check_flags()
-    parts = [part for part in PARTS if part in _PARTS.value]
-    params = imitate(prototype()) if {"iteration", "prefill"} & set(parts) else None
-    result: dict[str, Any] = {"benchmark": "iteration"}
-    for part in counted("part", parts):
-        result[part] = measure(part, params=params)
+    measuring.let_threads_sleep()
+    measuring.check_known(_PARTS, PARTS)
+    for flag in (_GROUPS, _WIDTHS):
+        measuring.whole_numbers(flag)
+    for turns in measuring.whole_numbers(_TURNS):
+        fg.arithmetic(turns=turns)  # which refuses a limit that is too low
+    if "trl" in _PARTS.value:
+        measuring.check_installed("--parts=trl", "torch", "trl", "datasets")
+    result: dict[str, list[dict]] = {}
+    for part in with_progress("part", [part for part in PARTS if part in _PARTS.value]):
+        result[part] = _measure(part)
         show_columns(result[part])
-    print(json.dumps(result))
+    measuring.print_result("iteration", **result)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

@@ -6,24 +6,17 @@
 Writes a random model in shards to a temporary folder, and reads it in a new process for each case: files and parameters
 of either dtype, onto one device and split over eight (of the CPU, whose memory is the host's). `beyond` is the highest
 resident memory while loading, mapped pages of files included, less what was resident before it and less the bytes of
-the parameters. `allowed` is the largest shard plus one layer, both as in the files. Beforehand everything is imported
-and another model is loaded in the same way, so that no compiler's code counts; and glibc is told to keep nothing that
-was freed, since what it keeps by itself, here up to 0.1 GB, does not grow with the model. Needs Linux.
+the parameters. `allowed` is the largest shard plus one layer, both as in the files. Beforehand another model is loaded
+in the same way, so that no compiler's code counts; and glibc is told to keep nothing that was freed. Needs Linux.
 
-Expected anywhere: `over_allowed` below 1 in every case; 0.28 to 0.45 was measured, where keeping all files mapped and
-stacking layers on the host gave 2.8 to 3.5. Three minutes on two cores, and 1 GB of disk.
+Expected anywhere: `over_allowed` below 1 in every case; 0.28 to 0.45 was measured. Three minutes on two cores, and 1 GB
+of disk.
 """
 
-import json
-import multiprocessing
 import os
 import tempfile
-import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,56 +24,43 @@ import numpy as np
 from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from experiments import common
-from experiments.headings import heading
+from experiments.benchmarks import measuring
+from experiments.cli import app
+from experiments.cli.help import flag_heading
 from flowgrpo.models.families import Source
-from flowgrpo.models.hf import Model, init_model, load_model, save_model
-from flowgrpo.models.placed import STAGED
-from flowgrpo.models.stored import find_tensors
-from flowgrpo.report.progress import counted
+from flowgrpo.models.hf import STAGED, Model, find_tensors, init_model, load_model, save_model
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines, timed
 from flowgrpo.types import BadInput
 
-heading("What is run")
+flag_heading("What is run")
 _STORED = flags.DEFINE_multi_enum("stored", ["float32", "bfloat16"], ["float32", "bfloat16"], "Dtypes of the files.")
 _DTYPES = flags.DEFINE_multi_enum("dtypes", ["float32", "bfloat16"], ["float32", "bfloat16"], "Dtypes to load into.")
-heading("Sizes")
+flag_heading("Sizes")
 _LAYERS = flags.DEFINE_integer("layers", 8, "Layers of the model.", lower_bound=1)
 _WIDTH = flags.DEFINE_integer("width", 1024, "Width of the model, a multiple of 256.", lower_bound=256)
 _VOCABULARY = flags.DEFINE_integer("vocabulary", 32_000, "Vocabulary of the model.", lower_bound=8)
 _SHARD = flags.DEFINE_float("shard_mib", 96.0, "Most MiB of a shard; a larger tensor has one of its own.")
-heading("Devices and memory")
+flag_heading("Devices and memory")
 _DEVICES = flags.DEFINE_multi_integer("devices", [1, 8], "Devices that share the parameters.", lower_bound=1)
 
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 KEPT = "MALLOC_MMAP_THRESHOLD_"  # glibc gives larger blocks back to the system as soon as they are freed
 
 
-# In a process of its own ------------------------------------------------------------------------------
-
-
-class Memory(NamedTuple):
-    """Memory and time that loading took."""
-
-    beyond: int  # bytes beside the parameters, at most
-    held: int  # bytes of the parameters, on all devices
-    seconds: float
-
-
-def write(folder: Path, source: Source, dtype: str, most: float) -> None:
+def _write(folder: Path, source: Source, dtype: str, most: float) -> None:
     """A random model in shards of at most `most` bytes."""
     save_model(folder, init_model(source, jax.random.key(0), dtype=dtype), max_shard_bytes=most)
 
 
-def measure(folder: Path, warm_up: Path, dtype: str, devices: int) -> Memory:
-    """Load the first model after another one."""
+def _measure(folder: Path, warm_up: Path, dtype: str, devices: int) -> tuple[int, int, float]:
+    """Load the first model after another one: bytes beside the parameters at most, theirs on all devices, seconds."""
     jax.config.update("jax_num_cpu_devices", devices)
     load(warm_up, dtype, devices)
-    CLEAR.write_text("5")  # forgets the highest resident memory so far
-    before, start = resident("VmRSS"), time.perf_counter()
-    model = load(folder, dtype, devices)
-    seconds = time.perf_counter() - start
+    measuring.forget_peak()
+    before = measuring.resident("VmRSS")
+    seconds, model = timed(lambda: load(folder, dtype, devices))
     held = sum(shard.data.nbytes for value in model.params.values() for shard in value.addressable_shards)
-    return Memory(resident("VmHWM") - before - held, held, seconds)
+    return measuring.resident("VmHWM") - before - held, held, seconds
 
 
 def load(folder: Path, dtype: str, devices: int) -> Model:
@@ -94,64 +74,43 @@ def load(folder: Path, dtype: str, devices: int) -> Model:
     return load_model(folder, dtype=dtype, sharding=place if devices > 1 else None, text=False)
 
 
-def resident(name: str) -> int:
-    """Bytes of this process in memory: VmRSS now, VmHWM at most.
-
-    `ru_maxrss` would count what the parent held when it started this process, too.
-    """
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
-    return 1024 * int(line.split()[1])
-
-
-# The command ------------------------------------------------------------------------------------------
-
-
-def shape(layers: int, width: int, vocabulary: int) -> Source:
+def _shape(layers: int, width: int, vocabulary: int) -> Source:
     """The config.json of a model; its embeddings count as a layer does or more, as in small published ones."""
     heads = {"num_attention_heads": width // 64, "num_key_value_heads": width // 256}
     sizes = {"hidden_size": width, "intermediate_size": 11 * width // 4, "num_hidden_layers": layers}
     return {"model_type": "qwen2", "vocab_size": vocabulary, "tie_word_embeddings": True, **heads, **sizes}
 
 
-def apart(function: Callable, *arguments) -> Any:
-    """The result of a function in a new process."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
-
-
 def measure_cases(scratch: Path, stored: str) -> list[dict]:
     """Every case whose files have this dtype."""
     large, small = scratch / stored, scratch / f"{stored}-small"
-    apart(write, large, shape(_LAYERS.value, _WIDTH.value, _VOCABULARY.value), stored, _SHARD.value * 2**20)
+    measuring.apart(_write, large, _shape(_LAYERS.value, _WIDTH.value, _VOCABULARY.value), stored, _SHARD.value * 2**20)
     # So wide a vocabulary that its embeddings come in several pieces, as those of the other model do.
-    apart(write, small, shape(1, 256, STAGED // 256), stored, 2**40)
+    measuring.apart(_write, small, _shape(1, 256, STAGED // 256), stored, 2**40)
     shards = [path.stat().st_size for path in large.glob("*.safetensors")]
     first = [tensor for name, tensor in find_tensors(large).items() if name.startswith("model.layers.0.")]
     layer = sum(int(np.prod(tensor.shape)) for tensor in first) * jnp.dtype(stored).itemsize
     allowed, rows = max(shards) + layer, []
-    for dtype, devices in counted(f"files of {stored}", list(product(_DTYPES.value, _DEVICES.value))):
-        took: Memory = apart(measure, large, small, dtype, devices)
-        sizes = {"params": took.held, "largest_shard": max(shards), "layer": layer, "beyond": took.beyond}
+    for dtype, devices in with_progress(f"files of {stored}", list(product(_DTYPES.value, _DEVICES.value))):
+        beyond, held, seconds = measuring.apart(_measure, large, small, dtype, devices)
+        sizes = {"params": held, "largest_shard": max(shards), "layer": layer, "beyond": beyond}
         row = {"stored": stored, "dtype": dtype, "devices": devices, "shards": len(shards)}
         row |= {f"{name}_mib": round(size / 2**20, 1) for name, size in sizes.items()}
-        rows.append(row | {"over_allowed": round(took.beyond / allowed, 3), "seconds": round(took.seconds, 2)})
+        rows.append(row | {"over_allowed": round(beyond / allowed, 3), "seconds": round(seconds, 2)})
     return rows
 
 
 def main() -> None:
     """Measure every case, print the table and one JSON line."""
-    if not (STATUS.exists() and CLEAR.exists()):
-        raise BadInput(f"{STATUS} or {CLEAR} is missing, which tell memory: run it on Linux")
+    measuring.check_memory_is_told()
     if _WIDTH.value % 256:
         raise BadInput(f"--width={_WIDTH.value} must be a multiple of 256")
     os.environ.setdefault(KEPT, str(2**20))
     with tempfile.TemporaryDirectory() as scratch:
         rows = [row for stored in _STORED.value for row in measure_cases(Path(scratch), stored)]
-    widths = {name: 2 + max(len(name), *(len(str(row[name])) for row in rows)) for name in rows[0]}
-    for row in [{name: name for name in widths}, *rows]:
-        print("".join(f"{row[name]:>{width}}" for name, width in widths.items()))
-    print(json.dumps({"benchmark": "loading", "rows": rows}))
+    show_lines(rows)
+    measuring.print_result("loading", rows=rows)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

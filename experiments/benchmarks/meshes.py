@@ -13,63 +13,48 @@ are started with one command each:
 Expected on CPUs, in float32: every line below 1e-4, and most below 1e-5.
 """
 
-import json
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from absl import flags
 
 import flowgrpo as fg
-from experiments import common
-from experiments.benchmarks.measured import show_lines, significant, timed
-from experiments.headings import heading
+from experiments.benchmarks.measuring import print_result
+from experiments.cli import app
+from experiments.cli.help import flag_heading
 from flowgrpo import launch
-from flowgrpo.learner import sharding
 from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
 from flowgrpo.learner.update import make_score, make_update
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
-from flowgrpo.report.progress import counted
-from flowgrpo.spread import place, share
+from flowgrpo.parallel import sharding
+from flowgrpo.parallel.row_sharding import place_on_devices, share
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines, significant, timed
 
-heading("What is run")
-_MESHES = flags.DEFINE_list(
-    "mesh", None, "What to run: whole, pmap, or a mesh as data:4/tensor:2; by default one of each."
-)
-heading("Sizes")
+flag_heading("What is run")
+_MESHES = flags.DEFINE_list("mesh", None, "Any of whole, pmap, a mesh as data:4/tensor:2; by default one of each.")
+flag_heading("Sizes")
 _UPDATES = flags.DEFINE_integer("updates", 5, "Updates, each on a batch of its own.", lower_bound=1)
-heading("Devices and memory")
+flag_heading("Devices and memory")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, where several processes take part.")
 _PROCESSES = flags.DEFINE_integer("num_processes", 1, "How many processes take part.", lower_bound=1)
 _PROCESS = flags.DEFINE_integer("process_id", 0, "Which of them this is.", lower_bound=0)
 
-CONFIG = DecoderConfig(
-    v=128,
-    d=64,
-    h=4,
-    k=2,
-    e=16,
-    f=128,
-    windows=(None, 12),
-    ropes=(Rope(),) * 2,
-    qkv_bias=True,
-    qk_norm=True,
-    init_scale=0.1,
-)
+SIZES: dict[str, Any] = {"v": 128, "d": 64, "h": 4, "k": 2, "e": 16, "f": 128, "init_scale": 0.1}
+CONFIG = DecoderConfig(**SIZES, windows=(None, 12), ropes=(Rope(),) * 2, qkv_bias=True, qk_norm=True)
 POLICY, AXES = make_policy(CONFIG), sharding.decoder_axes(CONFIG)
 ALGORITHM, OPTIMIZER = fg.flow_grpo(beta=0.05), make_optimizer(learning_rate=1e-3)
 ROWS, MICRO_ROWS = 32, 4
 WAYS = ("whole", "pmap", "data=8", "fsdp=8", "data=2,tensor=4", "data=2,fsdp=2,tensor=2")
 Result = tuple[Any, float, int]  # parameters, seconds an update, bytes of state on a device
 
-# The work ---------------------------------------------------------------------------------------------
 
-
-def start() -> LearnerState:
+def start_state() -> LearnerState:
     """The state before the first update."""
     return init_learner(POLICY.init(jax.random.key(0)), OPTIMIZER)
 
@@ -102,38 +87,43 @@ def _with_logp(batch: fg.Batch, score, params, rng: np.random.Generator) -> fg.B
     return batch.replace(logp_sampled=near, logp_ref=reference)
 
 
-# The ways ---------------------------------------------------------------------------------------------
-
-
 def on_one(batches: Sequence[fg.Batch], *, micro_rows: int = MICRO_ROWS) -> Result:
     """By one device of this process."""
     update = jax.jit(make_update(POLICY, ALGORITHM, OPTIMIZER, micro_rows=micro_rows))
-    state, seconds = _run(update, start(), batches)
+    state, seconds = _run(update, start_state(), batches)
     return jax.device_get(state.params), seconds, _held(state)
 
 
-def by_pmap(batches: Sequence[fg.Batch]) -> Result:
+def _by_pmap(batches: Sequence[fg.Batch]) -> Result:
     """By `jax.pmap` over all devices."""
-    update = sharding.pmap_update(partial(make_update, POLICY, ALGORITHM, OPTIMIZER, micro_rows=MICRO_ROWS))
-    states, seconds = _run(update, sharding.stack(start(), jax.device_count()), batches)
+    make = partial(make_update, algorithm=ALGORITHM, optimizer=OPTIMIZER, micro_rows=MICRO_ROWS)
+    update = sharding.pmap_update(make, POLICY)
+    states, seconds = _run(update, sharding.repeat_tree(start_state(), jax.device_count()), batches)
     return jax.tree.map(lambda x: np.asarray(x[0]), states.params), seconds, _held(states)
 
 
 def on_mesh(batches: Sequence[fg.Batch], sizes: str) -> Result:
     """By `jax.jit` over a mesh of all devices of all processes."""
     mesh = sharding.make_mesh(sharding.parse_mesh(sizes))
-    policy, state = sharding.settled(POLICY, mesh, AXES), start()
+    policy, state = sharding.settle(POLICY, mesh, AXES), start_state()
     where = sharding.state_shardings(state, mesh, AXES)
-    update = sharding.jit_update(make_update(policy, ALGORITHM, OPTIMIZER, micro_rows=MICRO_ROWS, mesh=mesh), where)
-    state, seconds = _run(update, place(state, where), batches)
+    update = sharding.jit_update(make_update(policy, ALGORITHM, OPTIMIZER, micro_rows=MICRO_ROWS), where)
+    state, seconds = _run(update, place_on_devices(state, where), batches)
     return jax.tree.map(np.asarray, share(state.params, mesh)), seconds, _held(state)
+
+
+def _run_as(way: str, batches: Sequence[fg.Batch]) -> Result:
+    """By the way of this name, one of `WAYS` or another mesh."""
+    if way == "whole":
+        return on_one(batches, micro_rows=ROWS)
+    return _by_pmap(batches) if way == "pmap" else on_mesh(batches, way)
 
 
 def _run(update: Callable, state, batches: Sequence[fg.Batch]) -> tuple[Any, float]:
     """The last state, and the seconds of the fastest update."""
     times = []
     for batch in batches:
-        took, (state, _) = timed(partial(update, state, batch))
+        took, (state, _) = timed(lambda state=state, batch=batch: update(state, batch))
         times.append(took)
     return state, min(times)
 
@@ -145,34 +135,26 @@ def _held(state) -> int:
     return sum(shard.data.nbytes for shard in shards)
 
 
-def apart(params, expected, before) -> float:
+def relative_distance(params, expected, before) -> float:
     """How far parameters are from those expected, against how far these are from the start."""
-    distance, moved = (_norm(jax.tree.map(np.subtract, expected, other)) for other in (params, before))
-    return distance / moved
-
-
-def _norm(tree) -> float:
-    return math.sqrt(sum(float(np.sum(np.asarray(x, np.float64) ** 2)) for x in jax.tree.leaves(tree)))
-
-
-# The command ------------------------------------------------------------------------------------------
+    distance, moved = (optax.tree.norm(jax.tree.map(np.subtract, expected, other)) for other in (params, before))
+    return float(distance / moved)
 
 
 def main() -> None:
     """Run every way, print a line each and one JSON line."""
     if _COORDINATOR.value is not None:
         launch.join(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
-    before = jax.device_get(start().params)
+    before = jax.device_get(start_state().params)
     batches = fixed_batches(before, _UPDATES.value)
     expected, seconds, held = on_one(batches)
     rows = [_line("one device", 0.0, seconds, held)]
-    ways = {"whole": partial(on_one, micro_rows=ROWS), "pmap": by_pmap}
-    for name in counted("mesh", _MESHES.value or WAYS):
+    for name in with_progress("mesh", _MESHES.value or WAYS):
         name = name.replace("/", ",").replace(":", "=")
-        params, seconds, held = ways.get(name, partial(on_mesh, sizes=name))(batches)
-        rows.append(_line(name, apart(params, expected, before), seconds, held))
+        params, seconds, held = _run_as(name, batches)
+        rows.append(_line(name, relative_distance(params, expected, before), seconds, held))
     show_lines(rows)
-    print(json.dumps({"benchmark": "meshes", "devices": jax.device_count(), "updates": _UPDATES.value, "rows": rows}))
+    print_result("meshes", devices=jax.device_count(), updates=_UPDATES.value, rows=rows)
 
 
 def _line(name: str, far: float, seconds: float, held: int) -> dict[str, Any]:
@@ -180,4 +162,4 @@ def _line(name: str, far: float, seconds: float, held: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    common.run(main, cpu_devices=8)
+    app.run(main, cpu_devices=8)

@@ -6,19 +6,19 @@ Trajectories of 3 turns with lognormal lengths, rows of 4 x the mean length, rag
 several runs. Expected on two cores: 100,000 trajectories (5 million tokens) in under 2 s, fill >= 0.97.
 """
 
-import json
 import statistics
-import time
 
 import numpy as np
 from absl import flags
 
 import flowgrpo as fg
-from experiments import common
-from experiments.headings import heading
-from flowgrpo.types import BadInput
+from experiments.benchmarks.measuring import print_result, whole_numbers
+from experiments.cli import app
+from experiments.cli.help import flag_heading
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines, timed
 
-heading("Sizes")
+flag_heading("Sizes")
 _SIZES = flags.DEFINE_list("sizes", ["1000", "10000", "100000"], "Numbers of trajectories.")
 _MEAN = flags.DEFINE_integer("mean", 48, "Mean tokens of a trajectory.", lower_bound=6)
 _SIGMA = flags.DEFINE_float("sigma", 0.5, "Spread of the logarithm of the lengths.", lower_bound=0.0)
@@ -32,42 +32,36 @@ def lognormal_records(count: int, mean: int, sigma: float, seed: int = 0) -> lis
     length_n = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count).clip(3, 4 * mean).astype(int)
     record_turns = [np.diff(np.linspace(0, length, 4).astype(int)) for length in length_n]
     return [
-        fg.Trajectory([make_turn(size) for size in sizes], float(i % 2), i // 8) for i, sizes in enumerate(record_turns)
+        fg.Trajectory([_make_turn(size) for size in sizes], float(i % 2), i // 8)
+        for i, sizes in enumerate(record_turns)
     ]
 
 
-def make_turn(size: int) -> fg.Turn:
+def _make_turn(size: int) -> fg.Turn:
     """A turn whose first half is context."""
     return fg.Turn(np.arange(size, dtype=np.int32), np.arange(size) >= size // 2, np.zeros(size, np.float32))
 
 
-def measure(count: int) -> dict:
+def _measure(count: int) -> dict:
     """Median seconds and fill rate for `count` trajectories."""
     records = lognormal_records(count, _MEAN.value, _SIGMA.value)
-    ones_nt, row_length = np.ones((count, 3), np.float32), 4 * _MEAN.value
-    seconds, fill, tokens = [], 0.0, 0
-    for _ in range(_REPEATS.value):
-        start = time.perf_counter()
-        batch = fg.pack(records, ones_nt, ones_nt, row_length=row_length, ranks=_RANKS.value)
-        seconds.append(time.perf_counter() - start)
-        fill, tokens = fg.fill_rate(batch), int((batch.segments > 0).sum())
-    median = statistics.median(seconds)
-    return {"trajectories": count, "tokens": tokens, "seconds": round(median, 4), "fill": round(fill, 4)}
+    ones_nt = np.ones((count, 3), np.float32)
+
+    def pack() -> fg.Batch:
+        return fg.pack(records, ones_nt, ones_nt, row_length=4 * _MEAN.value, ranks=_RANKS.value)
+
+    runs = [timed(pack) for _ in range(_REPEATS.value)]
+    batch, seconds = runs[-1][1], statistics.median(took for took, _ in runs)
+    tokens, fill = int((batch.segments > 0).sum()), fg.batching.fill_rate(batch)
+    return {"trajectories": count, "tokens": tokens, "seconds": round(seconds, 4), "fill": round(fill, 4)}
 
 
 def main() -> None:
     """Measure every size, print the table and one JSON line."""
-    rows = []
-    if not all(size.isdecimal() and int(size) for size in _SIZES.value):
-        raise BadInput(f"--sizes={','.join(_SIZES.value)} must be a comma-separated list of positive integers")
-    print(f"{'trajectories':>14}{'tokens':>12}{'seconds':>10}{'fill':>8}")
-    for size in _SIZES.value:
-        rows.append(measure(int(size)))
-        print(
-            f"{rows[-1]['trajectories']:14,}{rows[-1]['tokens']:12,}{rows[-1]['seconds']:10.3f}{rows[-1]['fill']:8.4f}"
-        )
-    print(json.dumps({"benchmark": "packing", "ranks": _RANKS.value, "rows": rows}))
+    rows = [_measure(size) for size in with_progress("size", whole_numbers(_SIZES))]
+    show_lines(rows)
+    print_result("packing", ranks=_RANKS.value, rows=rows)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

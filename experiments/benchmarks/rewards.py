@@ -14,14 +14,11 @@ deadline at the latest; 7,000 plain answers a second, 4,400 of schools, 19 and 3
 Of 1,000 of these, 20 that hang for half a second make 14 seconds out of 10. Overlap 0.6.
 """
 
-import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,24 +26,25 @@ import numpy as np
 from absl import flags
 
 import flowgrpo as fg
-from experiments import common
-from experiments.benchmarks.measured import show_lines
-from experiments.headings import heading
-from flowgrpo.report.progress import counted
-from flowgrpo.rewards.answer import answer
-from flowgrpo.rewards.code import code
-from flowgrpo.rewards.drawing import drawing_reward, make_drawings, oracle
-from flowgrpo.rewards.school import school
-from flowgrpo.rewards.symbolic import PRELOAD, mathematics
+from experiments.benchmarks.measuring import check_known, print_result, whole_numbers
+from experiments.cli import app
+from experiments.cli.help import flag_heading
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import seconds, show_lines, timed
+from flowgrpo.rewards.answers.match import answer
+from flowgrpo.rewards.answers.school import school
+from flowgrpo.rewards.answers.symbolic import PRELOAD, mathematics
+from flowgrpo.rewards.code.reward import code
+from flowgrpo.rewards.vision.drawing import drawing_reward, make_drawings, oracle
 from flowgrpo.sandbox import Limits, Sandbox
 
 PARTS = ("sandbox", "members", "hanging", "overlap")
-heading("What is run")
+flag_heading("What is run")
 _PARTS = flags.DEFINE_list("parts", list(PARTS), f"Any of {', '.join(PARTS)}.")
-heading("Sizes")
+flag_heading("Sizes")
 _CHECKS = flags.DEFINE_integer("checks", 200, "Checks of each measurement.", lower_bound=20)
 _HANGING = flags.DEFINE_float("hanging", 0.02, "Share of the code that never ends.", lower_bound=0.0, upper_bound=1.0)
-heading("Devices and memory")
+flag_heading("Devices and memory")
 _CORES = flags.DEFINE_list("cores", ["1", "2"], "Numbers of cores, each with as many workers.")
 _SECONDS = flags.DEFINE_float("seconds", 0.5, "Deadline of a check.", lower_bound=0.05)
 
@@ -54,9 +52,6 @@ SUM = "def total(numbers):\n    return sum(numbers)\n"
 NEVER = "def total(numbers):\n    while True:\n        pass\n"
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass"
 Check = tuple[fg.Task, str]
-
-
-# What is measured -------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -72,46 +67,33 @@ def on_cores(count: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def latencies(work: Callable[[int], object], count: int, workers: int) -> tuple[float, np.ndarray]:
+def _latencies(work: Callable[[int], object], count: int, workers: int) -> tuple[float, np.ndarray]:
     """Seconds in all, and those of each of `count` pieces of work, done by so many threads."""
-
-    def one(index: int) -> float:
-        began = time.perf_counter()
-        work(index)
-        return time.perf_counter() - began
-
-    began = time.perf_counter()
     with ThreadPoolExecutor(workers) as pool:
-        each = list(pool.map(one, range(count)))
-    return time.perf_counter() - began, np.array(each)
+        return timed(lambda: np.array(list(pool.map(lambda index: seconds(lambda: work(index)), range(count)))))
 
 
-def row(name: str, cores: int, seconds: float, each: np.ndarray) -> dict:
+def _row(name: str, cores: int, took: float, each: np.ndarray) -> dict:
     """A line of the table: rate and quantiles in milliseconds."""
-    p50, p99 = np.quantile(each, [0.5, 0.99]) * 1e3
-    return {
-        "what": name,
-        "cores": cores,
-        "a_second": round(len(each) / seconds, 1),
-        "p50_ms": round(p50, 2),
-        "p99_ms": round(p99, 2),
-        "max_ms": round(each.max() * 1e3, 2),
-    }
+    quantiles = dict(zip(("p50_ms", "p99_ms", "max_ms"), np.quantile(each, [0.5, 0.99, 1.0]) * 1e3, strict=True))
+    rate = {"what": name, "cores": cores, "a_second": round(len(each) / took, 1)}
+    return rate | {name: round(value, 2) for name, value in quantiles.items()}
 
 
 def sandbox_rows(cores: int) -> list[dict]:
     """One-line programs, calls, and how late a program ends that ignores SIGTERM."""
     with on_cores(cores), Sandbox(workers=cores, preload=("json",)) as sandbox:
         print(sandbox.isolation)
-        limits = Limits(seconds=_SECONDS.value)
-        run = partial(sandbox.run, "print(6 * 7)")
-        call = partial(sandbox.call, "json:loads", "[1, 2]")
-        rows = []
-        for name, work in (("run", run), ("call", call)):
-            work()
-            rows.append(row(name, cores, *latencies(lambda _, work=work: work(), _CHECKS.value, cores)))
-        seconds, each = latencies(lambda _: sandbox.run(STUBBORN, limits=limits), 20, cores)
-    return [*rows, row("past the deadline", cores, seconds, each - _SECONDS.value)]
+        limits, rows = Limits(seconds=_SECONDS.value), []
+        works: dict[str, Callable[[int], object]] = {
+            "run": lambda _: sandbox.run("print(6 * 7)"),
+            "call": lambda _: sandbox.call("json:loads", "[1, 2]"),
+        }
+        for name, work in works.items():
+            work(0)
+            rows.append(_row(name, cores, *_latencies(work, _CHECKS.value, cores)))
+        took, each = _latencies(lambda _: sandbox.run(STUBBORN, limits=limits), 20, cores)
+    return [*rows, _row("past the deadline", cores, took, each - _SECONDS.value)]
 
 
 def member_rows(cores: int) -> list[dict]:
@@ -128,12 +110,8 @@ def member_rows(cores: int) -> list[dict]:
         for name, (reward, make) in members.items():
             checks = [make(index) for index in range(_CHECKS.value)]
             check_values(name, [reward.score(*check) for check in checks[:4]])
-
-            def score(index: int, reward=reward, checks=checks) -> None:
-                reward.score(*checks[index])
-
-            latencies(score, 4 * cores, cores)  # so that every worker is warm
-            rows.append(row(name, cores, *latencies(score, len(checks), cores)))
+            _scores(reward, checks[: 4 * cores], cores)  # so that every worker is warm
+            rows.append(_row(name, cores, *_scores(reward, checks, cores)[0]))
     return rows
 
 
@@ -145,15 +123,22 @@ def hanging_rows(cores: int) -> list[dict]:
         for share in (0.0, _HANGING.value):
             hangs = np.random.default_rng(0).permutation(_CHECKS.value) < round(share * _CHECKS.value)
             checks = [hanging_check(i) if hang else code_checks(2 * i) for i, hang in enumerate(hangs)]
-            scored: list[float | None] = [None] * len(checks)
-
-            def score(index: int, checks=checks, scored=scored) -> None:
-                scored[index] = reward.score(*checks[index]).value
-
-            seconds, each = latencies(score, len(checks), cores)
+            (took, each), scored = _scores(reward, checks, cores)
             assert scored == [float(not hang) for hang in hangs], "a check was judged wrongly"
-            rows.append(row(f"{share:.0%} hanging", cores, seconds, each) | {"seconds": round(seconds, 2)})
+            rows.append(_row(f"{share:.0%} hanging", cores, took, each) | {"seconds": round(took, 2)})
     return rows
+
+
+def _scores(
+    reward: fg.Reward, checks: list[Check], workers: int
+) -> tuple[tuple[float, np.ndarray], list[float | None]]:
+    """Score checks in so many threads: what `_latencies` says of them, and their values."""
+    values: list[float | None] = [None] * len(checks)
+
+    def score(index: int) -> None:
+        values[index] = reward.score(*checks[index]).value
+
+    return _latencies(score, len(checks), workers), values
 
 
 def overlap_rows(cores: int) -> list[dict]:
@@ -162,36 +147,25 @@ def overlap_rows(cores: int) -> list[dict]:
     x = jnp.eye(768)
     multiply(x).block_until_ready()
 
-    def device(turns: int) -> float:
-        began = time.perf_counter()
+    def device(turns: int) -> None:
         for _ in range(turns):
             multiply(x).block_until_ready()
-        return time.perf_counter() - began
 
-    with Sandbox(workers=1) as sandbox:
-        reward = code(sandbox)
-        checks = [code_checks(i) for i in range(_CHECKS.value)]
-        reward.score(*checks[0])
-
-        def rewards() -> float:
-            return latencies(lambda i: reward.score(*checks[i]), len(checks), 1)[0]
-
-        alone = rewards()
-        turns = max(1, round(alone / device(1)))
-        busy = device(turns)
-        began = time.perf_counter()
-        thread = threading.Thread(target=rewards)
+    def both(turns: int) -> None:
+        thread = threading.Thread(target=_scores, args=(reward, checks, 1))
         thread.start()
         device(turns)
         thread.join()
-        both = time.perf_counter() - began
-    hidden = (alone + busy - both) / min(alone, busy)
-    figures = {"rewards_seconds": alone, "device_seconds": busy, "both_seconds": both, "overlap": hidden}
+
+    with Sandbox(workers=1) as sandbox:
+        reward, checks = code(sandbox), [code_checks(i) for i in range(_CHECKS.value)]
+        reward.score(*checks[0])
+        alone = seconds(lambda: _scores(reward, checks, 1))
+        turns = max(1, round(alone / seconds(lambda: device(1))))
+        busy, together = seconds(lambda: device(turns)), seconds(lambda: both(turns))
+    hidden = (alone + busy - together) / min(alone, busy)
+    figures = {"rewards_seconds": alone, "device_seconds": busy, "both_seconds": together, "overlap": hidden}
     return [{"cores": cores} | {name: round(value, 3) for name, value in figures.items()}]
-
-
-# Checks -----------------------------------------------------------------------------------------------
-# Even ones are right, odd ones wrong.
 
 
 def task(index: int, gold: str, **metadata: object) -> fg.Task:
@@ -240,25 +214,18 @@ def check_values(name: str, scored: list[fg.Scored]) -> None:
         raise AssertionError(f"{name}: the first answers are right, wrong, right, wrong, but score {scored}")
 
 
-# The command ------------------------------------------------------------------------------------------
-
-
 def main() -> None:
     """Measure the parts that were asked for, print tables and one JSON line."""
-    unknown = sorted(set(_PARTS.value) - set(PARTS))
-    if unknown:
-        raise fg.BadInput(f"--parts has {unknown[0]!r}; choose from {', '.join(PARTS)}")
-    if not all(number.isdecimal() and int(number) > 0 for number in _CORES.value):
-        raise fg.BadInput(f"--cores={','.join(_CORES.value)} must be numbers of cores, as in 1,2")
-    cores = [int(number) for number in _CORES.value]
+    check_known(_PARTS, PARTS)
+    cores = whole_numbers(_CORES)
     measures = {"sandbox": sandbox_rows, "members": member_rows, "hanging": hanging_rows, "overlap": overlap_rows}
     found: dict[str, list[dict]] = {}
-    for part in counted("part", [part for part in PARTS if part in _PARTS.value]):
+    for part in with_progress("part", [part for part in PARTS if part in _PARTS.value]):
         counts = cores if part in ("sandbox", "members") else cores[-1:]
         found[part] = [line for count in counts for line in measures[part](count)]
         show_lines(found[part])
-    print(json.dumps({"benchmark": "rewards", "checks": _CHECKS.value} | found))
+    print_result("rewards", checks=_CHECKS.value, **found)
 
 
 if __name__ == "__main__":
-    common.run(main, cpu_devices=2)  # each with one thread
+    app.run(main, cpu_devices=2)  # each with one thread

@@ -14,9 +14,8 @@ Prints a table and one JSON line. Runs on any CPU, offline, in minutes. On two q
 1.4e-5.
 """
 
-import json
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,18 +23,20 @@ import jax
 import numpy as np
 from absl import flags
 
-from experiments import arms, common, setups
-from experiments.arms import Arm
-from experiments.compare_runs import begin_all, over_seeds, settings_of
-from experiments.headings import heading
-from experiments.studies import STUDIES
+from experiments.benchmarks.measuring import print_result, whole_numbers
+from experiments.cli import app
+from experiments.cli.help import flag_heading
 from flowgrpo import launch, loop
-from flowgrpo.many import many_updates, over_runs, stack
-from flowgrpo.report.progress import Progress
-from flowgrpo.spread import data_mesh
-from flowgrpo.statistics import interval, probability_of_improvement
+from flowgrpo.evaluation.statistics import interval, probability_of_improvement
+from flowgrpo.parallel.row_sharding import data_mesh, many_updates, over_runs, stack_trees
+from flowgrpo.recipes import pure, study_arms
+from flowgrpo.recipes.compare import begin_all, over_seeds, study_config
+from flowgrpo.recipes.studies import STUDIES
+from flowgrpo.recipes.study_arms import Arm
+from flowgrpo.report.progress import Progress, with_progress
+from flowgrpo.report.tables import show_lines, significant, timed
 
-heading("Sizes")
+flag_heading("Sizes")
 _SEEDS = flags.DEFINE_integer("num_seeds", 16, "Seeds.", lower_bound=2)
 _UPDATES = flags.DEFINE_integer("updates", 40, "Updates of each.", lower_bound=4)
 _LANES = flags.DEFINE_list("lanes", ["1", "2", "8"], "Seeds that are vmapped on a device: numbers, by commas.")
@@ -51,40 +52,35 @@ class Timed(NamedTuple):
     early: Any  # parameters after the first updates, stacked
 
 
-def together(step: Callable, runs: Any, updates: int, lanes: int) -> Timed:
+def _together(step: Callable, runs: Any, updates: int, lanes: int) -> Timed:
     """All seeds in one program; the first updates once more in one of their own, which isn't timed."""
-    first, whole = (
-        jax.jit(over_runs(partial(many_updates, step, updates=size), lanes=lanes, mesh=data_mesh()))
-        for size in (FIRST, updates)
-    )
-    began = time.monotonic()
-    compiled = whole.lower(runs).compile()
-    compilation, began = time.monotonic() - began, time.monotonic()
-    _, figures = jax.block_until_ready(compiled(runs))
-    seconds = time.monotonic() - began
-    early, _ = first(runs)
+
+    def program(size: int) -> Any:
+        return jax.jit(over_runs(lambda run: many_updates(step, run, updates=size), lanes=lanes, mesh=data_mesh()))
+
+    compilation, compiled = timed(lambda: program(updates).lower(runs).compile())
+    seconds, (_, figures) = timed(lambda: compiled(runs))
+    early, _ = program(FIRST)(runs)
     return Timed(compilation, seconds, np.asarray(figures["success"]), jax.device_get(early.learner.params))
 
 
-def alone(step: Callable, runs: Any, updates: int) -> Timed:
+def _alone(step: Callable, runs: Any, updates: int) -> Timed:
     """One seed after another, by programs that are compiled once."""
     each = [jax.tree.map(lambda x, index=index: x[index], runs) for index in range(len(runs.update))]
-    began = time.monotonic()
-    jax.block_until_ready(step(each[0]))
-    compilation, began = time.monotonic() - began, time.monotonic()
+    compilation, _ = timed(lambda: step(each[0]))
     success, early = [], []
-    for run in each:
-        seen = []
-        for after, figures in loop.train(step, run, updates):
-            seen.append(figures["success"])
-            if len(seen) == FIRST:
-                early.append(after.learner.params)
-        success.append(seen)
-    seconds = time.monotonic() - began
-    return Timed(compilation, seconds, np.array(success), jax.device_get(stack(early)))
+
+    def train() -> None:
+        for run in each:
+            history = [(after, figures["success"]) for after, figures in loop.train_loop(step, run, updates)]
+            early.append(history[FIRST - 1][0].learner.params)
+            success.append([reached for _, reached in history])
+
+    seconds, _ = timed(train)
+    return Timed(compilation, seconds, np.array(success), jax.device_get(stack_trees(early)))
 
 
-def agreement(one: Timed, other: Timed) -> dict[str, Any]:
+def _agreement(one: Timed, other: Timed) -> dict[str, Any]:
     """How near two ways come to each other: early parameters and success, and the seeds' success at the end."""
     apart = jax.tree.map(lambda x, y: float(np.abs(x - y).max()), one.early, other.early)
     ends = [timed.success[:, -5:].mean(axis=1) for timed in (one, other)]
@@ -105,35 +101,30 @@ def main() -> None:
     progress = Progress(updates)
     study = STUDIES["credit"]()
     (env, world), *_ = study.worlds.items()
-    settings = settings_of(study, env, {"updates": updates})
-    begun = begin_all(settings, world, range(seeds), each=partial(over_seeds, lanes=1), progress=progress)
-    parts = arms.parts_of(Arm(), settings, world, updates=1, tasks=1)
+    config = study_config(study, env, {"updates": updates})
+    begun = begin_all(config, world, range(seeds), each=partial(over_seeds, lanes=1), progress=progress)
+    parts = study_arms.parts_of(Arm(), config, world, updates=1, tasks=1)
     runs = jax.jit(over_runs(parts.begin))(begun)
-    spread = setups.build(settings | {"mesh": None}, env=parts.setup.env)
-    step = loop.one_program(parts.setup.iteration, parts.setup.env, parts.setup.sizes)
+    spread = pure.open(replace(config, mesh=None), env=parts.setup.env)
+    three = loop.three_programs(spread.iteration)
+    step = loop.one_program(parts.setup.iteration)
     ways: dict[str, Callable[[], Timed]] = {
-        "alone": lambda: alone(
-            loop.three_programs(spread.iteration, spread.env, spread.algorithm, spread.sizes), runs, updates
-        ),
-        "alone, one program": lambda: alone(jax.jit(step), runs, updates),
+        "alone": lambda: _alone(three, runs, updates),
+        "alone, one program": lambda: _alone(jax.jit(step), runs, updates),
     }
-    ways |= {f"together, {lanes} vmapped": partial(together, step, runs, updates, int(lanes)) for lanes in _LANES.value}
-    done: dict[str, Timed] = {}
-    for name, run in ways.items():
-        progress.say(f"{seeds} seeds, {updates} updates: {name}")
-        done[name] = run()
+    for lanes in whole_numbers(_LANES):
+        ways[f"together, {lanes} vmapped"] = lambda lanes=lanes: _together(step, runs, updates, lanes)
+    done = {name: ways[name]() for name in with_progress("way", list(ways))}
     base = done["alone"]
-    print(f"{'':24}{'compile':>10}{'seconds':>10}{'ratio':>8}{'apart':>10}{'beats alone':>22}")
-    rows = []
-    for name, timed in done.items():
-        row = {"way": name, "compilation": timed.compilation, "seconds": timed.seconds}
-        row |= {"ratio": timed.seconds / base.seconds} | agreement(timed, base)
-        rows.append(row)
-        beats = f"{row['beats']:.2f} ({row['beats_low']:.2f} to {row['beats_high']:.2f})"
-        cells = f"{timed.compilation:>9.1f}s{timed.seconds:>9.1f}s{row['ratio']:>8.2f}{row['params_apart']:>10.1e}"
-        print(f"{name:24}{cells}{beats:>22}")
-    print(json.dumps({"seeds": seeds, "updates": updates, "devices": jax.device_count(), "rows": rows}))
+    rows = [
+        {"way": name, "compilation": way.compilation, "seconds": way.seconds, "ratio": way.seconds / base.seconds}
+        | _agreement(way, base)
+        for name, way in done.items()
+    ]
+    shown = ("way", "compilation", "seconds", "ratio", "params_apart", "beats", "beats_low", "beats_high")
+    show_lines([{n: significant(row[n]) if isinstance(row[n], float) else row[n] for n in shown} for row in rows])
+    print_result("seeds", seeds=seeds, updates=updates, devices=jax.device_count(), rows=rows)
 
 
 if __name__ == "__main__":
-    common.run(main, cpu_devices=launch.cores())
+    app.run(main, cpu_devices=launch.cores())

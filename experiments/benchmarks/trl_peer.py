@@ -16,13 +16,11 @@ the clipped group loss, a gradient norm of at most 1 and no gradient checkpoints
 import contextlib
 import io
 import math
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -34,14 +32,14 @@ from jaxtyping import Bool, Int
 
 import flowgrpo as fg
 from experiments.benchmarks import ceilings
-from experiments.benchmarks.measured import significant
+from experiments.benchmarks.measuring import torch_model
 from flowgrpo import loop
 from flowgrpo.contracts import Env, Observation, Policy, Sizes, Step
-from flowgrpo.envs.env import END, PAD, SPECIAL, absorbing, fill
+from flowgrpo.envs.env import END, PAD, SPECIAL, absorbing, pad_tokens
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.decoder import make_policy
-from flowgrpo.spread import data_mesh
-from flowgrpo.types import BadInput
+from flowgrpo.parallel.row_sharding import data_mesh
+from flowgrpo.report.tables import significant, timed
 
 # Words by number: special ones, the marks of a dialogue, ten digits, and others up to the vocabulary's end.
 VOCABULARY = 512
@@ -60,7 +58,7 @@ WARM_UP = 2  # steps that aren't counted
 # Here -------------------------------------------------------------------------------------------------
 
 
-class State(struct.PyTreeNode):
+class DialogueState(struct.PyTreeNode):
     """How far a dialogue has come."""
 
     turn: Int[Array, ""]
@@ -68,84 +66,76 @@ class State(struct.PyTreeNode):
     correct: Bool[Array, ""]
 
 
-def dialogue(turns: int) -> Env:
+def _dialogue(turns: int) -> Env:
     """Turns that are paid by their share of digits, with a calculator's answer between two of them."""
+
+    def say_zero(*_) -> tuple[Array, Array]:
+        return pad_tokens([DIGIT, END], ACTION[turns]), jnp.int32(2)
+
     return Env(
         name="dialogue",
         words=WORDS,
         tools=("calculator",),
         sizes=Sizes(prompt=PROMPT, observation=6, action=ACTION[turns], turns=turns),
-        make_task=make_task,
-        reset=reset,
-        step=absorbing(partial(step, turns=turns)),
+        make_task=_make_task,
+        reset=_reset,
+        step=absorbing(partial(_calculate, turns=turns)),
         anchor=lambda state: state.turn,
-        oracle=partial(_say_zero, action=ACTION[turns]),
-        demonstrate=partial(_say_zero, action=ACTION[turns]),
+        oracle=say_zero,
+        demonstrate=say_zero,
     )
 
 
-def make_task(key: Array, split: str) -> Array:
+def _make_task(key: Array, split: str) -> Array:
     """Any words but the special ones; all splits are alike."""
     del split
     words = jax.random.randint(key, (PROMPT,), OTHER, VOCABULARY, jnp.int32)
     return words.at[-1].set(MODEL)
 
 
-def reset(key: Array, task: Array) -> tuple[State, Observation]:
+def _reset(key: Array, task: Array) -> tuple[DialogueState, Observation]:
     """The prompt."""
     del key
     no = jnp.zeros((), bool)
-    return State(jnp.int32(0), no, no), Observation(task, jnp.int32(PROMPT))
+    return DialogueState(jnp.int32(0), no, no), Observation(task, jnp.int32(PROMPT))
 
 
-def step(state: State, tokens: Array, length: Array, *, turns: int) -> tuple[State, Step]:
+def _calculate(state: DialogueState, tokens: Array, length: Array, *, turns: int) -> tuple[DialogueState, Step]:
     """Pay the share of digits; say their sum, unless this was the last turn."""
     digit = (tokens >= DIGIT) & (tokens < OTHER) & (jnp.arange(len(tokens)) < length)
     total = jnp.where(digit, tokens - DIGIT, 0).sum(dtype=jnp.int32)
     share = digit.sum() / jnp.maximum(length, 1)
     done = state.turn + 1 >= turns
     figures = [DIGIT + total // power % 10 for power in (100, 10, 1)]
-    said = fill([TOOL, EQUALS, *figures, MODEL], 6)
+    said = pad_tokens([TOOL, EQUALS, *figures, MODEL], 6)
     observation = Observation(jnp.where(done, PAD, said), jnp.where(done, 0, 6))
     no = jnp.zeros((), bool)
     now = Step(observation, share.astype(jnp.float32), done, no, jnp.where(done, -1, 0), no)
     return state.replace(turn=state.turn + 1, done=done), now
 
 
-def _say_zero(*_, action: int) -> tuple[Array, Array]:
-    return fill([DIGIT, END], action), jnp.int32(2)
-
-
-def ends_often(policy: Policy) -> Policy:
+def _ends_often(policy: Policy) -> Policy:
     """The policy with a larger logit of END."""
-    return policy._replace(unembed=partial(_unembed, unembed=policy.unembed))
+    return policy._replace(
+        unembed=lambda params, hidden: policy.unembed(params, hidden).at[..., END].add(math.log(ENDS))
+    )
 
 
-def _unembed(params, hidden: Array, *, unembed) -> Array:
-    return unembed(params, hidden).at[..., END].add(math.log(ENDS))
-
-
-class Ours:
-    """Steps of the loop with packing on the host, one after the other."""
-
-    def __init__(self, turns: int):
-        model = ceilings.open_model("small")
-        policy = make_policy(model.config, unroll=True)
-        policy = policy if turns == 1 else ends_often(policy)
-        env, algorithm = dialogue(turns), fg.grpo(beta=0.0)
-        optimizer = make_optimizer(learning_rate=RATE)
-        # The longest trajectory of three turns fills a row, the others share rows: few are left, and large
-        # micro-batches would be half empty.
-        sizes = loop.Settings(queries=PROMPTS, samples=GROUP, micro_rows=16 if turns == 1 else 4)
-        iteration = loop.make_iteration(env, policy, algorithm, optimizer, sizes, mesh=data_mesh())
-        self._step = loop.three_programs(iteration, env, algorithm, sizes)
-        self._run = loop.start_run(model.params, optimizer, jax.random.key(0))
-
-    def step(self) -> tuple[float, int]:
-        """Seconds of a step, and the words of its responses, those of the calculator included."""
-        start = time.perf_counter()
-        self._run, metrics = jax.block_until_ready(self._step(self._run))
-        return time.perf_counter() - start, int(metrics["tokens"]) - GROUP * PROMPTS * PROMPT
+def _our_steps(turns: int) -> Iterator[tuple[float, int]]:
+    """Of each step of the loop: its seconds, and the words of its responses, those of the calculator included."""
+    model = ceilings.open_model("small")
+    policy = make_policy(model.config, unroll=True)
+    policy = policy if turns == 1 else _ends_often(policy)
+    env, algorithm, optimizer = _dialogue(turns), fg.grpo(beta=0.0), make_optimizer(learning_rate=RATE)
+    # The longest trajectory of three turns fills a row, the others share rows: few are left, and large micro-batches
+    # would be half empty.
+    sizes = loop.Settings(queries=PROMPTS, samples=GROUP, micro_rows=16 if turns == 1 else 4)
+    iteration = loop.make_iteration(env, policy._replace(mesh=data_mesh()), algorithm, optimizer, sizes)
+    step = loop.three_programs(iteration)
+    run = loop.start_run(model.params, optimizer, jax.random.key(0))
+    while True:
+        took, (run, metrics) = timed(partial(step, run))
+        yield took, int(metrics["tokens"]) - GROUP * PROMPTS * PROMPT
 
 
 # TRL --------------------------------------------------------------------------------------------------
@@ -178,17 +168,15 @@ class Calculator:
         return " ".join(["=", *f"{total % 1000:03d}"])
 
 
-def check_installed() -> None:
-    """Refuse where a package is missing that the comparison needs."""
-    missing = [name for name in ("torch", "trl", "datasets") if find_spec(name) is None]
-    if missing:
-        raise BadInput(f"--parts=trl needs {' and '.join(missing)}: python -m pip install '.[oracle]', or leave it out")
-
-
-def open_tokenizer(turns: int):
+def _open_tokenizer(turns: int):
     """Words between spaces; with turns, every response is read as a call of the calculator."""
     import tokenizers
     import transformers
+
+    def call_calculator(ids, **_: Any) -> dict:
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        call = {"type": "function", "function": {"name": "calculate", "arguments": {"expression": text}}}
+        return {"role": "assistant", "content": text, "tool_calls": [call]}
 
     words = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token=WORDS[-1])
@@ -199,17 +187,11 @@ def open_tokenizer(turns: int):
     tokenizer.chat_template = TEMPLATE
     if turns > 1:
         tokenizer.response_template = "scripted"  # any value keeps TRL from looking for one
-        tokenizer.parse_response = partial(_call_calculator, tokenizer)
+        tokenizer.parse_response = call_calculator
     return tokenizer
 
 
-def _call_calculator(tokenizer, ids, **_: Any) -> dict:
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    call = {"type": "function", "function": {"name": "calculate", "arguments": {"expression": text}}}
-    return {"role": "assistant", "content": text, "tool_calls": [call]}
-
-
-def prompts(turns: int, number: int) -> list[dict]:
+def _prompts(turns: int, number: int) -> list[dict]:
     """Rows of a dataset whose prompts have exactly as many tokens as ours."""
     id_np = np.random.default_rng(0).integers(OTHER, VOCABULARY, (number, PROMPT - 1))
     texts = [" ".join(WORDS[word] for word in id_p) for id_p in id_np]
@@ -218,17 +200,19 @@ def prompts(turns: int, number: int) -> list[dict]:
     return [{"prompt": [{"role": "user", "content": text}]} for text in texts]
 
 
-def open_trainer(turns: int, steps: int, folder: str, lengths: list[int], callback: Any):
+def _open_trainer(turns: int, steps: int, folder: str, lengths: list[int], callback: Any):
     """A GRPOTrainer that notes the words of each step's responses in `lengths`."""
     import datasets
-    import torch
-    import transformers
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    torch.set_num_threads(os.cpu_count() or 1)
-    config = transformers.AutoConfig.for_model(**ceilings.SHAPES["small"], eos_token_id=END, pad_token_id=PAD)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = torch_model(ceilings.SHAPES["small"] | {"eos_token_id": END, "pad_token_id": PAD})
+
+    def share_of_digits(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+        """The reward, as TRL calls it."""
+        lengths.append(sum(map(len, completion_ids)))
+        return [sum(DIGIT <= word < OTHER for word in ids) / max(len(ids), 1) for ids in completion_ids]
+
     settings: dict[str, Any] = {"max_completion_length": RESPONSE[turns], "max_steps": steps, "learning_rate": RATE}
     extra: dict[str, Any] = {}
     if turns > 1:
@@ -241,21 +225,15 @@ def open_trainer(turns: int, steps: int, folder: str, lengths: list[int], callba
     return GRPOTrainer(
         model=model,
         args=GRPOConfig(output_dir=folder, **settings),
-        train_dataset=datasets.Dataset.from_list(prompts(turns, GROUP * PROMPTS * (1 + steps))),
-        processing_class=open_tokenizer(turns),
-        reward_funcs=[partial(share_of_digits, lengths=lengths)],
+        train_dataset=datasets.Dataset.from_list(_prompts(turns, GROUP * PROMPTS * (1 + steps))),
+        processing_class=_open_tokenizer(turns),
+        reward_funcs=[share_of_digits],
         callbacks=[callback],
         **extra,
     )
 
 
-def share_of_digits(completion_ids: list[list[int]], *, lengths: list[int], **_: Any) -> list[float | None]:
-    """The reward, as TRL calls it."""
-    lengths.append(sum(map(len, completion_ids)))
-    return [sum(DIGIT <= word < OTHER for word in ids) / max(len(ids), 1) for ids in completion_ids]
-
-
-def make_clock(took: list[float], between: Callable[[], None]):
+def _make_clock(took: list[float], between: Callable[[], None]):
     """A callback that times TRL's steps, and calls a function after each."""
     import transformers
 
@@ -273,13 +251,13 @@ def make_clock(took: list[float], between: Callable[[], None]):
 # Both -------------------------------------------------------------------------------------------------
 
 
-def measure(turns: int, repeats: int) -> dict:
+def measure_trl(turns: int, repeats: int) -> dict:
     """Seconds of a step, episodes and words a second on both sides, and the ratio."""
     ours, theirs, lengths, steps = [], [], [], repeats + WARM_UP
-    mine = Ours(turns)
+    mine = _our_steps(turns)
     with tempfile.TemporaryDirectory() as folder:
-        clock = make_clock(theirs, lambda: ours.append(mine.step()))
-        trainer = open_trainer(turns, steps, folder, lengths, clock)
+        clock = _make_clock(theirs, lambda: ours.append(next(mine)))
+        trainer = _open_trainer(turns, steps, folder, lengths, clock)
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.train()
     assert len(theirs) == len(ours) == len(lengths) == steps

@@ -7,207 +7,210 @@
 
 All features are on: clip, entropy and the other figures that an update tells, the norm of the gradient and its clip, an
 AdamW step. `speed`: the share of the matrix-product rate by model and row length; plain, with layers in a loop, with
-layers computed again (`remat`), and with a reference that is scored first and a KL term (`kl`). Three times the work
-of a forward pass is counted, four times with a reference, and what is computed again is not. `memory`: what the
-compiler says that an update needs, against parameters, gradients, optimizer and activations by formula, and against
-what a process was seen to hold (see `resident`). `growth`: seconds by rows, by row length, and by the turns of a
-trajectory whose contexts append or are rendered afresh. `torch`: the same rows by PyTorch (see `torch_update`), in turn
-with ours.
+layers computed again (`remat`), with a reference that is scored first and a KL term (`kl`), and of `logprobs` alone
+(`scores`) and with its backward pass (`gradient`). Counted is the work of a forward pass, three times for a gradient,
+four with a reference, and not what is computed again. `memory`: what the compiler says that an update needs, against
+parameters, gradients, optimizer and activations by formula, and against how much a process of its own was seen to grow
+(Linux). `growth`: seconds by rows, by row length, and by the turns of a trajectory whose contexts append or are
+rendered afresh. `vocabulary`: temporary bytes of the compiled gradient of `logprobs`, against the formula that makes
+all [row, token, vocabulary] logits at once. `torch`: the same rows in PyTorch, in turn with ours, as TRL has it:
+transformers' model, clipped surrogate and entropy in micro-batches whose gradients add up, clip of the norm, AdamW.
 
 The rate is that of a matrix product that runs in turn with the updates, one on every device, so that other work on the
 machine slows both. `share` is by the clock; `work` is the same by the processor time of all threads, which leaves out
 what is lost where only one of them works, and is steady on a busy machine. With `--cpu_devices=2` rows are dealt over
 devices of one thread each. Medians of several runs.
+
+Measured on two shared cores: `scores` at 0.5 (small) to 0.64 (medium), `gradient` at 0.34 to 0.51; a small model holds
+1.07 times the memory that was expected, and the vocabulary, attention by blocks included, 1/37 of the plain formula.
 """
 
-import json
-import os
-import subprocess
-import sys
+import ctypes
+import gc
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
 import flowgrpo as fg
-from experiments import common
-from experiments.benchmarks import torch_update
-from experiments.benchmarks.measured import medians, show_columns, show_lines, significant, timed
-from experiments.benchmarks.rows import PROTOTYPE, SHAPES, full_batch, shape_called
-from experiments.headings import heading
+from experiments.benchmarks import measuring
+from experiments.benchmarks.ceilings import LEARNERS, full_batch, shape_called
+from experiments.cli import app
+from experiments.cli.help import flag_heading
+from flowgrpo.contracts import Params, Policy
 from flowgrpo.envs.env import PAD
-from flowgrpo.learner.floor import count_parameters, forward_flops
-from flowgrpo.learner.optimizers import make_optimizer
-from flowgrpo.learner.state import init_learner
+from flowgrpo.generate.sampler import logprobs
+from flowgrpo.learner.state import init_learner, make_optimizer
 from flowgrpo.learner.update import make_update
-from flowgrpo.models.config import DecoderConfig
+from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
-from flowgrpo.report.progress import counted
-from flowgrpo.spread import DEALT, data_mesh, share
+from flowgrpo.parallel.row_sharding import DEALT, data_mesh, share
+from flowgrpo.planning.cost_model import Workload, count_parameters, forward_flops
+from flowgrpo.planning.dry_run import abstract_batch, abstract_state, dry_update, local_bytes, make_case
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import medians, show_columns, show_lines, significant, timed
 from flowgrpo.types import BadInput, Batch
 
-PARTS = ("speed", "memory", "growth", "torch")
-FORMS: dict[str, dict[str, bool]] = {  # of the update
-    "plain": {},
-    "looped": {"unroll": False},
-    "remat": {"remat": True},
-    "kl": {"kl": True},
-}
+PARTS = ("speed", "memory", "growth", "vocabulary", "torch")
+FORMS = ("plain", "looped", "remat", "kl", "scores", "gradient")
 
-heading("What is run")
+flag_heading("What is run")
 _PARTS = flags.DEFINE_list("parts", list(PARTS[:-1]), f"Any of {', '.join(PARTS)}.")
-_MODELS = flags.DEFINE_list("models", list(SHAPES), "Models of `speed`, `memory` and `torch`.")
-_FORMS = flags.DEFINE_list("forms", list(FORMS), "Forms of the update in `speed`.")
-heading("Sizes")
+_MODELS = flags.DEFINE_list("models", list(LEARNERS), "Models of `speed`, `memory` and `torch`.")
+_FORMS = flags.DEFINE_list("forms", list(FORMS), "Forms in `speed`; of them plain and remat in `memory`.")
+flag_heading("Sizes")
 _ROWS = flags.DEFINE_integer("rows", 64, "Rows of a batch.", lower_bound=1)
 _LENGTHS = flags.DEFINE_list("lengths", ["96"], "Tokens of a row, one batch each.")
 _MICRO = flags.DEFINE_integer("micro_rows", 16, "Rows that are scored together.", lower_bound=1)
-_GROWTH = flags.DEFINE_string("growth_model", "small", "Model of `growth`.")
+_GROWTH = flags.DEFINE_enum("growth_model", "small", list(LEARNERS), "Model of `growth`.")
 _TURNS = flags.DEFINE_list("turns", ["1", "2", "4", "8"], "Turns of a trajectory in `growth`.")
 _TURN = flags.DEFINE_integer("turn_tokens", 24, "Tokens that a turn adds in `growth`.", lower_bound=2)
+_VOCABULARY = flags.DEFINE_integer("vocabulary", 151_936, "Vocabulary of `vocabulary`.", lower_bound=2)
+_MEMORY_ROWS = flags.DEFINE_integer("memory_rows", 8, "Rows of `vocabulary`.", lower_bound=1)
+_MEMORY_LENGTH = flags.DEFINE_integer("memory_length", 1024, "Tokens of a row of `vocabulary`.", lower_bound=2)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
 
-RATE = 1e-4  # of learning
+RATE, CLIP = 1e-4, 0.2  # of learning, and of the ratio in PyTorch
 SIZE, TIMES = 1024, 16  # of the matrices whose product is the measure, and how often it is taken in a run
 
 
-class Took(NamedTuple):
-    """Seconds of one run."""
-
-    clock: float
-    processor: float  # of all threads
-
-
-class Work(NamedTuple):
+class TimedProgram(NamedTuple):
     """A program to be timed, and the operations that it is counted for."""
 
     run: Callable[[], Any]
     flops: float
 
 
-# Updates ----------------------------------------------------------------------------------------------
+def _total(params: Params, policy: Policy, tokens: jax.Array) -> jax.Array:
+    """The sum of all log-probabilities, by `logprobs`."""
+    return jnp.sum(jnp.asarray(logprobs(policy, params, tokens).logp))
 
 
-def make_work(
-    config: DecoderConfig, params: Any, batch: Batch, *, unroll: bool = True, remat: bool = False, kl: bool = False
-) -> Work:
-    """One form of the update on a batch; it keeps its state, so that each run does the same."""
-    policy, optimizer = make_policy(config, unroll=unroll, remat=remat), make_optimizer(learning_rate=RATE)
-    algorithm = fg.flow_grpo(beta=0.04 if kl else 0.0)
-    mesh, settings = data_mesh(), {"banned": (PAD,), "micro_rows": _MICRO.value}
-    update = jax.jit(make_update(policy, algorithm, optimizer, mesh=mesh, **settings))
-    state, batch = share(init_learner(params, optimizer), mesh), share(batch, mesh)
-    forward = forward_flops(config, batch.tokens.size, mean_seen(batch))
-    return Work(partial(update, state, batch, state.params if kl else None), (4 if kl else 3) * forward)
+def _make_work(config: DecoderConfig, batch: Batch, form: str = "plain") -> TimedProgram:
+    """One form of the update on a batch, or of its scores; it keeps its state, so that each run does the same."""
+    mesh, policy = data_mesh(), make_policy(config, unroll=form != "looped", remat=form == "remat")
+    seen = float(np.mean(np.asarray(batch.positions) + 1))  # by a token of full rows, in the mean
+    forward = forward_flops(config, batch.tokens.size, seen)
+    params, batch = share(jax.jit(make_policy(config).init)(jax.random.key(0)), mesh), share(batch, mesh)
+    if form == "scores":
+        score = jax.jit(logprobs, static_argnums=0)
+        return TimedProgram(lambda: score(policy, params, batch.tokens), forward)
+    if form == "gradient":
+        learn = jax.jit(jax.value_and_grad(_total), static_argnums=1)
+        return TimedProgram(lambda: learn(params, policy, batch.tokens), 3 * forward)
+    kl, optimizer = form == "kl", make_optimizer(learning_rate=RATE)
+    settings: dict[str, Any] = {"banned": (PAD,), "micro_rows": _MICRO.value}
+    update = jax.jit(
+        make_update(policy._replace(mesh=mesh), fg.flow_grpo(beta=0.04 if kl else 0.0), optimizer, **settings)
+    )
+    state = share(init_learner(params, optimizer), mesh)
+    return TimedProgram(lambda: update(state, batch, state.params if kl else None), (4 if kl else 3) * forward)
 
 
-def mean_seen(batch: Batch) -> float:
-    """How many tokens a token of full rows attends to in the mean."""
-    return float(np.mean(np.asarray(batch.positions) + 1))
-
-
-def product() -> Work:
+def _product() -> TimedProgram:
     """Make the work that everything is measured by: a product on every device, taken `TIMES` times in a run."""
     mesh, each = data_mesh(), (jax.device_count(), SIZE, SIZE)
     a, b = (jax.random.normal(jax.random.key(seed), each) for seed in range(2))
-    multiply: Callable[..., jax.Array] = _multiply
-    if mesh is not None:
-        multiply = jax.shard_map(_multiply, mesh=mesh, in_specs=DEALT, out_specs=DEALT)
-    return Work(partial(_repeat, jax.jit(multiply), a, b), TIMES * 2.0 * SIZE**3 * len(a))
+
+    def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
+        return (a[0] @ b[0])[None]
+
+    own = multiply if mesh is None else jax.shard_map(multiply, mesh=mesh, in_specs=DEALT, out_specs=DEALT)
+    program = jax.jit(own)
+    return TimedProgram(lambda: [program(a, b) for _ in range(TIMES)], TIMES * 2.0 * SIZE**3 * len(a))
 
 
-def _repeat(multiply: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> list[jax.Array]:
-    return [multiply(a, b) for _ in range(TIMES)]
-
-
-def _multiply(a: jax.Array, b: jax.Array) -> jax.Array:
-    return (a[0] @ b[0])[None]
-
-
-def in_turn(works: dict[str, Work]) -> dict[str, Took]:
-    """Median seconds of each, by the clock and of the processor; they run one after the other again and again."""
-    rows = [{name: clocks(work.run) for name, work in works.items()} for _ in range(1 + _REPEATS.value)]
+def _in_turn(works: Mapping[str, TimedProgram]) -> tuple[dict[str, dict[str, Any]], float]:
+    """Run works and the product in turn: median seconds with their shares of the product's rate, and that rate."""
+    product, rows = _product(), []
+    for _ in range(1 + _REPEATS.value):
+        rows.append({name: _clocks(work.run) for name, work in {**works, "": product}.items()})
     clock, processor = (medians({name: took[side] for name, took in row.items()} for row in rows) for side in range(2))
-    return {name: Took(clock[name], processor[name]) for name in works}
-
-
-def clocks(run: Callable[[], Any]) -> Took:
-    """Seconds of one run."""
-    before = time.process_time()
-    took, _ = timed(run)
-    return Took(took, time.process_time() - before)
-
-
-def shares(works: dict[str, Work], took: dict[str, Took]) -> dict[str, dict[str, Any]]:
-    """Of each work the seconds and its shares of the rate of the product, which is among the works."""
-    product, own = took["product"], works["product"].flops
     lines = {}
     for name, work in works.items():
-        asked = work.flops / own
-        by_clock, by_processor = (asked * a / b for a, b in zip(product, took[name], strict=True))
-        shares = {"share": significant(by_clock), "work": significant(by_processor)}
-        lines[name] = {"s": round(took[name].clock, 4)} | shares
-    return lines
+        share, by_processor = (
+            significant(work.flops / took[name] * took[""] / product.flops) for took in (clock, processor)
+        )
+        lines[name] = {"s": round(clock[name], 4), "share": share, "work": by_processor}
+    return lines, product.flops / clock[""]
 
 
-def start_params(config: DecoderConfig) -> Any:
-    """Random parameters."""
-    return jax.jit(make_policy(config).init)(jax.random.key(0))
+def _clocks(run: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of one run, by the clock and of the processor in all threads."""
+    before = time.process_time()
+    took, _ = timed(run)
+    return took, time.process_time() - before
 
 
-# Speed ------------------------------------------------------------------------------------------------
+def _in_columns(lines: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    return {f"{name}_{what}": value for name, line in lines.items() for what, value in line.items()}
 
 
-def measure_speed(name: str, length: int) -> dict[str, Any]:
+def _measure_speed(name: str, length: int) -> dict[str, Any]:
     """Seconds of each form, and its share of the matrix-product rate."""
     config = shape_called(name)
-    params, batch = start_params(config), full_batch(config, _ROWS.value, length)
-    works = {form: make_work(config, params, batch, **FORMS[form]) for form in _FORMS.value} | {"product": product()}
-    took = in_turn(works)
-    result: dict[str, Any] = {"model": name, "params": count_parameters(config), "rows": _ROWS.value, "length": length}
-    result["gflops"] = round(works["product"].flops / took["product"].clock / 1e9, 1)
-    for form, line in shares(works, took).items():
-        result |= {f"{form}_{what}": value for what, value in line.items()} if form in FORMS else {}
-    return result
+    batch = full_batch(config, _ROWS.value, length)
+    lines, rate = _in_turn({form: _make_work(config, batch, form) for form in _FORMS.value})
+    sizes = {"model": name, "params": count_parameters(config), "rows": _ROWS.value, "length": length}
+    return sizes | {"gflops": round(rate / 1e9, 1)} | _in_columns(lines)
 
 
-# Memory -----------------------------------------------------------------------------------------------
+def hold_update(name: str, rows: int, length: int, micro_rows: int, remat: bool) -> dict[str, Any]:
+    """Compile an update from shapes alone, then run it: MiB that were expected, that this process held, and the parts.
+
+    It is for a process of its own, because memory that was held once is given back late.
+    """
+    config = shape_called(name)
+    job = Workload(rows=rows, length=length, micro_rows=micro_rows, prompt=1, remat=remat, dtype="float32")
+    case = make_case(config, job, fg.flow_grpo(beta=0.0), make_optimizer(learning_rate=RATE))
+    program = dry_update(case)
+    update = make_update(case.policy, case.algorithm, case.optimizer, micro_rows=job.micro_rows, chunk=job.chunk)
+    work = jax.jit(update, donate_argnums=0).lower(abstract_state(case), abstract_batch(case)).compile()
+    start = jax.jit(lambda key: init_learner(case.policy.init(key), case.optimizer)).lower(jax.random.key(0)).compile()
+    batch = jax.device_put(full_batch(config, rows, length))
+    _settle()
+    before = measuring.resident("VmRSS")
+    state = jax.block_until_ready(start(jax.random.key(0)))
+    _settle()
+    for _ in range(2):
+        state, _ = jax.block_until_ready(work(state, batch))
+    held = measuring.resident("VmHWM") - before
+    expected = program.peak - local_bytes(abstract_batch(case))  # which was there before
+    figures = {"expected": expected, "held": held, "floor": sum(program.floor.values()), **program.floor}
+    sizes = {f"{part}_mib": round(size / 2**20, 1) for part, size in figures.items()}
+    return sizes | {"over": round(held / expected, 3), "over_floor": round(expected / figures["floor"], 2)}
 
 
-def measure_memory(name: str, length: int) -> dict[str, Any]:
-    """Measure the memory that an update in a process of its own was expected to hold, and held; MiB."""
-    flags_of = [f"--model={name}", f"--rows={_ROWS.value}", f"--length={length}", f"--micro_rows={_MICRO.value}"]
-    command = [sys.executable, "-m", "experiments.benchmarks.resident", *flags_of]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BadInput(f"memory of {name} can't be measured: {done.stderr.strip().splitlines()[-1]}")
-    result = json.loads(done.stdout.splitlines()[-1])
-    expected = result["expected_mib"]
-    result = {"model": name, "length": length} | {k: v for k, v in result.items() if k not in ("benchmark", "model")}
-    return result | {"over_floor": round(expected / result["floor_mib"], 2)}
+def _settle() -> None:
+    """Give back what is free, and let the most that was held be what is held now."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    measuring.forget_peak()
 
 
-# Growth -----------------------------------------------------------------------------------------------
+def _measure_memory(name: str, length: int) -> list[dict[str, Any]]:
+    """The memory of an update, plain and with layers computed again."""
+    sizes = (name, _ROWS.value, length, _MICRO.value)
+    forms = [form for form in ("plain", "remat") if form in _FORMS.value]
+    held = {form: measuring.apart(hold_update, *sizes, form == "remat") for form in forms}
+    return [{"model": name, "length": length, "form": form} | line for form, line in held.items()]
 
 
-def measure_growth() -> list[dict[str, Any]]:
+def _measure_growth() -> list[dict[str, Any]]:
     """Seconds of an update where one size differs, and against the first of its kind."""
-    config, length = shape_called(_GROWTH.value), int(_LENGTHS.value[0])
-    params, rows = start_params(config), _ROWS.value
+    config, length, rows = shape_called(_GROWTH.value), measuring.whole_numbers(_LENGTHS)[0], _ROWS.value
     sizes = [("rows", rows * times // 2, length, 1) for times in (1, 2, 4)]
     sizes += [("length", rows, length * times // 2, 1) for times in (1, 2, 4)]
-    for turns in map(int, _TURNS.value):
-        whole = turns * _TURN.value
-        sizes.append((f"{turns} turns, appended", rows, whole, 1))
+    for turns in measuring.whole_numbers(_TURNS):
+        sizes.append((f"{turns} turns, appended", rows, turns * _TURN.value, 1))
         # Afresh, turn t is a context of its own with all before it; here they are alike, and as long in the mean.
         sizes.append((f"{turns} turns, afresh", rows, turns * (turns + 1) // 2 * _TURN.value, turns))
-    works = {str(size): make_work(config, params, full_batch(config, *size[1:3], segments=size[3])) for size in sizes}
-    works["product"] = product()
-    lines, found = shares(works, in_turn(works)), []
+    works = {str(size): _make_work(config, full_batch(config, *size[1:3], segments=size[3])) for size in sizes}
+    lines, found = _in_turn(works)[0], []
     for what, count, tokens, segments in sizes:
         line = lines[str((what, count, tokens, segments))]
         speed = round(count * tokens / line["s"])
@@ -215,68 +218,117 @@ def measure_growth() -> list[dict[str, Any]]:
     return found
 
 
-# PyTorch ----------------------------------------------------------------------------------------------
+def _plain_total(params: Params, policy: Policy, tokens: jax.Array) -> jax.Array:
+    """Sum all log-probabilities as `_total` does, but by the plain formula, which makes all logits at once."""
+    logits, _ = policy.apply(params, tokens)
+    logp = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)[:, :-1]
+    return jnp.sum(jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1))
 
 
-def measure_torch(name: str, length: int) -> dict[str, Any]:
+def _measure_vocabulary() -> dict[str, Any]:
+    """Temporary bytes of both gradients on a model so narrow that the vocabulary is most of it; nothing is run."""
+    config = DecoderConfig(v=_VOCABULARY.value, d=32, h=1, k=1, e=32, f=32, windows=(None,), ropes=(Rope(),), tied=True)
+    policy = make_policy(config)
+    params = jax.eval_shape(policy.init, jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((_MEMORY_ROWS.value, _MEMORY_LENGTH.value), jnp.int32)
+    sizes = []
+    for loss in (_total, _plain_total):
+        analysis = jax.jit(jax.grad(loss), static_argnums=1).lower(params, policy, tokens).compile().memory_analysis()
+        if analysis is None:
+            raise BadInput(f"the backend {jax.default_backend()} does not say how much memory a program takes: use cpu")
+        sizes.append(analysis.temp_size_in_bytes)
+    ours, plain = sizes
+    shape = {"vocabulary": _VOCABULARY.value, "rows": _MEMORY_ROWS.value, "length": _MEMORY_LENGTH.value}
+    found = {"temporary_mib": round(ours / 2**20, 1), "plain_mib": round(plain / 2**20, 1)}
+    return shape | found | {"over_plain": round(ours / plain, 4)}
+
+
+def _torch_step(source: Mapping[str, Any], batch: Batch) -> Callable[[], float]:
+    """A function that makes one update of the batch in PyTorch and gives its loss."""
+    import torch
+
+    model = measuring.torch_model(source)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    rows = [torch.from_numpy(getattr(batch, name)) for name in ("tokens", "logp_old", "advantage", "weight")]
+
+    def step() -> float:
+        optimizer.zero_grad()
+        total = 0.0
+        for part in zip(*(x.split(_MICRO.value) for x in rows), strict=True):
+            loss = _surrogate(model, *part)
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return total
+
+    return step
+
+
+def _surrogate(model: Any, tokens: Any, logp_old: Any, advantage: Any, weight: Any) -> Any:
+    """The clipped surrogate of a few rows; the entropy is computed for its metric alone."""
+    import torch
+
+    logps = torch.log_softmax(model(input_ids=tokens.long()).logits[:, :-1], dim=-1)
+    with torch.no_grad():
+        (logps.exp() * logps).sum(-1).mean()
+    logp = logps.gather(-1, tokens[:, 1:].long().unsqueeze(-1)).squeeze(-1)
+    ratio, gain = torch.exp(logp - logp_old[:, 1:]), advantage[:, 1:]
+    least = torch.minimum(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain)
+    return -(least * weight[:, 1:]).sum()
+
+
+def _measure_torch(name: str, length: int) -> dict[str, Any]:
     """Both updates of the same rows, in turn."""
-    config, source = shape_called(name), SHAPES[name]
+    config, source = shape_called(name), LEARNERS[name]
     assert source is not None
     batch = full_batch(config, _ROWS.value, length)
-    ours = make_work(config, start_params(config), batch)
-    theirs = torch_update.make_step(source, batch, micro_rows=_MICRO.value, rate=RATE)
-    works = {"ours": ours, "torch": Work(theirs, ours.flops), "product": product()}
-    took = in_turn(works)
-    result: dict[str, Any] = {"model": name, "length": length}
-    for side, line in shares(works, took).items():
-        result |= {f"{side}_{what}": value for what, value in line.items()} if side != "product" else {}
-    return result | {"torch_over_ours": significant(took["torch"].clock / took["ours"].clock)}
+    ours = _make_work(config, batch)
+    lines, _ = _in_turn({"ours": ours, "torch": TimedProgram(_torch_step(source, batch), ours.flops)})
+    over = significant(lines["ours"]["share"] / lines["torch"]["share"])
+    return {"model": name, "length": length, **_in_columns(lines), "torch_over_ours": over}
 
 
-# The command ------------------------------------------------------------------------------------------
-
-
-def check_flags() -> None:
+def _check_flags() -> None:
     """Refuse what is unknown, and lists that aren't numbers, before anything takes time."""
-    for flag, known in ((_PARTS, PARTS), (_MODELS, SHAPES), (_FORMS, FORMS)):
-        for value in flag.value:
-            if value not in known:
-                raise BadInput(f"--{flag.name}={','.join(flag.value)} has {value!r}; choose from {', '.join(known)}")
-    if _GROWTH.value not in SHAPES:
-        raise BadInput(f"--growth_model={_GROWTH.value} is unknown; choose from {', '.join(SHAPES)}")
-    for flag in (_LENGTHS, _TURNS):
-        if not flag.value or not all(value.isdecimal() and int(value) > 1 - (flag is _TURNS) for value in flag.value):
-            raise BadInput(f"--{flag.name}={','.join(flag.value)} must be a comma-separated list of positive integers")
+    for flag, known in ((_PARTS, PARTS), (_MODELS, LEARNERS), (_FORMS, FORMS)):
+        measuring.check_known(flag, known)
+    measuring.whole_numbers(_TURNS)
+    if 1 in measuring.whole_numbers(_LENGTHS):
+        raise BadInput("--lengths has a 1: a row needs a token that was sampled after another one")
     if "torch" in _PARTS.value:
-        torch_update.check_installed()
+        measuring.check_installed("--parts=torch", "torch")
+    if "memory" in _PARTS.value:
+        measuring.check_memory_is_told()
 
 
-def measure(part: str) -> list[dict[str, Any]]:
+def _measure(part: str) -> list[dict[str, Any]]:
     """The records of one part."""
-    sizes = [(name, int(length)) for name in _MODELS.value for length in _LENGTHS.value]
+    sizes = [(name, length) for name in _MODELS.value for length in measuring.whole_numbers(_LENGTHS)]
     match part:
         case "speed":
-            return [measure_speed(*size) for size in sizes]
+            return [_measure_speed(*size) for size in sizes]
         case "memory":
-            return [measure_memory(*size) for size in sizes]
+            return [line for size in sizes for line in _measure_memory(*size)]
         case "growth":
-            return measure_growth()
+            return _measure_growth()
+        case "vocabulary":
+            return [_measure_vocabulary()]
         case _:
-            return [measure_torch(*size) for size in sizes if size[0] != PROTOTYPE]
+            return [_measure_torch(*size) for size in sizes if LEARNERS[size[0]] is not None]
 
 
 def main() -> None:
     """Measure, print the tables and one JSON line."""
-    # PyTorch's threads spin while they wait, which slows shared cores down. It must be said before it is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    check_flags()
-    result: dict[str, Any] = {"benchmark": "update"}
-    for part in counted("part", [part for part in PARTS if part in _PARTS.value]):
-        result[part] = measure(part)
+    measuring.let_threads_sleep()
+    _check_flags()
+    result: dict[str, list[dict[str, Any]]] = {}
+    for part in with_progress("part", [part for part in PARTS if part in _PARTS.value]):
+        result[part] = _measure(part)
         show = show_columns if part in ("speed", "torch") else show_lines
         show(result[part])
-    print(json.dumps(result))
+    measuring.print_result("update", **result)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

@@ -11,24 +11,22 @@ then come the medians of a key that opens the next one, and of a search. Needs t
 Two million tokens in 2,000 trajectories: 21 MB, open in 1.1 s on two cores that others kept busy.
 """
 
-import json
 import shutil
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 from absl import flags
 
 import flowgrpo as fg
-from experiments import common
-from experiments.benchmarks.measured import show_lines, significant
-from experiments.headings import heading
-from flowgrpo.report.shown import Shown, ShownCall, ShownTurn
-from flowgrpo.report.viewer import viewer
+from experiments.benchmarks.measuring import print_result
+from experiments.cli import app
+from experiments.cli.help import flag_heading
+from flowgrpo.report.tables import show_lines, significant, timed
+from flowgrpo.report.trajectory_page import Shown, ShownCall, ShownTurn, viewer
 
-heading("Sizes")
+flag_heading("Sizes")
 _COUNT = flags.DEFINE_integer("trajectories", 2000, "How many.", lower_bound=2)
 _TURNS = flags.DEFINE_integer("turns", 4, "Turns of each.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens", 250, "Tokens of a turn, of which one in five is chosen.", lower_bound=5)
@@ -36,15 +34,15 @@ _REPEATS = flags.DEFINE_integer("repeats", 5, "Times that the page is opened.", 
 
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,800")
 OPENED = "return performance.getEntriesByName('opened').map(mark => mark.startTime)[0]"
-PRESS = (
-    "const t = performance.now(); document.body.dispatchEvent(new KeyboardEvent('keydown', {key: 'j', bubbles: true}));"
+TIMED = "const t = performance.now(); {}; document.body.getBoundingClientRect(); return performance.now() - t;"
+PRESS = TIMED.format("document.body.dispatchEvent(new KeyboardEvent('keydown', {key: 'j', bubbles: true}))")
+SEARCH = TIMED.format(
+    "const f = document.getElementById('search'); f.value = arguments[0]; "
+    "f.dispatchEvent(new Event('input', {bubbles: true}))"
 )
-SEARCH = "const t = performance.now(); const f = document.getElementById('search'); f.value = arguments[0];"
-TOLD = "f.dispatchEvent(new Event('input', {bubbles: true}));"
-TOOK = "document.body.getBoundingClientRect(); return performance.now() - t;"
 
 
-def make_turn(rng: np.random.Generator, size: int, words: list[str]) -> ShownTurn:
+def _make_turn(rng: np.random.Generator, size: int, words: list[str]) -> ShownTurn:
     """Tokens of a vocabulary as large as those of models, most of them context."""
     tokens = rng.integers(0, len(words), size)
     chosen = np.arange(size) >= size - size // 5
@@ -61,7 +59,7 @@ def make_turn(rng: np.random.Generator, size: int, words: list[str]) -> ShownTur
     )
 
 
-def make_shown(count: int, turns: int, tokens: int) -> list[Shown]:
+def _make_shown(count: int, turns: int, tokens: int) -> list[Shown]:
     """Trajectories of a run, half before and half after training."""
     rng = np.random.default_rng(0)
     words = [f" word{i}" for i in range(50_000)]
@@ -69,7 +67,7 @@ def make_shown(count: int, turns: int, tokens: int) -> list[Shown]:
         Shown(
             task=f"task-{n % (count // 2)}",
             query=f"Question {n % (count // 2)}: what is {n} and {n + 1}?",
-            turns=[make_turn(rng, tokens, words) for _ in range(turns)],
+            turns=[_make_turn(rng, tokens, words) for _ in range(turns)],
             answers=(str(n),),
             domain="mathematics",
             phase="test before" if n < count // 2 else "test after",
@@ -81,7 +79,7 @@ def make_shown(count: int, turns: int, tokens: int) -> list[Shown]:
     ]
 
 
-def opened(path: Path, repeats: int) -> dict[str, float]:
+def _open(path: Path, repeats: int) -> dict[str, float]:
     """Median seconds until the page can be used, of the next trajectory, and of a search."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
@@ -92,16 +90,16 @@ def opened(path: Path, repeats: int) -> dict[str, float]:
         options.add_argument(flag)
     driver = webdriver.Chrome(options=options, service=Service(_found("chromedriver")))
     try:
-        rows: dict[str, list[float]] = {"open_s": [], "next_s": [], "search_s": []}
+        rows = []
         for turn in range(repeats):
             driver.get("about:blank")
             driver.get(path.as_uri())
-            rows["open_s"].append(driver.execute_script(OPENED) / 1e3)
-            rows["next_s"].append(driver.execute_script(PRESS + TOOK) / 1e3)
-            rows["search_s"].append(driver.execute_script(SEARCH + TOLD + TOOK, f"question {turn + 1}") / 1e3)
-        return {name: significant(statistics.median(values)) for name, values in rows.items()}
+            opening, following = driver.execute_script(OPENED) / 1e3, driver.execute_script(PRESS) / 1e3
+            searching = driver.execute_script(SEARCH, f"question {turn + 1}") / 1e3
+            rows.append({"open_s": opening, "next_s": following, "search_s": searching})
     finally:
         driver.quit()
+    return {name: significant(statistics.median(row[name] for row in rows)) for name in rows[0]}
 
 
 def _found(name: str) -> str:
@@ -114,15 +112,14 @@ def _found(name: str) -> str:
 def main() -> None:
     """Write, open, print."""
     sizes = {"trajectories": _COUNT.value, "turns": _TURNS.value, "tokens": _TOKENS.value}
-    shown = make_shown(*sizes.values())
+    shown = _make_shown(*sizes.values())
     with tempfile.TemporaryDirectory() as folder:
-        began = time.perf_counter()
-        path = viewer(shown, Path(folder) / "page.html")
-        written = {"write_s": significant(time.perf_counter() - began), "mb": significant(path.stat().st_size / 1e6)}
-        row = sizes | written | opened(path, _REPEATS.value)
+        took, path = timed(lambda: viewer(shown, Path(folder) / "page.html"))
+        written = {"write_s": significant(took), "mb": significant(path.stat().st_size / 1e6)}
+        row = sizes | written | _open(path, _REPEATS.value)
     show_lines([row])
-    print(json.dumps(row))
+    print_result("viewer", **row)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)

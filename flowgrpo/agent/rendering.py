@@ -1,4 +1,4 @@
-"""From a state to the tokens that its role is shown: the context afresh each turn, or one that appends.
+"""Render a state as the tokens that its role is shown: the context afresh each turn, or one that appends.
 
     fresh(frame, state, role)      -> (state, Said): the whole prompt, a sequence of its own
     appending(frame, state, role)  -> (state, Said): the first prompt, later only what stands after the last action
@@ -9,14 +9,22 @@ added tokens are broken up in messages, also those like <think> that a tokenizer
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
-from flowgrpo.agent.memory import Memory, render
 from flowgrpo.agent.roles import Role
-from flowgrpo.agent.state import AgentState
+from flowgrpo.agent.state import AgentState, Memory, render
 from flowgrpo.contracts import Said
-from flowgrpo.text import BREAK, Conversation, Messages, Text, add_messages, split_all, start
+from flowgrpo.data.tokenizer import (
+    Conversation,
+    Messages,
+    Text,
+    add_messages,
+    control_ids,
+    encode_marked,
+    mark,
+    split_all,
+    start,
+)
 
 Tokens = tuple[int, ...]
 
@@ -27,23 +35,28 @@ class Frame(NamedTuple):
     text: Text  # guarded
     memory_tokens: int
 
+    def count(self, string: str) -> int:
+        """Tokens of `string` as it will stand in a message."""
+        return len(encode_marked(self.text, mark(self.text, string)))
+
 
 Rendering = Callable[[Frame, AgentState, Role], tuple[AgentState, Said | None]]
 
 
 def fresh(frame: Frame, state: AgentState, role: Role) -> tuple[AgentState, Said | None]:
     """The prompt of this turn alone."""
-    tokens = _fit(frame, state.memory, state.budget.tokens, partial(_first, frame, state, role))
+    tokens = _fit(frame, state.memory, state.budget.tokens, lambda seen: _first(frame, state, role, seen))
     return state, None if tokens is None else Said(tokens, appends=False)
 
 
 def appending(frame: Frame, state: AgentState, role: Role) -> tuple[AgentState, Said | None]:
     """The prompt of the first turn; then the records that are new, after all that was said."""
-    talk, memory, write = state.conversation, state.memory, partial(_first, frame, state, role)
-    if talk is None:
-        talk = Conversation((), ())
-    else:
-        memory, write = memory.since(state.shown), partial(_next, frame, state, role, talk)
+    talk, memory = state.conversation or Conversation((), ()), state.memory.since(state.shown)
+
+    def write(seen: str) -> Tokens:
+        begins = state.conversation is None
+        return _first(frame, state, role, seen) if begins else _next(frame, state, role, talk, seen)
+
     tokens = _fit(frame, memory, state.budget.tokens, write)
     if tokens is None:
         return state, None
@@ -52,15 +65,9 @@ def appending(frame: Frame, state: AgentState, role: Role) -> tuple[AgentState, 
     return replace(state, conversation=talk, shown=shown, budget=budget), Said(tokens)
 
 
-def count_tokens(text: Text, string: str) -> int:
-    """Tokens of `string` as it will stand in a message; `text` is guarded."""
-    marked = text.special.sub(lambda match: match[0][0] + BREAK + match[0][1:], string)
-    return sum(len(text.encode(piece)) for piece in marked.split(BREAK))
-
-
 def first_tokens(text: Text, messages: Messages) -> Tokens:
     """The first prompt, in which data spells no control token; `text` is guarded."""
-    return _plainly(text, messages, _start)
+    return _plainly(text, messages, lambda text, messages: start(text, messages).tokens)
 
 
 def _first(frame: Frame, state: AgentState, role: Role, seen: str) -> Tokens:
@@ -70,16 +77,9 @@ def _first(frame: Frame, state: AgentState, role: Role, seen: str) -> Tokens:
 def _next(frame: Frame, state: AgentState, role: Role, talk: Conversation, seen: str) -> Tokens:
     """Render the tokens between the last action and the next one, from the last token and the messages alone."""
     # An action without a token is closed as one that was cut.
-    last = talk.tokens[-1] if talk.chosen[-1] else frame.text.pad_id
-    return _plainly(frame.text, role.follow(state, seen), partial(_glue, Conversation((last,), (True,))))
-
-
-def _start(text: Text, messages: Messages) -> Tokens:
-    return start(text, messages).tokens
-
-
-def _glue(last: Conversation, text: Text, messages: Messages) -> Tokens:
-    return add_messages(text, last, messages).tokens[1:]
+    last = Conversation((talk.tokens[-1] if talk.chosen[-1] else frame.text.pad_id,), (True,))
+    messages = role.follow(state, seen)
+    return _plainly(frame.text, messages, lambda text, messages: add_messages(text, last, messages).tokens[1:])
 
 
 def _plainly(text: Text, messages: Messages, write: Callable[[Text, Messages], Tokens]) -> Tokens:
@@ -88,21 +88,19 @@ def _plainly(text: Text, messages: Messages, write: Callable[[Text, Messages], T
     A tokenizer that folds case, say, finds control tokens that no pattern does.
     """
     tokens = write(text, messages)
-    control = frozenset(text.tokenizer.get_added_vocab().values())
     plain = write(text, [{**message, "content": "x"} for message in messages])
-    if [i for i in tokens if i in control] == [i for i in plain if i in control]:
-        return tokens
-    return write(split_all(text), messages)
+    alike = control_ids(text, tokens) == control_ids(text, plain)
+    return tokens if alike else write(split_all(text), messages)
 
 
 def _fit(frame: Frame, memory: Memory, limit: int, write: Callable[[str], Tokens]) -> Tokens | None:
     """Write the prompt with as much memory as `limit` tokens leave room for; None where it is too long without any."""
-    count, budget = partial(count_tokens, frame.text), frame.memory_tokens
+    budget = frame.memory_tokens
     while True:
-        seen = render(memory, budget=budget, count=count)
+        seen = render(memory, budget=budget, count=frame.count)
         tokens = write(seen)
         if len(tokens) <= limit:
             return tokens
         if not seen:
             return None
-        budget = min(budget, count(seen)) - (len(tokens) - limit)
+        budget = min(budget, frame.count(seen)) - (len(tokens) - limit)

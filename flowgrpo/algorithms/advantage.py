@@ -1,4 +1,4 @@
-"""Advantages: outcomes and rewards flow in, one number per trajectory, turn or token flows out.
+"""Compute advantages: from outcomes and rewards to one number per trajectory, turn or token.
 
 The heart is one line of Flow-GRPO (Li et al., 2025, "In-the-Flow Agentic System Optimization"):
 
@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 
 from flowgrpo import masked
-from flowgrpo.types import AnyArray, Trajectories, check_arguments, check_range
+from flowgrpo.types import AnyArray, Trajectories, check_range, check_shared_axes
 
 Normalize = Callable[[AnyArray, AnyArray, AnyArray], Array]  # (outcome_n, group_n, valid_n) -> adv_n
 
@@ -68,7 +68,7 @@ def _statistics(x_n: AnyArray, id_n: AnyArray, valid_n: AnyArray) -> GroupStatis
 
 def group_zscore(outcome_n: AnyArray, group_n: AnyArray, valid_n: AnyArray, *, eps: float = 1e-6) -> Array:
     """`(R_i - mean) / (std + eps)` over the valid trajectories of a group, std unbiased -> adv_n."""
-    check_arguments("group_zscore", outcome_n=outcome_n, group_n=group_n, valid_n=valid_n)
+    check_shared_axes("group_zscore", outcome_n=outcome_n, group_n=group_n, valid_n=valid_n)
     check_range("group_zscore", "eps", eps, 0.0)
     id_n, valid_n = dense_ids(group_n), jnp.asarray(valid_n, bool)
     statistics = _statistics(outcome_n, id_n, valid_n)
@@ -82,7 +82,7 @@ def group_zscore(outcome_n: AnyArray, group_n: AnyArray, valid_n: AnyArray, *, e
 
 def group_center(outcome_n: AnyArray, group_n: AnyArray, valid_n: AnyArray) -> Array:
     """`R_i - mean` over the valid trajectories of a group -> adv_n."""
-    check_arguments("group_center", outcome_n=outcome_n, group_n=group_n, valid_n=valid_n)
+    check_shared_axes("group_center", outcome_n=outcome_n, group_n=group_n, valid_n=valid_n)
     valid_n = jnp.asarray(valid_n, bool)
     statistics = _statistics(outcome_n, dense_ids(group_n), valid_n)
     return masked.fill(masked.fill(outcome_n, valid_n) - statistics.mean, valid_n & statistics.varies)
@@ -90,7 +90,7 @@ def group_center(outcome_n: AnyArray, group_n: AnyArray, valid_n: AnyArray) -> A
 
 def leave_one_out(outcome_n: AnyArray, group_n: AnyArray, valid_n: AnyArray) -> Array:
     """`R_i - mean of the others` in the group (Ahmadian et al., 2024) -> adv_n."""
-    check_arguments("leave_one_out", outcome_n=outcome_n, group_n=group_n, valid_n=valid_n)
+    check_shared_axes("leave_one_out", outcome_n=outcome_n, group_n=group_n, valid_n=valid_n)
     valid_n = jnp.asarray(valid_n, bool)
     statistics = _statistics(outcome_n, dense_ids(group_n), valid_n)
     centred_n = masked.fill(outcome_n, valid_n) - statistics.mean
@@ -100,7 +100,7 @@ def leave_one_out(outcome_n: AnyArray, group_n: AnyArray, valid_n: AnyArray) -> 
 
 def mixed_groups(correct_n: AnyArray, group_n: AnyArray, valid_n: AnyArray) -> Array:
     """Trajectories of groups with 0 < correct < G among the valid ones (DAPO's dynamic sampling) -> bool_n."""
-    check_arguments("mixed_groups", correct_n=correct_n, group_n=group_n, valid_n=valid_n)
+    check_shared_axes("mixed_groups", correct_n=correct_n, group_n=group_n, valid_n=valid_n)
     valid_n = jnp.asarray(valid_n, bool)
     return valid_n & _statistics(jnp.asarray(correct_n), dense_ids(group_n), valid_n).varies
 
@@ -121,7 +121,7 @@ def multi_turn_group_advantage(
     A trajectory without a turn takes no part. `normalize` sees each trajectory once, however many
     turns it took.
     """
-    check_arguments(
+    check_shared_axes(
         "multi_turn_group_advantage", outcome_n=outcome_n, turns_nt=turns_nt, group_n=group_n, valid_n=valid_n
     )
     turns_nt, valid_n = jnp.asarray(turns_nt, bool), jnp.asarray(valid_n, bool)
@@ -142,7 +142,7 @@ def row_group_advantage(
 
     Long trajectories count as often as they have turns, so the mean is biased towards them (F9).
     """
-    check_arguments("row_group_advantage", outcome_n=outcome_n, turns_nt=turns_nt, group_n=group_n, valid_n=valid_n)
+    check_shared_axes("row_group_advantage", outcome_n=outcome_n, turns_nt=turns_nt, group_n=group_n, valid_n=valid_n)
     turns_nt, valid_n = jnp.asarray(turns_nt, bool), jnp.asarray(valid_n, bool)
     rows = [jnp.broadcast_to(jnp.asarray(x_n)[:, None], turns_nt.shape).reshape(-1) for x_n in (outcome_n, valid_n)]
     group_m = jnp.broadcast_to(dense_ids(group_n)[:, None], turns_nt.shape).reshape(-1)
@@ -191,13 +191,10 @@ def anchor_advantage(
     member_m = (jnp.asarray(turns_nt, bool) & jnp.asarray(valid_n, bool)[:, None]).reshape(-1)
     shape = jnp.shape(anchor_nt)
     group_m = jnp.broadcast_to(dense_ids(group_n)[:, None], shape).reshape(-1)
-    state_m = dense_ids(group_m, dense_ids(_flat(anchor_nt)))
+    # Host integers stay on the host, so that wide ids are not cut.
+    anchor_m = (anchor_nt if isinstance(anchor_nt, jax.Array) else np.asarray(anchor_nt)).reshape(-1)
+    state_m = dense_ids(group_m, dense_ids(anchor_m))
     return group_zscore(jnp.asarray(return_nt).reshape(-1), state_m, member_m).reshape(shape)
-
-
-def _flat(x):
-    """Flattened where it lives: host integers stay on the host, so that wide ids are not cut."""
-    return x.reshape(-1) if isinstance(x, jax.Array) else np.asarray(x).reshape(-1)
 
 
 # Over time --------------------------------------------------------------------------------------------
@@ -220,7 +217,7 @@ def gae(
 
     `last_value` is V after the last step. Steps outside `mask_t` are skipped, as if they were not there.
     """
-    check_arguments("gae", reward_t=reward_t, value_t=value_t, done_t=done_t)
+    check_shared_axes("gae", reward_t=reward_t, value_t=value_t, done_t=done_t)
 
     def step(later, now):
         later_adv, later_value = later

@@ -1,4 +1,4 @@
-"""How the parts of an algorithm are bound together: a new member of the family is one call of `compose`.
+"""Bind the parts of an algorithm together: a new member of the family is one call of `compose`.
 
 advantage of an outcome  x  ratio and clip  x  aggregation  +  KL
 """
@@ -11,8 +11,8 @@ from jax import Array
 
 from flowgrpo.algorithms import loss as losses
 from flowgrpo.algorithms.advantage import last_turns, mixed_groups
+from flowgrpo.algorithms.aggregation import Weigh
 from flowgrpo.algorithms.options import Options, check_options, is_off, shaped_outcome
-from flowgrpo.algorithms.weight import Weigh
 from flowgrpo.contracts import Algorithm
 from flowgrpo.types import Trajectories, check_axes
 
@@ -25,7 +25,7 @@ def compose(
     advantage: Advantage,
     weigh: Weigh,
     surrogate: losses.Surrogate,
-    options: Options,
+    options: Options = Options(),  # noqa: B008
     by: tuple[str, ...] = (),
     clip: tuple | None = None,
     keeps: str = "",
@@ -38,21 +38,18 @@ def compose(
     holds the widths (low, high) for the clip fractions among the metrics.
     """
     check_options(name, options)
-    first_pass = partial(losses.token_sums, by=by, correction=options.correction)
+
+    def weights(trajectories: Trajectories) -> Array:
+        valid_n = taking_part(trajectories, options)
+        return weigh(trajectories.actions, trajectories.turns, trajectories.group, valid_n)
+
     sequence_corrected = options.correction is not None and options.correction.level == "sequence"
     return Algorithm(
         name=name,
         advantages=bind(advantage, options),
-        weights=partial(_weights, weigh=weigh, options=options),
-        loss=partial(
-            losses.token_loss,
-            name=name,
-            surrogate=surrogate,
-            options=options,
-            by=by,
-            clip=clip,
-        ),
-        sums=first_pass if by or sequence_corrected else None,
+        weights=weights,
+        loss=partial(losses.token_loss, name=name, surrogate=surrogate, options=options, by=by, clip=clip),
+        sums=partial(losses.token_sums, by=by, correction=options.correction) if by or sequence_corrected else None,
         keeps=frozenset(keeps.split()),
         needs=needs_of(options) | frozenset(needs.split()),
         before=frozenset(("logp_ref",) if options.kl_in_reward else ()),
@@ -63,14 +60,12 @@ def compose(
 
 def last_turn_only(algorithm: Algorithm) -> Algorithm:
     """The algorithm without its broadcast, for comparison: only the last turn of a trajectory has an advantage."""
-    return algorithm._replace(
-        name=f"{algorithm.name}_last_turn", advantages=partial(_at_the_last_turn, advantages=algorithm.advantages)
-    )
 
+    def advantages(trajectories: Trajectories) -> Array:
+        adv, last_nt = algorithm.advantages(trajectories), last_turns(trajectories.turns)
+        return jnp.where(last_nt.reshape(*last_nt.shape, *(1,) * (adv.ndim - 2)), adv, 0.0)
 
-def _at_the_last_turn(trajectories: Trajectories, *, advantages: Callable[[Trajectories], Array]) -> Array:
-    adv, last_nt = advantages(trajectories), last_turns(trajectories.turns)
-    return jnp.where(last_nt.reshape(*last_nt.shape, *(1,) * (adv.ndim - 2)), adv, 0.0)
+    return algorithm._replace(name=f"{algorithm.name}_last_turn", advantages=advantages)
 
 
 def newest_segment_only(algorithm: Algorithm) -> Algorithm:
@@ -78,15 +73,13 @@ def newest_segment_only(algorithm: Algorithm) -> Algorithm:
 
     What the others chose keeps its place in the denominators, and so the rest its weight (F2).
     """
-    return algorithm._replace(
-        name=f"{algorithm.name}_newest", weights=partial(_of_the_newest, weights=algorithm.weights)
-    )
 
+    def weights(trajectories: Trajectories) -> Array:
+        version_ntl = jnp.where(trajectories.actions, trajectories.version, -1)
+        newest_n = version_ntl.max(axis=(1, 2))
+        return jnp.where(version_ntl == newest_n[:, None, None], algorithm.weights(trajectories), 0.0)
 
-def _of_the_newest(trajectories: Trajectories, *, weights: Callable[[Trajectories], Array]) -> Array:
-    version_ntl = jnp.where(trajectories.actions, trajectories.version, -1)
-    newest_n = version_ntl.max(axis=(1, 2))
-    return jnp.where(version_ntl == newest_n[:, None, None], weights(trajectories), 0.0)
+    return algorithm._replace(name=f"{algorithm.name}_newest", weights=weights)
 
 
 def needs_of(options: Options) -> frozenset[str]:
@@ -109,15 +102,10 @@ def taking_part(trajectories: Trajectories, options: Options) -> Array:
 
 def bind(advantage: Advantage, options: Options) -> Callable[[Trajectories], Array]:
     """`advantage` as a function of the trajectories alone."""
-    return partial(_advantages, advantage=advantage, options=options)
 
+    def advantages(trajectories: Trajectories) -> Array:
+        valid_n = taking_part(trajectories, options)
+        outcome_n = shaped_outcome(trajectories, options)
+        return advantage(trajectories, outcome_n, valid_n, options)
 
-def _advantages(trajectories: Trajectories, *, advantage: Advantage, options: Options) -> Array:
-    valid_n = taking_part(trajectories, options)
-    outcome_n = shaped_outcome(trajectories, options)
-    return advantage(trajectories, outcome_n, valid_n, options)
-
-
-def _weights(trajectories: Trajectories, *, weigh: Weigh, options: Options) -> Array:
-    valid_n = taking_part(trajectories, options)
-    return weigh(trajectories.actions, trajectories.turns, trajectories.group, valid_n)
+    return advantages

@@ -1,4 +1,4 @@
-"""DPO on trajectories (Rafailov et al., 2023): a group's best and worst flow in as a preference pair.
+"""DPO on trajectories (Rafailov et al., 2023): `dpo` learns from the best and the worst of each group.
 
     loss = mean over pairs of  - log sigma( beta * (D_best - D_worst) )
     D    = sum over chosen tokens of  log pi - log pi_ref

@@ -1,4 +1,4 @@
-"""Losses: what the policy says of a batch flows in, a weighted sum over tokens flows out.
+"""Compute losses: `token_loss` is a weighted sum over the tokens of a batch, with a surrogate of choice.
 
     loss = sum over tokens of  weight * ( - surrogate(rho, A) * correction + beta KL - bonus * entropy )
 

@@ -105,14 +105,11 @@ def read_options(name: str, settings: dict, *, rejects: tuple[str, ...] = ()) ->
     """`settings` as `Options`; raise `BadInput` for what is unknown or not this member's."""
     check_names(name, settings, [item.name for item in fields(Options)])
     options = Options(**settings)
-    refused = [item for item in rejects if item in settings and not _is_default(item, settings[item])]
+    given = {item: settings[item] for item in rejects if item in settings}
+    refused = [item for item, value in given.items() if isinstance(value, jax.Array) or value != getattr(Options, item)]
     if refused:
         raise BadInput(f"{name} can't honour {', '.join(refused)}: its formula has no place for it")
     return options
-
-
-def _is_default(item: str, value) -> bool:
-    return not isinstance(value, jax.Array) and value == getattr(Options, item)
 
 
 def check_options(name: str, options: Options) -> None:

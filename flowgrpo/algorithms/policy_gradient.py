@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from flowgrpo import masked
+from flowgrpo.algorithms import aggregation as weights
 from flowgrpo.algorithms import loss as losses
-from flowgrpo.algorithms import weight as weights
 from flowgrpo.algorithms.advantage import (
     Normalize,
     anchor_advantage,
@@ -32,36 +32,15 @@ from flowgrpo.types import check_range
 # Advantages -------------------------------------------------------------------------------------------
 
 
-def outcome_advantage(normalize: Normalize, over=multi_turn_group_advantage) -> Advantage:
-    """The outcome (less its KL, where the reward pays for it), normalised over the group."""
-    return partial(_outcome_advantage, normalize=normalize, over=over)
+def outcome_advantage(normalize: Normalize, over=multi_turn_group_advantage, **settings) -> Advantage:
+    """The outcome (less its KL, where the reward pays for it), normalised over the group by these settings."""
 
+    def advantage(trajectories, outcome_n, valid_n, options) -> Array:
+        outcome_n = outcome_n - reward_kl(trajectories, options).sum(axis=(1, 2))
+        given = (outcome_n, trajectories.acted, trajectories.group, valid_n)
+        return over(*given, normalize=partial(normalize, **settings))
 
-def _outcome_advantage(trajectories, outcome_n, valid_n, options, *, normalize, over) -> Array:
-    paid_n = outcome_n - reward_kl(trajectories, options).sum(axis=(1, 2))
-    return over(paid_n, trajectories.acted, trajectories.group, valid_n, normalize=normalize)
-
-
-def _step_advantage(trajectories, outcome_n, valid_n, options, *, omega, gamma, normalize) -> Array:
-    episode = _outcome_advantage(
-        trajectories, outcome_n, valid_n, options, normalize=normalize, over=multi_turn_group_advantage
-    )
-    acted_nt = trajectories.acted
-    reward_nt = paid_rewards(trajectories, outcome_n) - reward_kl(trajectories, options).sum(axis=2)
-    return_nt = return_to_go(reward_nt, acted_nt, gamma=gamma)
-    return episode + omega * anchor_advantage(return_nt, trajectories.anchor, acted_nt, trajectories.group, valid_n)
-
-
-def _whitened_return(trajectories, outcome_n, valid_n, options, *, gamma, baseline) -> Array:
-    """The return of each token, less a group baseline where one is given, whitened over all tokens."""
-    acted_nt = trajectories.acted & valid_n[:, None]
-    chosen_ntl = trajectories.actions & valid_n[:, None, None]
-    return_nt = return_to_go(paid_rewards(trajectories, outcome_n), acted_nt, gamma=gamma)
-    if baseline is not None:
-        return_nt += (baseline(outcome_n, trajectories.group, valid_n) - outcome_n)[:, None]
-    kl_ntl = reward_kl(trajectories, options)
-    later_ntl = jnp.flip(jnp.cumsum(jnp.flip(kl_ntl.reshape(len(outcome_n), -1), 1), axis=1), 1).reshape(kl_ntl.shape)
-    return masked.whiten(return_nt[:, :, None] - later_ntl, chosen_ntl)
+    return advantage
 
 
 # Members ----------------------------------------------------------------------------------------------
@@ -76,7 +55,7 @@ def flow_grpo(*, clip_low=0.2, clip_high=0.2, beta=0.001, eps=1e-6, **options) -
         "flow_grpo",
         (clip_low, clip_high),
         {"beta": beta, **options},
-        advantage=outcome_advantage(partial(group_zscore, eps=eps)),
+        advantage=outcome_advantage(group_zscore, eps=eps),
         weigh=weights.flow_weights,
         keeps="F1 F2 F4 F8",
     )
@@ -91,7 +70,7 @@ def flow_grpo_released(*, clip_low=0.2, clip_high=0.3, beta=0.001, dual_clip=3.0
         "flow_grpo_released",
         (clip_low, clip_high),
         {"beta": beta, "dual_clip": dual_clip, **options},
-        advantage=outcome_advantage(partial(group_zscore, eps=eps), over=row_group_advantage),
+        advantage=outcome_advantage(group_zscore, over=row_group_advantage, eps=eps),
         weigh=weights.token_mean,
         keeps="F4 F8",
     )
@@ -103,7 +82,7 @@ def grpo(*, clip_low=0.2, clip_high=0.2, beta=0.04, eps=1e-6, **options) -> Algo
         "grpo",
         (clip_low, clip_high),
         {"beta": beta, **options},
-        advantage=outcome_advantage(partial(group_zscore, eps=eps)),
+        advantage=outcome_advantage(group_zscore, eps=eps),
         weigh=weights.sequence_mean,
         keeps="F1 F4 F8",
     )
@@ -131,7 +110,7 @@ def dapo(*, clip_low=0.2, clip_high=0.28, dynamic_sampling=True, eps=1e-6, **opt
         "dapo",
         (clip_low, clip_high),
         {"dynamic_sampling": dynamic_sampling, **options},
-        advantage=outcome_advantage(partial(group_zscore, eps=eps)),
+        advantage=outcome_advantage(group_zscore, eps=eps),
         weigh=weights.token_mean,
         keeps="F1 F4 F8",
     )
@@ -143,7 +122,7 @@ def gspo(*, clip_low=3e-4, clip_high=4e-4, eps=1e-6, **options) -> Algorithm:
         "gspo",
         (clip_low, clip_high),
         options,
-        advantage=outcome_advantage(partial(group_zscore, eps=eps)),
+        advantage=outcome_advantage(group_zscore, eps=eps),
         weigh=weights.action_mean,
         surrogate=losses.sequence_clip_surrogate,
         by=("trajectory", "turn"),
@@ -160,7 +139,7 @@ def cispo(*, clip_low=1.0, clip_high=4.0, eps=1e-6, **options) -> Algorithm:
     check_clip("cispo", clip_low, clip_high)
     return compose(
         "cispo",
-        advantage=outcome_advantage(partial(group_zscore, eps=eps)),
+        advantage=outcome_advantage(group_zscore, eps=eps),
         weigh=weights.token_mean,
         surrogate=partial(losses.weighted_logp_surrogate, clip_low=clip_low, clip_high=clip_high),
         options=read_options("cispo", options, rejects=("dual_clip",)),
@@ -188,11 +167,24 @@ def reinforce_pp(*, clip_low=0.2, clip_high=0.2, gamma=1.0, baseline: Normalize 
     `baseline=group_center` is its variant that first subtracts the group's mean.
     """
     check_range("reinforce_pp", "gamma", gamma, 0.0, 1.0)
+
+    def advantage(trajectories, outcome_n, valid_n, options) -> Array:
+        """The return of each token, less a group baseline where one is given, whitened over all tokens."""
+        acted_nt = trajectories.acted & valid_n[:, None]
+        chosen_ntl = trajectories.actions & valid_n[:, None, None]
+        return_nt = return_to_go(paid_rewards(trajectories, outcome_n), acted_nt, gamma=gamma)
+        if baseline is not None:
+            return_nt += (baseline(outcome_n, trajectories.group, valid_n) - outcome_n)[:, None]
+        kl_ntl = reward_kl(trajectories, options)
+        kl_nm = kl_ntl.reshape(len(outcome_n), -1)
+        later_ntl = jnp.flip(jnp.cumsum(jnp.flip(kl_nm, 1), axis=1), 1).reshape(kl_ntl.shape)
+        return masked.whiten(return_nt[:, :, None] - later_ntl, chosen_ntl)
+
     return _clipped(
         "reinforce_pp",
         (clip_low, clip_high),
         options,
-        advantage=partial(_whitened_return, gamma=gamma, baseline=baseline),
+        advantage=advantage,
         weigh=weights.token_mean,
     )
 
@@ -204,11 +196,20 @@ def gigpo(*, omega=1.0, gamma=0.95, clip_low=0.2, clip_high=0.2, beta=0.01, eps=
     """
     check_range("gigpo", "omega", omega, 0.0)
     check_range("gigpo", "gamma", gamma, 0.0, 1.0)
+    by_outcome = outcome_advantage(group_zscore, eps=eps)
+
+    def advantage(trajectories, outcome_n, valid_n, options) -> Array:
+        episode = by_outcome(trajectories, outcome_n, valid_n, options)
+        acted_nt = trajectories.acted
+        reward_nt = paid_rewards(trajectories, outcome_n) - reward_kl(trajectories, options).sum(axis=2)
+        return_nt = return_to_go(reward_nt, acted_nt, gamma=gamma)
+        return episode + omega * anchor_advantage(return_nt, trajectories.anchor, acted_nt, trajectories.group, valid_n)
+
     return _clipped(
         "gigpo",
         (clip_low, clip_high),
         {"beta": beta, **options},
-        advantage=partial(_step_advantage, omega=omega, gamma=gamma, normalize=partial(group_zscore, eps=eps)),
+        advantage=advantage,
         weigh=weights.token_mean,
     )
 

@@ -1,4 +1,4 @@
-"""PPO (Schulman et al., 2017) over turns: a critic's values flow in with the trajectories, GAE flows out.
+"""PPO (Schulman et al., 2017) over turns: `ppo`, with `token_gae` or `turn_gae` from a critic's values.
 
 Time runs over chosen tokens, or over turns: tool output and padding are skipped, as if they were not
 there. The environment's pay falls on the last chosen token of its turn; the price of KL, by default, on
@@ -15,16 +15,15 @@ from jax import Array
 
 from flowgrpo import masked
 from flowgrpo.algorithms.advantage import gae, paid_rewards
+from flowgrpo.algorithms.aggregation import token_mean
 from flowgrpo.algorithms.compose import bind, compose
 from flowgrpo.algorithms.loss import clip_surrogate, required, weighted_sums
 from flowgrpo.algorithms.options import check_clip, read_options, reward_kl
-from flowgrpo.algorithms.weight import token_mean
 from flowgrpo.contracts import Algorithm, Metrics, Scores
 from flowgrpo.types import Batch, Trajectories, check_range
 
-Credit = Callable[
-    ..., tuple[Array, Array]
-]  # (trajectories, reward_nt, kl_ntl, chosen_ntl, ...) -> (adv_ntl, return_ntl)
+# (trajectories, reward_nt, kl_ntl, chosen_ntl, gamma=, lam=) -> (adv_ntl, return_ntl)
+Credit = Callable[..., tuple[Array, Array]]
 
 
 def token_gae(trajectories, reward_nt, kl_ntl, chosen_ntl, *, gamma, lam) -> tuple[Array, Array]:
@@ -60,12 +59,11 @@ def _streams(trajectories: Trajectories, reward_nm, value_nm, mask_nm, *, gamma,
     last_value_n = required(trajectories.last_value, "ppo", "Trajectories.last_value", "a cut trajectory")
     last_value_n = masked.fill(last_value_n, trajectories.bootstraps & mask_nm.any(axis=1))
     done_nm = jnp.zeros(mask_nm.shape, jnp.float32)
-    run = jax.vmap(partial(_gae_to_the_end, gamma=gamma, lam=lam))
-    return run(reward_nm, value_nm, done_nm, last_value_n, mask_nm)
 
+    def run(reward_m, value_m, done_m, last_value, mask_m) -> tuple[Array, Array]:
+        return gae(reward_m, value_m, done_m, gamma=gamma, lam=lam, last_value=last_value, mask_t=mask_m)
 
-def _gae_to_the_end(reward_m, value_m, done_m, last_value, mask_m, *, gamma, lam):
-    return gae(reward_m, value_m, done_m, gamma=gamma, lam=lam, last_value=last_value, mask_t=mask_m)
+    return jax.vmap(run)(reward_nm, value_nm, done_nm, last_value_n, mask_nm)
 
 
 def ppo(
@@ -88,10 +86,10 @@ def ppo(
     check_range("ppo", "value_coefficient", value_coefficient, 0.0)
     check_range("ppo", "gamma", gamma, 0.0, 1.0)
     check_range("ppo", "lam", lam, 0.0, 1.0)
-    credit = partial(credit, gamma=gamma, lam=lam)
+    pay = partial(_credited, credit=credit, gamma=gamma, lam=lam)
     actor = compose(
         "ppo",
-        advantage=partial(_whitened, credit=credit),
+        advantage=lambda *given: pay(*given)[0],
         weigh=token_mean,
         surrogate=partial(clip_surrogate, clip_low=clip_low, clip_high=clip_high, dual_clip=settings.dual_clip),
         options=settings,
@@ -100,24 +98,17 @@ def ppo(
         skips=False,
     )
     loss = partial(actor_critic_loss, policy_loss=actor.loss, value_clip=value_clip, coefficient=value_coefficient)
-    targets = bind(partial(_returns, credit=credit), settings)
+    targets = bind(lambda *given: pay(*given)[1], settings)
     return actor._replace(loss=loss, targets=targets, before=actor.before | {"value"})
 
 
-def _whitened(trajectories, outcome_n, valid_n, options, *, credit) -> Array:
-    adv_ntl, _, chosen_ntl = _credited(trajectories, outcome_n, valid_n, options, credit)
-    return masked.whiten(adv_ntl, chosen_ntl)
-
-
-def _returns(trajectories, outcome_n, valid_n, options, *, credit) -> Array:
-    return _credited(trajectories, outcome_n, valid_n, options, credit)[1]
-
-
-def _credited(trajectories, outcome_n, valid_n, options, credit) -> tuple[Array, Array, Array]:
-    """(adv_ntl, return_ntl, chosen_ntl) of the trajectories that take part."""
+def _credited(trajectories, outcome_n, valid_n, options, *, credit: Credit, gamma, lam) -> tuple[Array, Array]:
+    """The advantages, whitened over the chosen tokens, and the targets of the critic -> (adv_ntl, return_ntl)."""
     chosen_ntl = trajectories.actions & valid_n[:, None, None]
     kl_ntl = masked.fill(reward_kl(trajectories, options), chosen_ntl)
-    return *credit(trajectories, paid_rewards(trajectories, outcome_n), kl_ntl, chosen_ntl), chosen_ntl
+    given = (trajectories, paid_rewards(trajectories, outcome_n), kl_ntl, chosen_ntl)
+    adv_ntl, return_ntl = credit(*given, gamma=gamma, lam=lam)
+    return masked.whiten(adv_ntl, chosen_ntl), return_ntl
 
 
 def actor_critic_loss(scores: Scores, batch: Batch, *, policy_loss, value_clip, coefficient) -> tuple[Array, Metrics]:

@@ -1,6 +1,6 @@
 """The master: news of the workers flow in, calls to workers flow out, as the schedule says.
 
-    Master(crew, plan, shape, exams, make, folder).run()
+    Master(crew, plan, shape, make, folder).run()
 
 It owns the schedule's state and the replay buffer, both values, and holds references to trajectories and weights, which
 go from worker to worker. Who is lost, silent or late is named, ended and replaced, and what it had to do is given to
@@ -12,28 +12,21 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from flowgrpo import buffer, schedule
-from flowgrpo.distributed.crew import Crew, Lost
+from flowgrpo.data.task_sampling import EMPTY, Known
+from flowgrpo.distributed import cluster_state, schedule
+from flowgrpo.distributed.cluster_state import ClusterState, from_json, is_training, resumed, to_json, trained
+from flowgrpo.distributed.eval_shares import Examiner
 from flowgrpo.distributed.event_log import EventLog
-from flowgrpo.distributed.exam import Examiner
-from flowgrpo.distributed.orders import Order, Slip, Stretch, pack_stretch, unpack_stretch, versions
-from flowgrpo.distributed.staff import Doing, Gone, Shape, Staff
-from flowgrpo.distributed.workers import Begun
-from flowgrpo.priorities import EMPTY, Known
-from flowgrpo.schedule import ROLLOUT, TRAIN, Command, Event, Plan
-from flowgrpo.stuck import to_stderr
-from flowgrpo.under_way import State, from_json, is_training, resumed, to_json, trained
+from flowgrpo.distributed.messages import Order, Stretch, StretchSummary, pack_stretch, unpack_stretch, versions
+from flowgrpo.distributed.ray_backend import Crew, Lost
+from flowgrpo.distributed.schedule import ROLLOUT, TRAIN, Command, Event, Plan
+from flowgrpo.distributed.worker_pool import PendingCall, PoolShape, Staff, WorkerGone
+from flowgrpo.distributed.workers import TrainerStart
+from flowgrpo.report.watchdog import to_stderr
 
 FIRST = f"{TRAIN}-0"  # who writes what all begin with
-
-
-class Exams(NamedTuple):
-    """How many tasks an examination has, by its name."""
-
-    validation: int
-    test: int
 
 
 class Master:
@@ -43,8 +36,7 @@ class Master:
         self,
         crew: Crew,
         plan: Plan,
-        shape: Shape,
-        exams: Exams,
+        shape: PoolShape,
         make: Callable[[str, str], Callable[[], Any]],
         folder: Path,
         *,
@@ -56,12 +48,11 @@ class Master:
 
         `choose(known, group)` gives the number of a group's task, where that depends on what is known of the tasks.
         """
-        self.crew, self.plan, self.shape, self.exams = crew, plan, shape, exams
-        self.choose, self.on_turn = choose, on_turn
+        self.crew, self.plan, self.shape, self.choose, self.on_turn = crew, plan, shape, choose, on_turn
         self.log = EventLog(folder / "events.jsonl")
         self.staff = Staff(crew, shape, make, self.log, tell)
         self.examiner = Examiner(self.staff)
-        self.state, self.buffer = State(), buffer.EMPTY
+        self.state, self.buffer = ClusterState(), cluster_state.EMPTY
         self.address = ""  # of the first trainer
         self.going = False  # the schedule has begun
         self.due = False  # an examination is, where the trainer stands
@@ -80,14 +71,14 @@ class Master:
             self.staff.hire(self.staff.of(TRAIN))
             while self.result is None:
                 for news in self.staff.news():
-                    if isinstance(news, Gone):
+                    if isinstance(news, WorkerGone):
                         self._lose(news)
                     else:
                         getattr(self, f"_on_{news.doing.method}")(news.doing, news.value)
                 self.on_turn(self)
         return self.result
 
-    def _lose(self, gone: Gone) -> None:
+    def _lose(self, gone: WorkerGone) -> None:
         """Another takes the place of a worker. Where it trained, all trainers go back to the checkpoint.
 
         Rollout workers are replaced then too: what they play is to be played again, and nobody else may write into
@@ -99,7 +90,9 @@ class Master:
             self.examiner.stop()
             self.going = False
             # Until the trainers stand somewhere again, whatever is answered is to an old ticket.
-            self.state = State(version=self.state.version, tickets=self.state.tickets, duplicates=self.state.duplicates)
+            self.state = ClusterState(
+                version=self.state.version, tickets=self.state.tickets, duplicates=self.state.duplicates
+            )
         players = [name for name in self.staff.of(ROLLOUT) if self.staff.seen[name].hired]
         self.staff.replace([*self.staff.of(TRAIN), *players] if trains else [gone.worker])
         if gone.worker in self.state.workers:
@@ -108,7 +101,7 @@ class Master:
 
     # Beginning, and beginning again -------------------------------------------------------------------
 
-    def _on_about(self, doing: Doing, about: Mapping[str, Any]) -> None:
+    def _on_about(self, doing: PendingCall, about: Mapping[str, Any]) -> None:
         """A worker has started."""
         name, pool = doing.worker, self.staff.names[doing.worker]
         self.staff.started(name, about)
@@ -123,10 +116,10 @@ class Master:
             self._join(name)
         self.examiner.go_on()
 
-    def _on_meet(self, _: Doing, __: None) -> None:
+    def _on_meet(self, _: PendingCall, __: None) -> None:
         self.staff.call(FIRST, "open")
 
-    def _on_open(self, doing: Doing, _: None) -> None:
+    def _on_open(self, doing: PendingCall, _: None) -> None:
         """The first trainer has written what all begin with: the others follow, and all workers while they begin."""
         if doing.worker == FIRST:
             for name in self.staff.of(TRAIN)[1:]:
@@ -135,10 +128,10 @@ class Master:
             self.staff.call_trainers("begin")
             self.staff.hire([name for name, seen in self.staff.seen.items() if not seen.hired])
 
-    def _on_begin(self, _: Doing, begun: Begun) -> None:
+    def _on_begin(self, _: PendingCall, begun: TrainerStart) -> None:
         """The trainer stands somewhere: the schedule goes back there."""
         self.due, self.known, self.tasks, before = begun.due, begun.known, {}, self.state
-        state, kept = State(version=begun.update), {}
+        state, kept = ClusterState(version=begun.update), {}
         if begun.memory is not None:
             state = from_json(json.loads(begun.memory["schedule"]))
             kept = {int(number): unpack_stretch(text) for number, text in begun.memory["buffer"].items()}
@@ -146,17 +139,17 @@ class Master:
             seen = json.loads(begun.memory["seen"])
             self.rollout_pids |= set(seen["rollout_pids"])
             self.staleness = seen["staleness"]
-        self.buffer = buffer.EMPTY
+        self.buffer = cluster_state.EMPTY
         for number, stretch in kept.items():
             spoke = min(versions(stretch), default=state.groups[number].began)
-            self.buffer = buffer.add(self.buffer, number, stretch, version=spoke)
+            self.buffer = cluster_state.add(self.buffer, number, stretch, version=spoke)
         state = state._replace(duplicates=max(before.duplicates, state.duplicates))
         self.state = resumed(state, kept, tickets=before.tickets)
         self.staff.late.clear()
         self.log.write("resumed", update=begun.update, tickets=self.state.tickets)
         self.staff.call_trainers("weights", returns=2)
 
-    def _on_weights(self, doing: Doing, version: int) -> None:
+    def _on_weights(self, doing: PendingCall, version: int) -> None:
         """The weights that the run goes on with."""
         self._publish(doing.data, version)
         if self.due:
@@ -188,7 +181,7 @@ class Master:
     def _load(self, name: str) -> None:
         self.staff.call(name, "load", self.weights, self.version, self.loads)
 
-    def _on_load(self, doing: Doing, _: int) -> None:
+    def _on_load(self, _: PendingCall, __: int) -> None:
         """It has its weights."""
 
     # The schedule -------------------------------------------------------------------------------------
@@ -216,20 +209,20 @@ class Master:
             given = (self.buffer[number].item, self.staff.refusal(about["what"]))
             self.staff.call(command.worker, "judge", *given, **about)
         elif command.kind == "train":
-            kept, self.buffer = buffer.take(self.buffer, command.groups)
+            kept, self.buffer = cluster_state.take_groups(self.buffer, command.groups)
             self.staleness = max(self.staleness, self.version - min(one.version for one in kept))
             self.tasks = {group: task for group, task in self.tasks.items() if group in self.state.groups}
             self.staff.call_trainers("train", *(one.item for one in kept), returns=2)
         else:
-            self.buffer = buffer.drop(self.buffer, command.groups)
+            self.buffer = cluster_state.drop(self.buffer, command.groups)
 
-    def _keep(self, doing: Doing, version: int) -> None:
+    def _keep(self, doing: PendingCall, version: int) -> None:
         """Put a call's stretch into the buffer, unless its group is gone or was given out again meanwhile."""
         group = self.state.groups.get(doing.group)
         if group is not None and group.ticket == doing.ticket:
-            self.buffer = buffer.add(self.buffer, doing.group, doing.data, version=version)
+            self.buffer = cluster_state.add(self.buffer, doing.group, doing.data, version=version)
 
-    def _on_play(self, doing: Doing, slip: Slip) -> None:
+    def _on_play(self, doing: PendingCall, slip: StretchSummary) -> None:
         """A stretch has ended: the group goes on later, or is judged, or is ready."""
         self.staff.seen[doing.worker].tokens += sum(slip.lengths)
         if doing.exam is not None:
@@ -241,7 +234,7 @@ class Master:
         kind = "rolled" if slip.whole else "cut"
         self._happened(Event(kind, doing.worker, doing.group, doing.ticket, pool=slip.pool))
 
-    def _on_judge(self, doing: Doing, _: int) -> None:
+    def _on_judge(self, doing: PendingCall, _: int) -> None:
         """Verdicts are there."""
         if doing.exam is not None:
             self.examiner.take_judged(doing)
@@ -250,7 +243,7 @@ class Master:
         self._keep(doing, self.version)
         self._happened(Event("judged", doing.worker, doing.group, doing.ticket))
 
-    def _on_train(self, doing: Doing, figures: Mapping[str, Any]) -> None:
+    def _on_train(self, doing: PendingCall, figures: Mapping[str, Any]) -> None:
         """An update is made; the schedule hears of it when it is examined and saved, where that is due."""
         self.log.write("trained", version=figures["version"], seconds=round(time.monotonic() - doing.since, 4))
         self.figures = figures
@@ -280,7 +273,7 @@ class Master:
         def validated(judged: list[Any]) -> None:
             self.staff.call_trainers("examined", self._memory(), *judged)
 
-        self.examiner.begin("validation", self.exams.validation, self.loads, validated)
+        self.examiner.begin("validation", self.shape.validation_tasks, self.loads, validated)
 
     def _memory(self) -> dict[str, Any]:
         """Collect the master's part of a checkpoint: schedule after this update, buffer, tasks, the result's facts."""
@@ -298,7 +291,7 @@ class Master:
         except Lost:
             return ""
 
-    def _on_examined(self, _: Doing, figures: Mapping[str, Any]) -> None:
+    def _on_examined(self, _: PendingCall, figures: Mapping[str, Any]) -> None:
         """Written down, and saved."""
         self.log.write("saved", update=figures["update"])
         if is_training(self.state):
@@ -306,16 +299,18 @@ class Master:
         elif not self.going:
             self._set_going()
 
-    def _on_candidates(self, doing: Doing, _: int) -> None:
+    def _on_candidates(self, doing: PendingCall, _: int) -> None:
         """The weights before and after, which are tested on the same tasks."""
         before, after = doing.data
 
         def tested_before(first: list[Any]) -> None:
             self._publish(after, self.state.version)
-            self.examiner.begin("test-after", self.exams.test, self.loads, lambda second: self._finish(first, second))
+            self.examiner.begin(
+                "test-after", self.shape.test_tasks, self.loads, lambda second: self._finish(first, second)
+            )
 
         self._publish(before, 0)
-        self.examiner.begin("test-before", self.exams.test, self.loads, tested_before)
+        self.examiner.begin("test-before", self.shape.test_tasks, self.loads, tested_before)
 
     def _finish(self, before: list[Any], after: list[Any]) -> None:
         cluster = {
@@ -326,5 +321,5 @@ class Master:
         }
         self.staff.call_trainers("finish", cluster, len(before), *before, *after)
 
-    def _on_finish(self, _: Doing, result: dict[str, Any]) -> None:
+    def _on_finish(self, _: PendingCall, result: dict[str, Any]) -> None:
         self.result = result

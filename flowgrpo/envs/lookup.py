@@ -1,4 +1,4 @@
-"""Multi-hop questions over knowledge bases, each kind of fact behind a tool of its own.
+"""`lookup`: multi-hop questions over knowledge bases, each kind of fact behind a tool of its own.
 
     ada friend boss ?                  who is the boss of ada's friend?
     registry friend ada <end>          ivo
@@ -29,7 +29,6 @@ An answer without a tool is right in at most 1 case of 15. What a model makes of
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -39,7 +38,7 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from flowgrpo.contracts import Env, Observation, Sizes, Step
-from flowgrpo.envs.env import END, SPECIAL, absorbing, fill, split_index
+from flowgrpo.envs.env import END, SPECIAL, absorbing, pad_tokens, select, split_index
 from flowgrpo.types import BadInput, check_names, check_range
 
 PEOPLE = ("ada", "bo", "cy", "dee", "eli", "fay", "gus", "hal", "ivo", "jo", "kim", "lou", "mei", "ned", "ola", "pat")
@@ -47,13 +46,52 @@ RELATIONS = ("friend", "boss", "mentor", "rival", "doctor", "tenant")
 TOOLS = ("registry", "archive", "gazette", "directory")
 # After the special tokens; relations follow the tools, entities the relations.
 QUESTION, NONE, ERROR, ANSWER, FIRST_TOOL = range(len(SPECIAL), len(SPECIAL) + 5)
-
 SPREAD = 0x61C88647  # odd, so that within a task different progress always differs, overflow and all
 
 
-@dataclass(frozen=True, kw_only=True)
+# Tasks and states -------------------------------------------------------------------------------------
+
+
+class LookupTask(struct.PyTreeNode):
+    """A question, and the knowledge base that answers it."""
+
+    facts: Int[Array, "entity relation"]  # an entity; never the one that was asked about
+    start: Int[Array, ""]
+    chain: Int[Array, "hop"]  # relations; what is past `hops` is never read
+    hops: Int[Array, ""]
+    identity: Int[Array, ""]  # tells tasks apart
+
+
+class LookupState(struct.PyTreeNode):
+    """How far the truth was followed (`hop`, `entity`); how far somebody thinks who believes all (`heard`, `told`)."""
+
+    task: LookupTask
+    key: Array  # decides what wrong tools answer
+    hop: Int[Array, ""]
+    entity: Int[Array, ""]
+    heard: Int[Array, ""]
+    told: Int[Array, ""]
+    turn: Int[Array, ""]
+    done: Bool[Array, ""]
+    correct: Bool[Array, ""]
+
+
+class Action(NamedTuple):
+    """Action that the tokens of a turn ask for; neither a call nor an answer where they are malformed."""
+
+    calls: Array
+    answers: Array
+    tool: Array
+    relation: Array
+    entity: Array
+
+
+# The environment --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class World:
-    """The settings of a lookup environment, and where its tokens lie."""
+    """A lookup environment: its settings, where its tokens lie, and the functions of its `Env`."""
 
     entities: int = 16
     relations: int = 6
@@ -95,39 +133,127 @@ class World:
         """The right tool for a kind of fact. The first tools cover more kinds where they don't share evenly."""
         return relation % self.tools
 
+    def make_task(self, key: Array, split: str) -> LookupTask:
+        """A knowledge base and a question whose chain belongs to `split`."""
+        keys = jax.random.split(jax.random.fold_in(key, split_index(split)), 3)
+        least, most = self.hops
+        draws = jax.random.uniform(keys[0], (most + 3,))
+        hops = least + _pick(draws[0], most - least + 1)
+        away = 1 + _pick(jax.random.uniform(keys[1], (self.entities, self.relations)), self.entities - 1)
+        return LookupTask(
+            facts=(jnp.arange(self.entities)[:, None] + away) % self.entities,
+            start=_pick(draws[1], self.entities),
+            chain=self._deal(draws[2:], hops, split_index(split)),
+            hops=hops,
+            identity=(jax.random.bits(keys[2]) >> 1).astype(jnp.int32),
+        )
 
-class Task(struct.PyTreeNode):
-    """A question, and the knowledge base that answers it."""
+    def _deal(self, draws: Array, hops: Array, split: int) -> Array:
+        """A chain whose relations sum to what the split holds, modulo their count."""
+        first, count = ((2, self.relations - 2), (0, 1), (1, 1))[split]
+        place = jnp.arange(self.hops[1])
+        chain = jnp.where(place < hops - 1, _pick(draws[1:], self.relations), 0)
+        last = (first + _pick(draws[0], count) - chain.sum()) % self.relations
+        return jnp.where(place == hops - 1, last, chain)
 
-    facts: Int[Array, "entity relation"]  # an entity; never the one that was asked about
-    start: Int[Array, ""]
-    chain: Int[Array, "hop"]  # relations; what is past `hops` is never read
-    hops: Int[Array, ""]
-    identity: Int[Array, ""]  # tells tasks apart
+    def reset(self, key: Array, task: LookupTask) -> tuple[LookupState, Observation]:
+        """The question: the entity to start from, the relations to follow, and a question mark."""
+        zero, no = jnp.int32(0), jnp.bool_(False)
+        state = LookupState(task, key, zero, task.start, zero, task.start, zero, no, no)
+        place = jnp.arange(self.hops[1] + 1)
+        links = jnp.append(task.chain + self.first_relation, QUESTION)
+        asked = jnp.where(place < task.hops, links, jnp.where(place == task.hops, QUESTION, 0))
+        prompt = jnp.concatenate([task.start[None] + self.first_entity, asked])
+        return state, Observation(prompt, task.hops + 2)
 
+    def step(self, state: LookupState, tokens: Array, length: Array) -> tuple[LookupState, Step]:
+        """One action: a call is answered, an answer or the last turn ends the episode."""
+        task, action = state.task, self.read(tokens, length)
+        correct = action.answers & (action.entity == solution(task))
+        done = action.answers | (state.turn + 1 >= self.turns_per_hop * task.hops)
+        following, said = self._call(state, action)
+        said = jnp.where(done, 0, jnp.where(action.calls, said, ERROR))
+        return following.replace(turn=state.turn + 1, done=done, correct=correct), Step(
+            observation=Observation(said[None], jnp.where(done, 0, 1)),
+            reward=correct.astype(jnp.float32),
+            done=done,
+            correct=correct,
+            tool=jnp.where(action.calls, action.tool, -1),
+            error=~(action.calls | action.answers),
+        )
 
-class State(struct.PyTreeNode):
-    """How far the truth was followed (`hop`, `entity`); how far somebody thinks who believes all (`heard`, `told`)."""
+    def read(self, tokens: Array, length: Array) -> Action:
+        """`TOOL relation entity END` is a call, `answer entity END` an answer; anything else is malformed."""
+        tool, relation = tokens[0] - FIRST_TOOL, tokens[1] - self.first_relation
+        calls = (length == 4) & _within(tool, self.tools) & _within(relation, self.relations) & (tokens[3] == END)
+        answers = (length == 3) & (tokens[0] == ANSWER) & (tokens[2] == END)
+        entity = jnp.where(calls, tokens[2], tokens[1]) - self.first_entity
+        known = _within(entity, self.entities)
+        return Action(calls & known, answers & known, tool, relation, entity)
 
-    task: Task
-    key: Array  # decides what wrong tools answer
-    hop: Int[Array, ""]
-    entity: Int[Array, ""]
-    heard: Int[Array, ""]
-    told: Int[Array, ""]
-    turn: Int[Array, ""]
-    done: Bool[Array, ""]
-    correct: Bool[Array, ""]
+    def _call(self, state: LookupState, action: Action) -> tuple[LookupState, Array]:
+        """The state after a call, and the token that its tool says; both mean nothing where the action is no call."""
+        task = state.task
+        fact = task.facts[action.entity, action.relation]
+        right = action.tool == self.tool_of(action.relation)
+        lies, wrong = self._lie(state.key, action, fact)
+        told = jnp.where(right, fact, wrong)
+        hears = action.calls & (right | lies)
+        asked = (action.relation == task.chain[state.hop]) & (action.entity == state.entity) & (state.hop < task.hops)
+        follows = hears & right & asked
+        heard = jnp.where(follows, state.hop, state.heard) + 1
+        following = state.replace(
+            hop=jnp.where(follows, state.hop + 1, state.hop),
+            entity=jnp.where(follows, fact, state.entity),
+            heard=jnp.where(hears, jnp.minimum(heard, task.hops), state.heard),
+            told=jnp.where(hears, told, state.told),
+        )
+        return following, jnp.where(hears, told + self.first_entity, NONE)
 
+    def _lie(self, key: Array, action: Action, fact: Array) -> tuple[Array, Array]:
+        """Whether a wrong tool lies about this fact, and what it says: neither the fact nor the entity asked about.
 
-class Action(NamedTuple):
-    """Action that the tokens of a turn ask for; neither a call nor an answer where they are malformed."""
+        It says the same whenever it is asked the same, so asking twice tells nothing.
+        """
+        question = (action.tool * self.relations + action.relation) * self.entities + action.entity
+        draws = jax.random.uniform(jax.random.fold_in(key, question), (2,))
+        others = self.entities - 1
+        shift = 1 + _pick(draws[1], others - 1)
+        away = (fact - action.entity - 1 + shift) % others + 1
+        return draws[0] < self.lies, (action.entity + away) % self.entities
 
-    calls: Array
-    answers: Array
-    tool: Array
-    relation: Array
-    entity: Array
+    def anchor(self, state: LookupState) -> Array:
+        """Equal where the task and the progress in it are; turns used up don't count."""
+        links = self.hops[1] + 1
+        progress = ((state.hop * links + state.heard) * self.entities + state.entity) * self.entities + state.told
+        return state.task.identity + progress * SPREAD
+
+    def oracle(self, state: LookupState) -> tuple[Array, Array]:
+        """The right tool for the next fact that is not yet known; then the answer."""
+        relation = state.task.chain[state.hop]
+        call = self._call_tokens(self.tool_of(relation), relation, state.entity)
+        return select(state.hop >= state.task.hops, self._answer_tokens(state.entity), call)
+
+    def answer(self, task: LookupTask) -> tuple[Array, Array]:
+        """The action that ends a task rightly."""
+        return self._answer_tokens(solution(task))
+
+    def demonstrate(self, key: Array, state: LookupState) -> tuple[Array, Array]:
+        """A well-formed action of somebody who believes what he is told, and knows the right tool now and then."""
+        draws = jax.random.uniform(key, (5,))
+        early, slips, knows = draws[0] < self.slips, draws[1] < self.slips, draws[2] < self.skill
+        relation = jnp.where(slips, _pick(draws[3], self.relations), state.task.chain[state.heard])
+        tool = jnp.where(knows, self.tool_of(relation), _pick(draws[4], self.tools))
+        call = self._call_tokens(tool, relation, state.told)
+        return select(early | (state.heard >= state.task.hops), self._answer_tokens(state.told), call)
+
+    def _call_tokens(self, tool: Array, relation: Array, entity: Array) -> tuple[Array, Array]:
+        return pad_tokens(
+            [tool + FIRST_TOOL, relation + self.first_relation, entity + self.first_entity, END], 4
+        ), jnp.int32(4)
+
+    def _answer_tokens(self, entity: Array) -> tuple[Array, Array]:
+        return pad_tokens([ANSWER, entity + self.first_entity, END], 4), jnp.int32(3)
 
 
 def lookup(**settings) -> Env:
@@ -140,174 +266,28 @@ def lookup(**settings) -> Env:
         words=world.words,
         tools=_names(TOOLS, "tool", world.tools),
         sizes=Sizes(prompt=most + 2, observation=1, action=4, turns=world.turns_per_hop * most),
-        make_task=partial(make_task, world=world),
-        reset=partial(reset, world=world),
-        step=absorbing(partial(step, world=world)),
-        anchor=partial(anchor, world=world),
-        oracle=partial(oracle, world=world),
-        demonstrate=partial(demonstrate, world=world),
-        answer=partial(answer, world=world),
+        make_task=world.make_task,
+        reset=world.reset,
+        step=absorbing(world.step),
+        anchor=world.anchor,
+        oracle=world.oracle,
+        demonstrate=world.demonstrate,
+        answer=world.answer,
     )
 
 
-# Tasks --------------------------------------------------------------------------------------------------
+def calls_right_tool(tokens: Array, length: Array, *, world: World = World()) -> Array:
+    """Whether an action calls the right tool for the relation that it asks for, whatever else it gets wrong."""
+    action = world.read(tokens, length)
+    return action.calls & (action.tool == world.tool_of(action.relation))
 
 
-def make_task(key: Array, split: str, *, world: World) -> Task:
-    """A knowledge base and a question whose chain belongs to `split`."""
-    keys = jax.random.split(jax.random.fold_in(key, split_index(split)), 3)
-    least, most = world.hops
-    draws = jax.random.uniform(keys[0], (most + 3,))
-    hops = least + _pick(draws[0], most - least + 1)
-    away = 1 + _pick(jax.random.uniform(keys[1], (world.entities, world.relations)), world.entities - 1)
-    return Task(
-        facts=(jnp.arange(world.entities)[:, None] + away) % world.entities,
-        start=_pick(draws[1], world.entities),
-        chain=_deal(draws[2:], hops, split_index(split), world),
-        hops=hops,
-        identity=(jax.random.bits(keys[2]) >> 1).astype(jnp.int32),
-    )
-
-
-def _deal(draws: Array, hops: Array, split: int, world: World) -> Array:
-    """A chain whose relations sum to what the split holds, modulo their count."""
-    first, count = ((2, world.relations - 2), (0, 1), (1, 1))[split]
-    place = jnp.arange(world.hops[1])
-    chain = jnp.where(place < hops - 1, _pick(draws[1:], world.relations), 0)
-    last = (first + _pick(draws[0], count) - chain.sum()) % world.relations
-    return jnp.where(place == hops - 1, last, chain)
-
-
-def solution(task: Task) -> Array:
+def solution(task: LookupTask) -> Array:
     """The entity at the end of the chain."""
     entity = task.start
     for hop, relation in enumerate(task.chain):
         entity = jnp.where(hop < task.hops, task.facts[entity, relation], entity)
     return entity
-
-
-# Episodes -----------------------------------------------------------------------------------------------
-
-
-def reset(key: Array, task: Task, *, world: World) -> tuple[State, Observation]:
-    """The question: the entity to start from, the relations to follow, and a question mark."""
-    zero, no = jnp.int32(0), jnp.bool_(False)
-    state = State(task, key, zero, task.start, zero, task.start, zero, no, no)
-    place = jnp.arange(world.hops[1] + 1)
-    links = jnp.append(task.chain + world.first_relation, QUESTION)
-    asked = jnp.where(place < task.hops, links, jnp.where(place == task.hops, QUESTION, 0))
-    prompt = jnp.concatenate([task.start[None] + world.first_entity, asked])
-    return state, Observation(prompt, task.hops + 2)
-
-
-def step(state: State, tokens: Array, length: Array, *, world: World) -> tuple[State, Step]:
-    """One action: a call is answered, an answer or the last turn ends the episode."""
-    task, action = state.task, read(tokens, length, world)
-    correct = action.answers & (action.entity == solution(task))
-    done = action.answers | (state.turn + 1 >= world.turns_per_hop * task.hops)
-    following, said = _call(state, action, world)
-    said = jnp.where(done, 0, jnp.where(action.calls, said, ERROR))
-    return following.replace(turn=state.turn + 1, done=done, correct=correct), Step(
-        observation=Observation(said[None], jnp.where(done, 0, 1)),
-        reward=correct.astype(jnp.float32),
-        done=done,
-        correct=correct,
-        tool=jnp.where(action.calls, action.tool, -1),
-        error=~(action.calls | action.answers),
-    )
-
-
-def read(tokens: Array, length: Array, world: World) -> Action:
-    """`TOOL relation entity END` is a call, `answer entity END` an answer; anything else is malformed."""
-    tool, relation = tokens[0] - FIRST_TOOL, tokens[1] - world.first_relation
-    calls = (length == 4) & _within(tool, world.tools) & _within(relation, world.relations) & (tokens[3] == END)
-    answers = (length == 3) & (tokens[0] == ANSWER) & (tokens[2] == END)
-    entity = jnp.where(calls, tokens[2], tokens[1]) - world.first_entity
-    known = _within(entity, world.entities)
-    return Action(calls & known, answers & known, tool, relation, entity)
-
-
-def is_right(tokens: Array, length: Array, *, world: World = World()) -> Array:
-    """Whether an action calls the right tool for the relation that it asks for, whatever else it gets wrong."""
-    action = read(tokens, length, world)
-    return action.calls & (action.tool == world.tool_of(action.relation))
-
-
-def _call(state: State, action: Action, world: World) -> tuple[State, Array]:
-    """The state after a call, and the token that its tool says; both mean nothing where the action is no call."""
-    task = state.task
-    fact = task.facts[action.entity, action.relation]
-    right = action.tool == world.tool_of(action.relation)
-    lies, wrong = _lie(state.key, action, fact, world)
-    told = jnp.where(right, fact, wrong)
-    hears = action.calls & (right | lies)
-    asked = (action.relation == task.chain[state.hop]) & (action.entity == state.entity) & (state.hop < task.hops)
-    follows = hears & right & asked
-    heard = jnp.where(follows, state.hop, state.heard) + 1
-    following = state.replace(
-        hop=jnp.where(follows, state.hop + 1, state.hop),
-        entity=jnp.where(follows, fact, state.entity),
-        heard=jnp.where(hears, jnp.minimum(heard, task.hops), state.heard),
-        told=jnp.where(hears, told, state.told),
-    )
-    return following, jnp.where(hears, told + world.first_entity, NONE)
-
-
-def _lie(key: Array, action: Action, fact: Array, world: World) -> tuple[Array, Array]:
-    """Whether a wrong tool lies about this fact, and what it says: neither the fact nor the entity asked about.
-
-    It says the same whenever it is asked the same, so asking twice tells nothing.
-    """
-    question = (action.tool * world.relations + action.relation) * world.entities + action.entity
-    draws = jax.random.uniform(jax.random.fold_in(key, question), (2,))
-    others = world.entities - 1
-    shift = 1 + _pick(draws[1], others - 1)
-    away = (fact - action.entity - 1 + shift) % others + 1
-    return draws[0] < world.lies, (action.entity + away) % world.entities
-
-
-def anchor(state: State, *, world: World) -> Array:
-    """Equal where the task and the progress in it are; turns used up don't count."""
-    links = world.hops[1] + 1
-    progress = ((state.hop * links + state.heard) * world.entities + state.entity) * world.entities + state.told
-    return state.task.identity + progress * SPREAD
-
-
-# Actions ------------------------------------------------------------------------------------------------
-
-
-def oracle(state: State, *, world: World) -> tuple[Array, Array]:
-    """The right tool for the next fact that is not yet known; then the answer."""
-    relation = state.task.chain[state.hop]
-    call = _call_tokens(world.tool_of(relation), relation, state.entity, world)
-    return _either(state.hop >= state.task.hops, _answer_tokens(state.entity, world), call)
-
-
-def answer(task: Task, *, world: World) -> tuple[Array, Array]:
-    """The action that ends a task rightly."""
-    return _answer_tokens(solution(task), world)
-
-
-def demonstrate(key: Array, state: State, *, world: World) -> tuple[Array, Array]:
-    """A well-formed action of somebody who believes what he is told, and knows the right tool now and then."""
-    draws = jax.random.uniform(key, (5,))
-    early, slips, knows = draws[0] < world.slips, draws[1] < world.slips, draws[2] < world.skill
-    relation = jnp.where(slips, _pick(draws[3], world.relations), state.task.chain[state.heard])
-    tool = jnp.where(knows, world.tool_of(relation), _pick(draws[4], world.tools))
-    call = _call_tokens(tool, relation, state.told, world)
-    return _either(early | (state.heard >= state.task.hops), _answer_tokens(state.told, world), call)
-
-
-def _call_tokens(tool: Array, relation: Array, entity: Array, world: World) -> tuple[Array, Array]:
-    return fill([tool + FIRST_TOOL, relation + world.first_relation, entity + world.first_entity, END], 4), jnp.int32(4)
-
-
-def _answer_tokens(entity: Array, world: World) -> tuple[Array, Array]:
-    return fill([ANSWER, entity + world.first_entity, END], 4), jnp.int32(3)
-
-
-def _either(first: Array, one: tuple, other: tuple) -> tuple:
-    return jax.tree.map(partial(jnp.where, first), one, other)
 
 
 def _pick(draw: Array, count: int) -> Array:

@@ -1,4 +1,4 @@
-"""Episodes of pure environments without a policy: what the oracle, the demonstrations and random tokens do.
+"""Play episodes of pure environments without a policy: by the oracle, by demonstrations, by random tokens.
 
     plays = play_many(env, PLAYERS["oracle"], tasks);   print(transcript(env, plays, 0))
 
@@ -6,7 +6,6 @@ Everything but `transcript` is pure; tasks have one entry an episode.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,13 +31,13 @@ class Play(NamedTuple):
     state: Any  # at the end
 
 
-def play(key: Array, task, env: Env, act: Act) -> Play:
+def play_episode(key: Array, task, env: Env, act: Act) -> Play:
     """One episode of as many turns as the environment ever has."""
     key_reset, key_act = jax.random.split(key)
     state, prompt = env.reset(key_reset, task)
     keys_t = jax.random.split(key_act, env.sizes.turns)
     last, (anchor_t, tokens_tl, length_t, live_t, step_t) = jax.lax.scan(
-        partial(play_turn, env=env, act=act), state, keys_t
+        lambda state, key: play_turn(state, key, env, act), state, keys_t
     )
     return Play(task, prompt, anchor_t, tokens_tl, length_t, live_t, step_t, last)
 
@@ -53,17 +52,8 @@ def play_turn(state, key: Array, env: Env, act: Act) -> tuple:
 def play_many(env: Env, act: Act, tasks, *, seed: int = 0) -> Play:
     """An episode of each task, compiled."""
     count = len(jax.tree.leaves(tasks)[0])
-    return jax.jit(jax.vmap(partial(play, env=env, act=act)))(jax.random.split(jax.random.key(seed), count), tasks)
-
-
-def play_oracle(env: Env, key: Array, state) -> tuple:  # noqa: ARG001
-    """The best action."""
-    return env.oracle(state)
-
-
-def play_demonstration(env: Env, key: Array, state) -> tuple:
-    """Choose the environment's demonstrated action, which a warm start imitates."""
-    return env.demonstrate(key, state)
+    run = jax.jit(jax.vmap(lambda key, task: play_episode(key, task, env, act)))
+    return run(jax.random.split(jax.random.key(seed), count), tasks)
 
 
 def play_random(env: Env, key: Array, state) -> tuple:  # noqa: ARG001
@@ -73,7 +63,11 @@ def play_random(env: Env, key: Array, state) -> tuple:  # noqa: ARG001
     return tokens, jnp.minimum(jnp.argmax(ends) + 1, env.sizes.action)
 
 
-PLAYERS: dict[str, Act] = {"oracle": play_oracle, "demonstrations": play_demonstration, "random": play_random}
+PLAYERS: dict[str, Act] = {
+    "oracle": lambda env, _, state: env.oracle(state),
+    "demonstrations": lambda env, key, state: env.demonstrate(key, state),
+    "random": play_random,
+}
 
 
 def transcript(env: Env, plays: Play, episode: int) -> str:

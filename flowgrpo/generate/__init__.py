@@ -1,1 +1,15 @@
-"""Generators: requests flow in, completions flow out; one life cycle of `generate`, `submit` and `close`."""
+"""Generators, which turn requests into completions; all have `generate`, `submit` and `close`.
+
+Modules:
+
+    engine         Continuous batching: an `Engine` answers requests that come at any time, from any thread, by futures
+    kv_slots       Slots of a cache: what each holds, and how a conversation enters one in pieces of fixed shape
+    openai_client  A client of OpenAI-compatible servers, behind which frozen roles and judges live
+    openai_wire    Requests and answers of an OpenAI-compatible server as values, to and from bytes; pure
+    requests       Requests under way in an engine, and where a stop string ends a completion
+    sampler        Sample and score tokens with one forward function
+"""
+
+from flowgrpo.generate.engine import Engine
+from flowgrpo.generate.openai_client import Remote, remote
+from flowgrpo.generate.sampler import Sampling, logprobs

@@ -1,11 +1,14 @@
-"""Continuous batching: requests flow in at any time, from any thread; completions flow out as futures.
+"""Continuous batching: an `Engine` answers requests that come at any time, from any thread, by futures.
 
-A fixed number of slots decode together. A request takes a free slot, preferably one whose cache holds the
-beginning of its conversation; another slot's beginning is copied. Between stretches of decoding, slots
-that ended are answered, requests enter, deadlines and cancellations act, and weights are swapped, each
-token keeping the version of the weights that chose it. A handful of programs of fixed shape do it all, so
-nothing is compiled after the first requests; what a request gets depends on its key alone (E3). Between rollouts
-`release` gives the memory of all slots back, and the next request makes them again.
+A fixed number of slots decode together. A request takes a free slot, preferably one whose cache holds the beginning of
+its conversation; another slot's beginning is copied. Between stretches of decoding, slots that ended are answered,
+requests enter, deadlines and cancellations act, and weights are swapped, each token keeping the version of the weights
+that chose it. What a request gets depends on its key alone (E3). Between rollouts `release` gives the memory of all
+slots back, and the next request makes them again.
+
+Four programs of fixed shape do it all (`make_programs`): `extend` compiles once for each width of a piece, the others
+once, whatever requests come, because a slot is an index and not a shape. Engines of one policy and one shape share what
+was compiled.
 """
 
 import threading
@@ -13,19 +16,110 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from flowgrpo.contracts import Completion, EngineClosed, Policy, Request
-from flowgrpo.generate.jobs import Job, make_job
-from flowgrpo.generate.pieces import Piece, cut, rest, widths
-from flowgrpo.generate.programs import Turn, make_programs
-from flowgrpo.generate.sampler import MAX_KEPT, Sampled
-from flowgrpo.generate.slots import Slot, columns, held_by
-from flowgrpo.generate.stops import TextOf
+from flowgrpo.contracts import Cache, Completion, EngineClosed, Policy, Request
+from flowgrpo.generate.kv_slots import Slot, TokenSpan, cut, decode_inputs, held_by, rest, widths
+from flowgrpo.generate.requests import Job, TextOf, make_job
+from flowgrpo.generate.sampler import MAX_KEPT, Rows, Sampled, decode, prefill, start_rows
 from flowgrpo.types import BadInput, Fate, Ledger, check_range
+
+
+class Entry(NamedTuple):
+    """State from which a request's row goes on decoding."""
+
+    token: int  # its last token, which is not in the cache
+    key: Any
+    count: int  # tokens sampled so far
+    budget: int  # tokens that may still be sampled
+
+
+class Programs(NamedTuple):
+    """Pure functions of fixed shape; the state of decoding is donated from call to call."""
+
+    start: Any  # (slots, slot_length) -> rows
+    extend: Any  # (params, rows, source, target, held, tokens [c], size, entry) -> rows
+    force: Any  # (params, rows, slot, tokens [c], size) -> rows
+    decode: Any  # (params, rows, going_r, settings, stop_ids, leave) -> (rows, sampled)
+
+
+def make_programs(policy: Policy, *, steps: int, banned: tuple[int, ...], width: int) -> Programs:
+    """The programs for a policy."""
+    return Programs(
+        start=partial(_start, policy),
+        extend=partial(_extend, policy),
+        force=partial(_force, policy),
+        decode=partial(_decode, policy, steps=steps, banned=banned, width=width),
+    )
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _start(policy, slots: int, slot_length: int) -> Rows:
+    """Empty slots, none of which decodes."""
+    nothing_r, keys = jnp.zeros(slots, jnp.int32), jax.random.split(jax.random.key(0), slots)
+    return start_rows(policy.make_cache(slots, slot_length), nothing_r, keys, nothing_r)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _extend(policy, params, rows: Rows, source, target, held, tokens, size, entry: Entry) -> Rows:
+    """The first `held` tokens of one slot, and `size` of these after them, in another, whose row decodes from there.
+
+    The tokens are given ones, computed as a batch of one whichever slot it is; without any, this is a copy. Source and
+    target may be the same.
+    """
+    one = Cache(*(_row(x, source, axis) for x, axis in zip(_parts(rows.cache), _AXES, strict=True)))
+    kept_c = jnp.arange(one.segments.shape[1]) < held
+    one = one.replace(segments=jnp.where(kept_c[None], one.segments, 0), next=jnp.full_like(one.next, held))
+    if len(tokens):
+        one = prefill(policy, params, one, tokens[None], (jnp.arange(len(tokens)) < size)[None])
+    parts = zip(_parts(rows.cache), _parts(one), _AXES, strict=True)
+    return Rows(
+        cache=Cache(*(_put(x, new, target, axis) for x, new, axis in parts)),
+        token=rows.token.at[target].set(entry.token),
+        key=rows.key.at[target].set(entry.key),
+        count=rows.count.at[target].set(entry.count),
+        budget=rows.budget.at[target].set(entry.budget),
+        active=rows.active.at[target].set(entry.budget > 0),
+    )
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _force(policy, params, rows: Rows, slot, tokens, size) -> Rows:
+    """The first `size` tokens, which were sampled before, fed to a slot again in decode steps of full width."""
+    own_r = jnp.arange(len(rows.token)) == slot
+
+    def step(i, cache):
+        return prefill(policy, params, cache, jnp.where(own_r, tokens[i], 0)[:, None], own_r[:, None])
+
+    return rows.replace(cache=jax.lax.fori_loop(0, size, step, rows.cache))
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("steps", "banned", "width"), donate_argnums=2)
+def _decode(policy, params, rows: Rows, going_r, settings, stop_ids, leave, *, steps, banned, width):
+    """A stretch of decoding in the rows that are still wanted."""
+    rows = rows.replace(active=rows.active & going_r)
+    return decode(policy, params, rows, settings, stop_ids, steps=steps, leave=leave, banned=banned, width=width)
+
+
+_AXES = (1, 1, 0, 0, 0)  # where the slots are in each part of a cache
+
+
+def _parts(cache: Cache) -> tuple:
+    return cache.keys, cache.values, cache.positions, cache.segments, cache.next
+
+
+def _row(x, slot, axis):
+    return jax.lax.dynamic_slice_in_dim(x, slot, 1, axis)
+
+
+def _put(x, row, slot, axis):
+    return jax.lax.dynamic_update_slice_in_dim(x, row, slot, axis)
+
 
 AtSwap = Literal["recompute", "keep"]
 
@@ -50,9 +144,10 @@ class Engine:
     ):
         """`banned` ids are never sampled (the padding token); `text_of` reads ids, for requests with stop strings.
 
-        `kept` is the size of recorded sets, for requests that cut the support; 0 refuses those. `at_swap`
-        says what becomes of the caches of requests in flight when weights are swapped: they are computed again, or
-        kept for the rest of the request and no longer.
+        An engine with `kept` draws from at most that many of the likeliest tokens, and serves requests with top_k,
+        top_p or min_p alone; with 0 it draws from all, as training needs, and refuses such requests. `at_swap` says
+        what becomes of the caches of requests in flight when weights are swapped: they are computed again, or kept for
+        the rest of the request and no longer.
         """
         check_range("Engine", "kept", kept, 0, MAX_KEPT, whole=True)
         for name, value in (("slots", slots), ("slot_length", slot_length), ("chunk", chunk), ("steps", steps)):
@@ -176,13 +271,13 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Run every program once without a token, so that all are compiled by the first request and none later."""
-        program, params, turn = self.programs, self._params, Turn(0, jax.random.key(0), 0, 0)
+        program, params, entry = self.programs, self._params, Entry(0, jax.random.key(0), 0, 0)
         self._make_slots()
         for width in widths(self.chunk):
             nothing = np.zeros(width, np.int32)
-            self._rows = program.extend(params, self._rows, 0, 0, 0, nothing, 0, turn)
+            self._rows = program.extend(params, self._rows, 0, 0, 0, nothing, 0, entry)
         self._rows = program.force(params, self._rows, 0, nothing, 0)
-        self._rows, _ = program.decode(params, self._rows, *columns(self._slots), False)
+        self._rows, _ = program.decode(params, self._rows, *decode_inputs(self._slots), False)
 
     def _make_slots(self) -> None:
         """Empty slots, where there are none."""
@@ -226,7 +321,7 @@ class Engine:
             self._fill_again()
 
     def _fill_again(self) -> None:
-        """Compute the caches of all requests in flight anew."""
+        """Compute the caches of all requests in flight again."""
         for index, slot in enumerate(self._slots):
             if slot.job is not None:
                 self._fill(index, slot.job, self._held(slot.job))
@@ -269,10 +364,10 @@ class Engine:
         """Bring all tokens but the last into the slot's cache, so that its row can go on; returns how many one held."""
         source = max(range(len(self._slots)), key=lambda i: (held_r[i], i == index))
         done = held = held_r[source]
-        turn = Turn(job.tokens[-1], job.request.key, len(job.logp), job.room)
+        entry = Entry(job.tokens[-1], job.request.key, len(job.sampled), job.room)
         pieces = rest(cut(job.chosen, chunk=self.chunk), held, chunk=self.chunk)
         if not pieces or pieces[0].stepwise:
-            pieces.insert(0, Piece(held, held, False))  # copies what is held, and lets the row go on
+            pieces.insert(0, TokenSpan(held, held, False))  # copies what is held, and lets the row go on
         for start, end, stepwise in pieces:
             fitting = [width for width in widths(self.chunk) if width >= end - start]
             tokens = np.zeros(self.chunk if stepwise else fitting[0], np.int32)
@@ -281,7 +376,7 @@ class Engine:
                 self._rows = self.programs.force(self._params, self._rows, index, tokens, end - start)
             else:
                 part = (source, index, done, tokens, end - start)
-                self._rows = self.programs.extend(self._params, self._rows, *part, turn)
+                self._rows = self.programs.extend(self._params, self._rows, *part, entry)
             source, done = index, end
         self._slots[index].record(job, self.chunk)
         self._slots[index].weights = self._weights
@@ -291,7 +386,7 @@ class Engine:
         """Decode until a row ends while others wait, or for the set number of steps; take in what came."""
         with self._wake:
             leave = bool(self._queue)
-        self._rows, sampled = self.programs.decode(self._params, self._rows, *columns(self._slots), leave)
+        self._rows, sampled = self.programs.decode(self._params, self._rows, *decode_inputs(self._slots), leave)
         sampled, active_r = jax.device_get((sampled, self._rows.active))
         for index, slot in enumerate(self._slots):
             if slot.job is not None:

@@ -1,4 +1,4 @@
-"""Sampling and scoring with one forward function, pure: a cache and keys flow in, tokens and the cache flow out.
+"""Sample and score tokens with one forward function.
 
 A token is drawn by one uniform number from its request's key: the token at which the cumulated probability
 passes it, in a fixed order of the vocabulary. Its log-probability is that under the distribution it was drawn from, and
@@ -57,21 +57,9 @@ class Sampled(struct.PyTreeNode):
     """Result of a stretch of decoding, step by step (axis u); `live` says which rows sampled at a step."""
 
     token: Int[Array, "u r"]
-    logp: Float[Array, "u r"]
-    entropy: Float[Array, "u r"]
-    margin: Float[Array, "u r"]  # distance of the uniform number to the nearest edge of the token's interval
+    logp_sampled: Float[Array, "u r"]
     live: Bool[Array, "u r"]
     kept: Int[Array, "u r k"] | None  # the recorded set, -1 where there are fewer
-
-
-class Draw(NamedTuple):
-    """One token for each row."""
-
-    token: Array
-    logp: Array
-    entropy: Array
-    margin: Array
-    kept: Array | None
 
 
 # One token --------------------------------------------------------------------------------------------
@@ -94,15 +82,17 @@ def kept_set(cooled_rv: Array, settings: Sampling, width: int) -> Array:
     return jnp.where(stays_rk | (rank_rk == 0), id_rk, -1)
 
 
-def draw(logits_rv: Array, uniform_r: Array, settings: Sampling, *, banned: tuple[int, ...], width: int) -> Draw:
-    """A token for each row by its uniform number; `width` 0 keeps full support."""
+def draw_token(
+    logits_rv: Array, uniform_r: Array, settings: Sampling, live_r: Array, *, banned: tuple[int, ...], width: int
+) -> Sampled:
+    """A token for each row by its uniform number, without the axis u; `width` 0 keeps full support."""
     cooled_rv = cool(logits_rv, settings.temperature, banned)
     if width == 0:
-        return Draw(*_invert(cooled_rv, uniform_r), None)
+        return Sampled(*_invert(cooled_rv, uniform_r), live_r, None)
     kept_rk = kept_set(cooled_rv, settings, width)
-    index_r, logp_r, entropy_r, margin_r = _invert(_among(cooled_rv, kept_rk), uniform_r)
+    index_r, logp_r = _invert(_among(cooled_rv, kept_rk), uniform_r)
     token_r = jnp.take_along_axis(kept_rk, index_r[:, None], axis=-1)[:, 0]
-    return Draw(token_r, logp_r, entropy_r, margin_r, kept_rk)
+    return Sampled(token_r, logp_r, live_r, kept_rk)
 
 
 def _among(cooled: Array, kept: Array) -> Array:
@@ -110,8 +100,8 @@ def _among(cooled: Array, kept: Array) -> Array:
     return jnp.where(kept >= 0, jnp.take_along_axis(cooled, jnp.maximum(kept, 0), axis=-1), -jnp.inf)
 
 
-def _invert(logits_rv: Array, uniform_r: Array) -> tuple[Array, Array, Array, Array]:
-    """(index, log-probability, entropy, margin) of the entry where the cumulated probability passes the number.
+def _invert(logits_rv: Array, uniform_r: Array) -> tuple[Array, Array]:
+    """(index, log-probability) of the entry where the cumulated probability passes the number.
 
     The vocabulary is laid out in columns, b entries high and w wide, and cumulated column by column: first whole
     columns, then the entries of the one that is hit. So every entry is met in a few vectorised passes.
@@ -131,12 +121,8 @@ def _invert(logits_rv: Array, uniform_r: Array) -> tuple[Array, Array, Array, Ar
     hit_rb = (edge_rb > target_r[:, None]) & (weight_rb > 0)
     last_r = weight_rb.shape[1] - 1 - jnp.argmax(jnp.flip(weight_rb > 0, axis=-1), axis=-1)
     entry_r = jnp.where(hit_rb.any(axis=-1), jnp.argmax(hit_rb, axis=-1), last_r)
-    upper_r, weight_r = _pick(edge_rb, entry_r), _pick(weight_rb, entry_r)
-    margin_r = jnp.maximum(jnp.minimum(upper_r - target_r, target_r - (upper_r - weight_r)) / total_r, 0.0)
     index_r = entry_r * x_rbw.shape[2] + column_r
-    lowered_rbw = jnp.where(weight_rbw > 0, x_rbw - top_r[:, None, None], 0.0)
-    entropy_r = jnp.log(total_r) - (weight_rbw * lowered_rbw).sum(axis=1).sum(axis=-1) / total_r
-    return index_r, _pick(logits_rv, index_r) - top_r - jnp.log(total_r), entropy_r, margin_r
+    return index_r, _pick(logits_rv, index_r) - top_r - jnp.log(total_r)
 
 
 def _columns(x_rv: Array) -> Array:
@@ -156,6 +142,26 @@ def _entropy(logp: Array) -> Array:
     possible = jnp.isfinite(logp)
     finite = jnp.where(possible, logp, 0.0)
     return -jnp.sum(jnp.where(possible, jnp.exp(finite) * finite, 0.0), axis=-1)
+
+
+def margin(
+    policy: Policy, params: Params, tokens: AnyArray, key: Array, count: int, *, temperature=1.0, banned=()
+) -> Array:
+    """Measure how near the draw of the last of these tokens was to giving another one: E3's near-ties.
+
+    It is the distance of the uniform number to the nearest edge of the token's interval, under full support. `count`
+    tokens had been drawn under `key` before it.
+    """
+    tokens_rs = jnp.asarray(tokens)[None]
+    states = policy.hidden(params, tokens_rs[:, :-1], None, jnp.ones_like(tokens_rs[:, :-1]), None)[0]
+    share_rv = jax.nn.softmax(cool(policy.unembed(params, states[:, -1]), jnp.full(1, temperature), banned))
+    share_v, column_v = share_rv[0], jnp.arange(share_rv.shape[1]) % COLUMNS
+    token, before_v = tokens_rs[0, -1], jnp.arange(len(share_v))
+    # In the order of a draw: whole columns, then the entries above it in its own.
+    earlier_v = (column_v < column_v[token]) | ((column_v == column_v[token]) & (before_v < token))
+    edge = jnp.where(earlier_v, share_v, 0.0).sum()
+    uniform = _uniform(key, jnp.int32(count))
+    return jnp.maximum(jnp.minimum(uniform - edge, edge + share_v[token] - uniform), 0.0)
 
 
 # Many tokens ------------------------------------------------------------------------------------------
@@ -192,20 +198,19 @@ def decode(
     step = partial(_step, policy, params, settings, stop_ids, banned=banned, width=width)
     start = (jnp.int32(0), rows, _no_tokens(steps, len(rows.token), width))
     wanted = jnp.where(leave, rows.active.sum(dtype=jnp.int32), 1)
-    _, rows, sampled = jax.lax.while_loop(partial(_going, steps=steps, wanted=wanted), step, start)
+
+    def going(carry) -> Array:
+        active = carry[1].active.sum(dtype=jnp.int32)
+        return (carry[0] < steps) & (active > 0) & (active >= wanted)
+
+    _, rows, sampled = jax.lax.while_loop(going, step, start)
     return rows, sampled
-
-
-def _going(carry, *, steps: int, wanted: Array) -> Array:
-    i, rows, _ = carry
-    active = rows.active.sum(dtype=jnp.int32)
-    return (i < steps) & (active > 0) & (active >= wanted)
 
 
 def _no_tokens(steps: int, rows: int, width: int) -> Sampled:
     nothing, zero = jnp.zeros((steps, rows), jnp.int32), jnp.zeros((steps, rows), jnp.float32)
     kept = jnp.full((steps, rows, width), -1, jnp.int32) if width else None
-    return Sampled(nothing, zero, zero, zero, nothing > 0, kept)
+    return Sampled(nothing, zero, nothing > 0, kept)
 
 
 def feed(
@@ -245,7 +250,7 @@ def _choose(policy, params, rows: Rows, states_rd: Array, settings, stop_ids, ba
     """Draw a token from each active row's hidden state."""
     live_r = rows.active
     uniform_r = jax.vmap(_uniform)(rows.key, rows.count)
-    drawn = draw(policy.unembed(params, states_rd), uniform_r, settings, banned=banned, width=width)
+    drawn = draw_token(policy.unembed(params, states_rd), uniform_r, settings, live_r, banned=banned, width=width)
     token_r = jnp.where(live_r, drawn.token, rows.token)
     spent_r = live_r.astype(jnp.int32)
     rows = rows.replace(
@@ -254,7 +259,7 @@ def _choose(policy, params, rows: Rows, states_rd: Array, settings, stop_ids, ba
         budget=rows.budget - spent_r,
         active=live_r & (rows.budget > 1) & ~(token_r[:, None] == stop_ids).any(axis=1),
     )
-    return rows, Sampled(token_r, drawn.logp, drawn.entropy, drawn.margin, live_r, drawn.kept)
+    return rows, drawn.replace(token=token_r)
 
 
 def _uniform(key: Array, count: Array) -> Array:

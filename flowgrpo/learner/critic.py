@@ -1,4 +1,4 @@
-"""Actor and critic: the parameters of a policy and of its critic flow in side by side, scores with values flow out.
+"""Actor and critic: parameters side by side, and scores with values.
 
     params = ActorCritic(policy, critic)        score(params, batch) -> Scores(logp, entropy, value)
 
@@ -8,7 +8,6 @@ and is saved as a model is `acting(params)`, whatever the parameters are.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,19 +17,12 @@ from jax import Array
 from flowgrpo import masked
 from flowgrpo.contracts import Metrics, Params, Policy, Scores
 from flowgrpo.generate.sampler import logprobs
-from flowgrpo.learner.micro import Score
-from flowgrpo.learner.trained import WHOLE, Trained
+from flowgrpo.learner.update import Score
 from flowgrpo.models.config import DecoderConfig
-from flowgrpo.models.critic import Critic, before, from_policy, head, init_head
+from flowgrpo.models.critic import Critic, before, from_policy, init_head, value_head
 from flowgrpo.models.lora import Adapted
+from flowgrpo.models.trainable import ActorCritic
 from flowgrpo.types import BadInput, Batch
-
-
-class ActorCritic(NamedTuple):
-    """Parameters of a policy and of its critic; in a reference, which needs no values, `critic` is None."""
-
-    policy: Any
-    critic: Any
 
 
 class Valuation(NamedTuple):
@@ -40,28 +32,9 @@ class Valuation(NamedTuple):
     look: Callable[..., tuple[Array, Array]]  # (ActorCritic, tokens, positions, segments) -> (hidden, value after each)
 
 
-def acting(params: Any) -> Any:
-    """The policy's own parameters."""
-    return params.policy if isinstance(params, ActorCritic) else params
-
-
 def with_critic(valuation: Valuation | None, key: Array, params: Any) -> Any:
     """A policy's parameters beside those of a new critic; themselves where there is none."""
     return params if valuation is None else ActorCritic(params, valuation.init(key, params))
-
-
-def actor_critic(trained: Trained = WHOLE) -> Trained:
-    """Build the `Trained` of an `ActorCritic`: the part of the policy that `trained` takes, and all of its critic."""
-    return Trained(partial(_take, trained=trained), partial(_put, trained=trained))
-
-
-def _take(params: ActorCritic, *, trained: Trained) -> ActorCritic:
-    return ActorCritic(trained.take(params.policy), params.critic)
-
-
-def _put(params: ActorCritic, part: ActorCritic, *, trained: Trained) -> ActorCritic:
-    critic = params.critic if part.critic is None else part.critic
-    return ActorCritic(trained.put(params.policy, part.policy), critic)
 
 
 def without_critic(part: Any) -> Any:
@@ -74,57 +47,48 @@ def without_critic(part: Any) -> Any:
 
 def own_network(policy: Policy, critic: Critic, *, init: Callable[[Array, Any], Params] | None = None) -> Valuation:
     """A critic with a trunk of its own, which `init` may start from the policy's; see `copied_trunk`."""
-    start = partial(_init_alone, critic=critic) if init is None else init
-    return Valuation(start, partial(_look_apart, policy=policy, critic=critic))
+
+    def look(params: ActorCritic, tokens, positions, segments) -> tuple[Array, Array]:
+        states_rsd = policy.hidden(params.policy, tokens, positions, segments, None)[0]
+        return states_rsd, critic.apply(params.critic, tokens, positions, segments)
+
+    return Valuation((lambda key, _: critic.init(key)) if init is None else init, look)
 
 
 def copied_trunk(config: DecoderConfig) -> Callable[[Array, Any], Params]:
     """An `init` under which the critic's trunk is a copy of the policy's, that of the base under an adapter."""
-    return partial(_copy_trunk, config=config)
+
+    def init(_key: Array, policy_params: Any) -> Params:
+        return from_policy(policy_params.base if isinstance(policy_params, Adapted) else policy_params, config)
+
+    return init
 
 
 def shared_trunk(policy: Policy, config: DecoderConfig) -> Valuation:
     """A head on the policy's hidden states; the value loss reaches the policy's trunk, too."""
-    return Valuation(partial(_init_head, config=config), partial(_look_once, policy=policy))
 
+    def look(params: ActorCritic, tokens, positions, segments) -> tuple[Array, Array]:
+        states_rsd = policy.hidden(params.policy, tokens, positions, segments, None)[0]
+        return states_rsd, masked.fill(value_head(params.critic, states_rsd), segments > 0)
 
-def _init_alone(key: Array, _policy_params, *, critic: Critic) -> Params:
-    return critic.init(key)
-
-
-def _copy_trunk(_key: Array, policy_params, *, config: DecoderConfig) -> Params:
-    return from_policy(policy_params.base if isinstance(policy_params, Adapted) else policy_params, config)
-
-
-def _init_head(_key: Array, _policy_params, *, config: DecoderConfig) -> Params:
-    return init_head(config)
-
-
-def _look_apart(params: ActorCritic, tokens, positions, segments, *, policy: Policy, critic: Critic) -> tuple:
-    states_rsd = policy.hidden(params.policy, tokens, positions, segments, None)[0]
-    return states_rsd, critic.apply(params.critic, tokens, positions, segments)
-
-
-def _look_once(params: ActorCritic, tokens, positions, segments, *, policy: Policy) -> tuple:
-    states_rsd = policy.hidden(params.policy, tokens, positions, segments, None)[0]
-    return states_rsd, masked.fill(head(params.critic, states_rsd), segments > 0)
+    return Valuation(lambda _key, _params: init_head(config), look)
 
 
 def make_value_score(
     policy: Policy, valuation: Valuation, *, temperature=1.0, banned: tuple[int, ...] = (), chunk: int = 1024
 ) -> Score:
     """The `score` of an update with a critic: log-probability, entropy, and the value before each token."""
-    settings = {"temperature": temperature, "banned": banned, "chunk": chunk}
-    return partial(_score, policy=policy, valuation=valuation, settings=settings)
 
+    def score(params: ActorCritic, batch: Batch) -> Scores:
+        tokens, positions, segments = (jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segments))
+        states_rsd, value_rs = valuation.look(params, tokens, positions, segments)
+        # The hidden states are there already: logprobs gets them in the place of a second forward pass.
+        seen = policy._replace(hidden=lambda *_: (states_rsd, None))
+        settings = {"temperature": temperature, "banned": banned, "chunk": chunk}
+        scores = logprobs(seen, params.policy, tokens, positions, segments, **settings)
+        return scores._replace(value=before(value_rs, segments))
 
-def _score(params: ActorCritic, batch: Batch, *, policy: Policy, valuation: Valuation, settings: dict) -> Scores:
-    tokens, positions, segments = (jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segments))
-    states_rsd, value_rs = valuation.look(params, tokens, positions, segments)
-    # The hidden states are there already: logprobs gets them in the place of a second forward pass.
-    seen = policy._replace(hidden=lambda *_: (states_rsd, None))
-    scores = logprobs(seen, params.policy, tokens, positions, segments, **settings)
-    return scores._replace(value=before(value_rs, segments))
+    return score
 
 
 def explained_variance(batch: Batch) -> Metrics:

@@ -1,4 +1,4 @@
-"""The update: state and a batch flow in, the state after some optimizer steps and metrics flow out.
+"""Update a learner's state on a batch, in mini-batches and micro-batches.
 
     for each epoch, for each mini-batch m of M:   params <- optimizer(params,  grad  M * sum over tokens of m)
 
@@ -14,11 +14,13 @@ pairs), which `check_mini_batches` looks at on the host: the plain layouts keep 
 
 Gradient and optimizer are of the part of the parameters that is trained (`trained`), and the rest comes out as it went
 in. What is kept in float32 may be scored in another type: each scoring casts the parameters first, and the gradient is
-that of the float32 values. Everything here is pure, and nothing of the old state is needed afterwards, so that the
-caller may donate it.
+that of the float32 values. Only rows that are wanted are visited, in as many micro-batches as they fill; their number
+is data and not shape, so that batches of any fill share one program. `make_update` makes an update, `make_score` the
+function that scores a batch, and `score_batch` applies one in micro-batches. Everything here is pure.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,27 +34,86 @@ from jax.lax import stop_gradient
 from flowgrpo import masked
 from flowgrpo.contracts import Algorithm, Metrics, Policy, Scores
 from flowgrpo.generate.sampler import logprobs
-from flowgrpo.learner.micro import Score, accumulate, score_rows
+from flowgrpo.learner.diagnostics import WATCH, DiagnosticsSettings, batch_signal, metrics_of_sums, observe
 from flowgrpo.learner.state import LearnerState
-from flowgrpo.learner.trained import WHOLE, Trained
-from flowgrpo.learner.watch import WATCH, Watch, batch_signal, observe, report
-from flowgrpo.spread import Spread
+from flowgrpo.models.trainable import WHOLE, Trained
+from flowgrpo.parallel.row_sharding import Spread, abreast, lay, map_rows, sum_rows
 from flowgrpo.types import BadInput, Batch, check_range
 
+Score = Callable[[Any, Batch], Scores]  # (params, batch) -> what they say of it
+
+
+class Visit(NamedTuple):
+    """Which rows are visited, `size` at a time (i counts the slots of all micro-batches)."""
+
+    row_i: Array  # the wanted ones first
+    wanted: Array  # how many they are
+    size: int
+
+    @property
+    def trips(self) -> Array:
+        """How many micro-batches hold a wanted row."""
+        return (self.wanted + self.size - 1) // self.size
+
+
+def visit(wanted_r: Array, size: int) -> Visit:
+    """The wanted rows, in their order, in micro-batches of at most `size`."""
+    size = min(size, len(wanted_r))
+    row_r = jnp.argsort(~wanted_r, stable=True)
+    return Visit(jnp.pad(row_r, (0, -len(row_r) % size)), wanted_r.sum(dtype=jnp.int32), size)
+
+
+def accumulate(
+    function: Callable[[Any, Batch], tuple], shared, batch: Batch, wanted_r: Array, size: int, mesh: Spread = None
+) -> tuple:
+    """`function(shared, micro-batch)` over the wanted rows: it gives (what is summed, what the largest is kept of).
+
+    Each device of a mesh takes `size` rows at a time.
+    """
+    return sum_rows(partial(_accumulate, function, size * abreast(mesh), mesh), mesh, shared, batch, wanted_r)
+
+
+def _accumulate(function, size: int, mesh: Spread, shared, batch: Batch, wanted_r: Array) -> tuple:
+    rows = visit(wanted_r, size)
+    sums, largest = jax.eval_shape(function, shared, _take(batch, rows, 0)[0])
+    start = (
+        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
+        jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), largest),
+    )
+
+    def add(index, carry):
+        more, other = function(shared, lay(_take(batch, rows, index)[0], mesh))
+        return jax.tree.map(jnp.add, carry[0], more), jax.tree.map(jnp.maximum, carry[1], other)
+
+    return jax.lax.fori_loop(0, rows.trips, add, start)
+
+
+def score_rows(score: Score, params, batch: Batch, wanted_r: Array, size: int, mesh: Spread = None) -> Array:
+    """Log-probabilities of the wanted rows, 0 in the others; no gradient -> logp_rs."""
+    return map_rows(partial(_score_rows, score, size * abreast(mesh), mesh), mesh, params, (batch, wanted_r))
+
+
+def _score_rows(score: Score, size: int, mesh: Spread, params, pair: tuple[Batch, Array]) -> Array:
+    batch, rows = pair[0], visit(pair[1], size)
+
+    def fill(index, logp_rs):
+        part, row_i = _take(batch, rows, index)
+        logp_is = jax.lax.stop_gradient(score(params, lay(part, mesh)).logp).astype(jnp.float32)
+        return logp_rs.at[row_i].set(logp_is, mode="drop")
+
+    return jax.lax.fori_loop(0, rows.trips, fill, jnp.zeros(batch.tokens.shape, jnp.float32))
+
+
+def _take(batch: Batch, rows: Visit, index) -> tuple[Batch, Array]:
+    """Micro-batch number `index`, and where its rows stand; what only fills it up is padding, and stands outside."""
+    row_i = jax.lax.dynamic_slice_in_dim(rows.row_i, index * rows.size, rows.size)
+    real_i = index * rows.size + jnp.arange(rows.size) < rows.wanted
+    part = jax.tree.map(lambda x_rs: jnp.asarray(x_rs)[row_i], batch)
+    part = part.replace(segments=jnp.where(real_i[:, None], part.segments, 0))
+    return part, jnp.where(real_i, row_i, len(batch.tokens))
+
+
 Update = Callable[..., tuple[LearnerState, Metrics]]  # (state, batch, ref_params=None) -> (state, metrics)
-
-
-class Plan(NamedTuple):
-    """How a batch is worked through; all static."""
-
-    micro_rows: int
-    epochs: int
-    mini_batches: int
-    rescores: bool  # logp_old is scored before the first step
-    skips: bool  # rows without an advantage are not visited
-    mesh: Spread  # the devices over which rows are dealt
-    trained: Trained  # which part of the parameters moves
-    watch: Watch | None  # what is told beside the algorithm's own metrics
 
 
 def make_update(
@@ -69,20 +130,19 @@ def make_update(
     skip_no_signal: bool = False,
     chunk: int = 1024,
     score: Score | None = None,
-    mesh: Spread = None,
     trained: Trained = WHOLE,
     compute_dtype: Any = None,
-    watch: Watch | None = WATCH,
+    watch: DiagnosticsSettings | None = WATCH,
 ) -> Update:
     """`update(state, batch, ref_params=None) -> (state, metrics)`, to be jitted or vmapped by its caller.
 
-    `rescore` says whether `logp_old` is scored anew before the first step; by default where the algorithm needs it.
+    `rescore` says whether `logp_old` is scored again before the first step; by default where the algorithm needs it.
     With `skip_no_signal` rows without an advantage are left out of gradient and metrics, where the algorithm says that
-    this is exact (F8). `score` takes the place of the policy's `logprobs`, to add a critic's values. Over a `mesh` each
-    device works through its share of the rows. `trained` says which part of the parameters moves; the state is one of
-    `init_learner` with the same, and `ref_params` are whole parameters. With a `compute_dtype` all parameters are cast
-    to it for scoring, and only there, so rollouts are to sample from `cast(params, compute_dtype)` (F7). `watch` says
-    what is told beside the algorithm's metrics; `None` is nothing.
+    this is exact (F8). `score` takes the place of the policy's `logprobs`, to add a critic's values. Where the policy
+    has a mesh, each device works through its share of the rows. `trained` says which part of the parameters moves; the
+    state is one of `init_learner` with the same, and `ref_params` are whole parameters. With a `compute_dtype` all
+    parameters are cast to it for scoring, and only there, so rollouts are to sample from `cast(params, compute_dtype)`
+    (F7). `watch` says what is told beside the algorithm's metrics; `None` is nothing.
     """
     check_range("make_update", "temperature", temperature, 0.0, exclusive=True)
     whole = {"micro_rows": micro_rows, "epochs": epochs, "mini_batches": mini_batches, "chunk": chunk}
@@ -92,31 +152,36 @@ def make_update(
         raise BadInput(f"make_update: {algorithm.name} needs a critic's values: pass a `score` that gives them")
     if score is None:
         score = make_score(policy, temperature=temperature, banned=banned, chunk=chunk)
-    score = in_dtype(score, compute_dtype)
-    rescores = "logp_old" in algorithm.needs if rescore is None else rescore
-    skips = skip_no_signal and algorithm.skips
-    plan = Plan(micro_rows, epochs, mini_batches, rescores, skips, mesh, trained, watch)
-    return partial(_update, score=score, algorithm=algorithm, optimizer=optimizer, plan=plan)
+    return _Update(
+        score=in_dtype(score, compute_dtype),
+        algorithm=algorithm,
+        optimizer=optimizer,
+        micro_rows=micro_rows,
+        epochs=epochs,
+        mini_batches=mini_batches,
+        rescores="logp_old" in algorithm.needs if rescore is None else rescore,
+        skips=skip_no_signal and algorithm.skips,
+        mesh=policy.mesh,
+        trained=trained,
+        watch=watch,
+    )
 
 
 def make_score(
     policy: Policy, *, temperature=1.0, banned: tuple[int, ...] = (), chunk: int = 1024, compute_dtype: Any = None
 ) -> Score:
     """`logprobs` of a batch under the distribution that was sampled from."""
-    return in_dtype(partial(_score, policy=policy, temperature=temperature, banned=banned, chunk=chunk), compute_dtype)
+    settings = {"temperature": temperature, "banned": banned, "chunk": chunk}
+
+    def score(params, batch: Batch) -> Scores:
+        return logprobs(policy, params, batch.tokens, batch.positions, batch.segments, **settings)
+
+    return in_dtype(score, compute_dtype)
 
 
 def in_dtype(score: Score, dtype: Any) -> Score:
     """Make a score cast its parameters to `dtype` first; None leaves them as they are."""
-    return score if dtype is None else partial(_score_in, score=score, dtype=dtype)
-
-
-def _score(params, batch: Batch, *, policy: Policy, **settings) -> Scores:
-    return logprobs(policy, params, batch.tokens, batch.positions, batch.segments, **settings)
-
-
-def _score_in(params, batch: Batch, *, score: Score, dtype) -> Scores:
-    return score(cast(params, dtype), batch)
+    return score if dtype is None else lambda params, batch: score(cast(params, dtype), batch)
 
 
 def cast(params, dtype):
@@ -147,42 +212,105 @@ def check_mini_batches(batch: Batch, mini_batches: int, *, by: str = "trajectory
         )
 
 
-# The whole --------------------------------------------------------------------------------------------
+# The update -------------------------------------------------------------------------------------------
 
 
-def _update(state: LearnerState, batch: Batch, ref_params=None, *, score, algorithm, optimizer, plan):
-    batch = _scored(state.params, batch, ref_params, score, algorithm, plan)
-    block_r = _block(len(batch.tokens), plan.mini_batches)
-    live_m = jax.ops.segment_sum(batch.live.any(axis=1).astype(jnp.float32), block_r, plan.mini_batches) > 0
-    step = partial(_step, state.params, score=score, algorithm=algorithm, optimizer=optimizer, plan=plan)
+class Moved(NamedTuple):
+    """The trained part of the parameters and the optimizer's memory, which a step changes."""
 
-    def take(moved, m):
-        return step(moved, _only(batch, block_r == m), masked.count(live_m))
-
-    # Only what moves is carried, so that what is frozen stays where it lies.
-    moved = Moved(plan.trained.take(state.params), state.optimizer)
-    order = jnp.tile(jnp.arange(plan.mini_batches), plan.epochs)
-    (part, memory), (metrics, taken, skipped) = jax.lax.scan(take, moved, order)
-    after = state.replace(
-        params=plan.trained.put(state.params, part),
-        optimizer=memory,
-        version=state.version + taken.any().astype(jnp.int32),
-        skipped=state.skipped + skipped.sum(dtype=jnp.int32),
-    )
-    told = {} if plan.watch is None else batch_signal(batch)
-    return after, _summary(metrics, taken, skipped) | told | {"live_tokens": masked.count(batch.live)}
+    part: Any  # of the parameters: what is trained
+    memory: Any  # the optimizer's
 
 
-def _scored(params, batch: Batch, ref_params, score: Score, algorithm: Algorithm, plan: Plan) -> Batch:
-    """The batch with the log-probabilities that its algorithm needs, from before the first step."""
-    if plan.rescores:
-        logp_old = score_batch(score, params, batch, micro_rows=plan.micro_rows, mesh=plan.mesh)
-        batch = batch.replace(logp_old=logp_old)
-    if "logp_ref" in algorithm.needs and batch.logp_ref is None:
-        if ref_params is None:
-            raise BadInput(f"update: {algorithm.name} needs Batch.logp_ref: score the batch first, or pass ref_params")
-        batch = score_reference(score, ref_params, batch, micro_rows=plan.micro_rows, mesh=plan.mesh)
-    return batch
+@dataclass(frozen=True, eq=False)
+class _Update:
+    """How a batch is learned from; all static."""
+
+    score: Score
+    algorithm: Algorithm
+    optimizer: optax.GradientTransformation
+    micro_rows: int
+    epochs: int
+    mini_batches: int
+    rescores: bool  # logp_old is scored before the first step
+    skips: bool  # rows without an advantage are not visited
+    mesh: Spread  # the devices over which rows are dealt
+    trained: Trained  # which part of the parameters moves
+    watch: DiagnosticsSettings | None  # what is told beside the algorithm's own metrics
+
+    def __call__(self, state: LearnerState, batch: Batch, ref_params=None) -> tuple[LearnerState, Metrics]:
+        batch = self.scored(state.params, batch, ref_params)
+        block_r = _block(len(batch.tokens), self.mini_batches)
+        live_m = jax.ops.segment_sum(batch.live.any(axis=1).astype(jnp.float32), block_r, self.mini_batches) > 0
+
+        def take(moved: Moved, m: Array):
+            return self.step(state.params, moved, _only(batch, block_r == m), masked.count(live_m))
+
+        # Only what moves is carried, so that what is frozen stays where it lies.
+        moved = Moved(self.trained.take(state.params), state.optimizer)
+        order = jnp.tile(jnp.arange(self.mini_batches), self.epochs)
+        (part, memory), (metrics, taken, skipped) = jax.lax.scan(take, moved, order)
+        after = state.replace(
+            params=self.trained.put(state.params, part),
+            optimizer=memory,
+            version=state.version + taken.any().astype(jnp.int32),
+            skipped=state.skipped + skipped.sum(dtype=jnp.int32),
+        )
+        told = {} if self.watch is None else batch_signal(batch)
+        return after, _summary(metrics, taken, skipped) | told | {"live_tokens": masked.count(batch.live)}
+
+    def scored(self, params, batch: Batch, ref_params) -> Batch:
+        """Add the log-probabilities that the algorithm needs, from before the first step."""
+        sizes: dict[str, Any] = {"micro_rows": self.micro_rows, "mesh": self.mesh}
+        if self.rescores:
+            batch = batch.replace(logp_old=score_batch(self.score, params, batch, **sizes))
+        if "logp_ref" in self.algorithm.needs and batch.logp_ref is None:
+            if ref_params is None:
+                needs = f"update: {self.algorithm.name} needs Batch.logp_ref"
+                raise BadInput(f"{needs}: score the batch first, or pass ref_params")
+            batch = score_reference(self.score, ref_params, batch, **sizes)
+        return batch
+
+    def step(self, params, moved: Moved, batch: Batch, scale: Array) -> tuple[Moved, tuple]:
+        """One optimizer step on a mini-batch -> (moved, (metrics, taken, skipped)); `params` lend what is frozen."""
+        params = self.trained.put(params, moved.part)
+        # Rows that are not seen together can't sum over a sequence that they share.
+        if self.algorithm.sums is not None and (len(batch.tokens) > self.micro_rows or self.mesh is not None):
+            logp = score_batch(self.score, params, batch, micro_rows=self.micro_rows, mesh=self.mesh)
+            batch = self.algorithm.sums(batch, logp)
+        signal_rs = batch.live & (jnp.asarray(batch.advantage) != 0) if self.skips else batch.live
+        (grads, loss, sums), largest = accumulate(
+            self.slopes, (params, scale), batch, signal_rs.any(axis=1), self.micro_rows, self.mesh
+        )
+        norm = optax.tree.norm(grads)
+        live, finite = batch.live.any(), jnp.isfinite(loss) & jnp.isfinite(norm)
+        taken = live & finite  # a zero gradient is a step too, for an optimizer with a memory
+        moved = jax.lax.cond(taken, self.apply, lambda moved, _: moved, moved, grads)
+        metrics = {"loss": loss, "grad_norm": norm, "sums": sums, "log_ratio_max": jnp.maximum(largest, 0.0)}
+        return moved, (metrics, taken, live & ~finite)
+
+    def slopes(self, shared: tuple[Any, Array], batch: Batch) -> tuple:
+        """((gradient of the part, loss, sums), largest log-ratio) of a micro-batch; the first three add up."""
+        params, scale = shared
+
+        def loss_of(part) -> tuple:
+            scores = self.score(self.trained.put(params, part), batch)
+            loss, metrics = self.algorithm.loss(scores, batch)
+            seen = {"means": metrics}
+            if self.watch is not None:
+                seen = observe(self.watch, self.algorithm, scores, batch, metrics)
+            log_ratio_rs = masked.fill(scores.logp, batch.live) - masked.fill(batch.logp_sampled, batch.live)
+            return scale * loss, (seen, stop_gradient(jnp.abs(log_ratio_rs).max()))
+
+        (loss, (sums, largest)), grads = jax.value_and_grad(loss_of, has_aux=True)(self.trained.take(params))
+        return (jax.tree.map(lambda x: x.astype(jnp.float32), grads), loss, sums), largest
+
+    def apply(self, moved: Moved, grads) -> Moved:
+        """Let the optimizer move the trained part."""
+        grads = jax.tree.map(lambda x, param: x.astype(param.dtype), grads, moved.part)
+        with jax.numpy_dtype_promotion("standard"):  # which optax is written for
+            updates, memory = self.optimizer.update(grads, moved.memory, moved.part)
+        return Moved(optax.apply_updates(moved.part, updates), memory)
 
 
 def _block(num_rows: int, mini_batches: int) -> Array:
@@ -200,75 +328,14 @@ def _own(batch: Batch) -> Array:
     return jnp.asarray(batch.chosen) & (jnp.asarray(batch.segments) > 0)
 
 
-# One step ---------------------------------------------------------------------------------------------
-
-
-class Moved(NamedTuple):
-    """The trained part of the parameters and the optimizer's memory, which a step changes."""
-
-    part: Any  # of the parameters: what is trained
-    memory: Any  # the optimizer's
-
-
-def _step(params, moved: Moved, batch: Batch, scale: Array, *, score, algorithm, optimizer, plan: Plan):
-    """One optimizer step on a mini-batch -> (moved, (metrics, taken, skipped)); `params` lend what is frozen."""
-    params = plan.trained.put(params, moved.part)
-    # Rows that are not seen together can't sum over a sequence that they share.
-    if algorithm.sums is not None and (len(batch.tokens) > plan.micro_rows or plan.mesh is not None):
-        logp = score_batch(score, params, batch, micro_rows=plan.micro_rows, mesh=plan.mesh)
-        batch = algorithm.sums(batch, logp)
-    signal_rs = batch.live & (jnp.asarray(batch.advantage) != 0) if plan.skips else batch.live
-    slopes = partial(_slopes, score=score, algorithm=algorithm, plan=plan)
-    (grads, loss, sums), largest = accumulate(
-        slopes, (params, scale), batch, signal_rs.any(axis=1), plan.micro_rows, plan.mesh
-    )
-    norm = optax.tree.norm(grads)
-    live, finite = batch.live.any(), jnp.isfinite(loss) & jnp.isfinite(norm)
-    taken = live & finite  # a zero gradient is a step too, for an optimizer with a memory
-    moved = jax.lax.cond(taken, partial(_apply, optimizer), _keep, moved, grads)
-    metrics = {"loss": loss, "grad_norm": norm, "sums": sums, "log_ratio_max": jnp.maximum(largest, 0.0)}
-    return moved, (metrics, taken, live & ~finite)
-
-
-def _slopes(shared: tuple[Any, Array], batch: Batch, *, score: Score, algorithm: Algorithm, plan: Plan) -> tuple:
-    """((gradient of the part, loss, sums), largest log-ratio) of a micro-batch; the first three add up."""
-    params, scale = shared
-    loss = partial(_loss, params=params, batch=batch, scale=scale, score=score, algorithm=algorithm, plan=plan)
-    (loss, (sums, largest)), grads = jax.value_and_grad(loss, has_aux=True)(plan.trained.take(params))
-    return (jax.tree.map(lambda x: x.astype(jnp.float32), grads), loss, sums), largest
-
-
-def _loss(part, *, params, batch: Batch, scale: Array, score: Score, algorithm: Algorithm, plan: Plan) -> tuple:
-    scores = score(plan.trained.put(params, part), batch)
-    loss, metrics = algorithm.loss(scores, batch)
-    seen = {"means": metrics} if plan.watch is None else observe(plan.watch, algorithm, scores, batch, metrics)
-    log_ratio_rs = masked.fill(scores.logp, batch.live) - masked.fill(batch.logp_sampled, batch.live)
-    return scale * loss, (seen, stop_gradient(jnp.abs(log_ratio_rs).max()))
-
-
-def _apply(optimizer: optax.GradientTransformation, moved: Moved, grads) -> Moved:
-    grads = jax.tree.map(lambda x, param: x.astype(param.dtype), grads, moved.part)
-    with jax.numpy_dtype_promotion("standard"):  # which optax is written for
-        updates, memory = optimizer.update(grads, moved.memory, moved.part)
-    return Moved(optax.apply_updates(moved.part, updates), memory)
-
-
-def _keep(moved: Moved, _grads) -> Moved:
-    return moved
-
-
 def _summary(metrics: dict, taken: Array, skipped: Array) -> Metrics:
     """The figures of the steps that were taken; the log-ratio is that before the first step."""
-    sums = jax.tree.map(partial(_over_steps, taken_m=taken), metrics)
+    sums = jax.tree.map(lambda x_m: masked.sum(x_m, taken.reshape(-1, *(1,) * (x_m.ndim - 1)), axis=0), metrics)
     count = jnp.maximum(masked.count(taken), 1.0)
-    return report(sums["sums"]) | {
+    return metrics_of_sums(sums["sums"]) | {
         "loss": sums["loss"] / count,
         "grad_norm": sums["grad_norm"] / count,
         "log_ratio_max": metrics["log_ratio_max"][0],
         "steps": masked.count(taken),
         "skipped": masked.count(skipped),
     }
-
-
-def _over_steps(x_m: Array, taken_m: Array) -> Array:
-    return masked.sum(x_m, taken_m.reshape(-1, *(1,) * (x_m.ndim - 1)), axis=0)

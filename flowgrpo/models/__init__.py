@@ -1,1 +1,27 @@
-"""Models: one Flax decoder for the open families, and what reads and writes their checkpoints."""
+"""Models: one Flax decoder for the open families, and what reads and writes their checkpoints.
+
+Modules:
+
+    attention     Attention over whole rows, over blocks of a cache, or by a kernel
+    config        The shape of a decoder: numbers by axis letter, and what differs between the model families
+    critic        A critic: a decoder under a scalar head, which gives a value for each token's state
+    decoder       One decoder for the open model families
+    families      The model families: config.json -> `DecoderConfig`, and the names that published tensors go by
+    hf            Read and write checkpoints in the Hugging Face format
+    image_files   Read published image-text models, and score images and texts with them
+    image_text    Image-text models, CLIP and SigLIP: their shape, their parameters and their scores
+    kv_cache      The cache of a decoder: where new tokens go, and what they see
+    lora          Low-rank adapters: several policies share one set of base weights (Hu et al., 2021, arXiv:2106.09685)
+    peft          Adapters in PEFT's format, in and out: adapter_config.json and adapter_model.safetensors
+    reward_model  Read scalar-head reward models in the Hugging Face format, and score conversations with them
+    trainable     Which part of the parameters an update changes: all of them, an adapter, the actor and its critic
+"""
+
+from flowgrpo.models.config import DecoderConfig, small_config
+from flowgrpo.models.decoder import make_policy, matrices
+from flowgrpo.models.hf import Model, init_model, load_model, save_model
+from flowgrpo.models.image_files import load_image_text
+from flowgrpo.models.lora import Adapted, LoraConfig, init_adapter, lora_policy, merge
+from flowgrpo.models.peft import load_adapter, save_adapter
+from flowgrpo.models.reward_model import load_scorer
+from flowgrpo.models.trainable import ActorCritic

@@ -1,4 +1,4 @@
-"""Attention: queries, keys, values and who sees whom flow in, mixed values flow out.
+"""Attention over whole rows, over blocks of a cache, or by a kernel.
 
     softmax(scale q k^T, under the mask) v        in float32, with grouped heads and an optional soft-cap
 
@@ -144,7 +144,7 @@ def _fused(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig, *, 
     return jnp.swapaxes(jnp.where(something[:, :, None, None], mixed, jnp.zeros((), mixed.dtype)), 1, 2)
 
 
-def attend_cache(q: Array, block_of: Callable[[Array], Part], blocks: Array, config: DecoderConfig) -> Array:
+def attend_cache(q: Array, block_of: Callable[[Array], Part], blocks: Array | int, config: DecoderConfig) -> Array:
     """Attend to the first `blocks` blocks of a cache, like `attend`; `block_of` gives keys, values and mask of one.
 
     A block that a row does not see changes nothing of it, not even a bit, so a row's result does not depend on how far

@@ -105,14 +105,10 @@ def rope_frequencies(rope: Rope, e: int) -> np.ndarray:
     frequency = rope.theta ** -(np.arange(0, e, 2) / e)
     if rope.kind == "default":
         return frequency.astype(np.float32)
-    rules = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
+    rules = {"linear": lambda rope, frequency, _: frequency / rope.factor, "llama3": _llama3, "yarn": _yarn}
     if rope.kind not in rules:
         raise BadInput(f"rope scaling {rope.kind!r} is not supported; supported are default, {', '.join(rules)}")
     return rules[rope.kind](rope, frequency, e).astype(np.float32)
-
-
-def _linear(rope: Rope, frequency: np.ndarray, e: int) -> np.ndarray:
-    return frequency / rope.factor
 
 
 def _llama3(rope: Rope, frequency: np.ndarray, e: int) -> np.ndarray:

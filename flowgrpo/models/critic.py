@@ -1,19 +1,18 @@
-"""A critic: tokens flow in, one number for each token's state flows out; a decoder under a scalar head.
+"""A critic: a decoder under a scalar head, which gives a value for each token's state.
 
     value_s = hidden_s . w        w starts at zero, so every value does; float32 over a trunk of any dtype
 
 `Critic.apply` gives the value *after* each token, as `Policy.apply` gives the logits after it: there stand a cut
-trajectory's `last_value`, and the score of a scalar-head reward model. `values` gives it *before* each token, as
-`logprobs` gives the log-probability: that is `Scores.value` and `Trajectories.value`. One must not stand for the other:
-a baseline that has seen its token biases the gradient.
+trajectory's `last_value`, and the score of a scalar-head reward model. `before` makes of it the value *before* each
+token, as `logprobs` gives the log-probability: that is `Scores.value` and `Trajectories.value`. One must not stand for
+the other: a baseline that has seen its token biases the gradient.
 
 Parameters are the decoder's flat dict without a matrix for logits, and `value` [d]. A head alone, `init_head`, may
-stand over the policy's own hidden states instead: `before(head(params, hidden), segments)`.
+stand over the policy's own hidden states instead: `before(value_head(params, hidden), segments)`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -38,10 +37,13 @@ class Critic(NamedTuple):
 def make_critic(config: DecoderConfig, *, dtype=jnp.float32, remat: bool = False) -> Critic:
     """A critic over a decoder of this shape; `dtype` is that of the trunk."""
     policy = make_policy(trunk_config(config), dtype=dtype, remat=remat)
-    return Critic(
-        init=partial(_init, init_trunk=policy.init, config=config),
-        apply=partial(_apply, hidden=policy.hidden),
-    )
+
+    def apply(params: Params, tokens, positions=None, segments=None) -> Array:
+        trunk = {name: value for name, value in params.items() if name != HEAD}
+        value_rs = value_head(params, policy.hidden(trunk, tokens, positions, segments, None)[0])
+        return value_rs if segments is None else masked.fill(value_rs, jnp.asarray(segments) > 0)
+
+    return Critic(init=lambda key: policy.init(key) | init_head(config), apply=apply)
 
 
 def trunk_config(config: DecoderConfig) -> DecoderConfig:
@@ -71,7 +73,7 @@ def from_policy(params: Mapping[str, Array], config: DecoderConfig) -> Params:
     return {name: jnp.array(params[name], copy=True) for name in trunk} | init_head(config)
 
 
-def head(params: Params, hidden: Array) -> Array:
+def value_head(params: Params, hidden: Array) -> Array:
     """Values from hidden states, in float32: [... d] -> [...]."""
     return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), params[HEAD].astype(jnp.float32))
 
@@ -80,20 +82,3 @@ def before(value_rs: Array, segments_rs: Array) -> Array:
     """The value before each token, from those after each; the first of a segment and padding have 0."""
     follows_rs = (segments_rs[:, 1:] == segments_rs[:, :-1]) & (segments_rs[:, 1:] > 0)
     return jnp.pad(masked.fill(value_rs[:, :-1], follows_rs), ((0, 0), (1, 0)))
-
-
-def values(critic: Critic, params: Params, tokens, positions=None, segments=None) -> Array:
-    """The value before each token given those before it in its segment -> [r s]."""
-    tokens = jnp.asarray(tokens)
-    segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
-    return before(critic.apply(params, tokens, positions, segments), segments)
-
-
-def _init(key: Array, *, init_trunk: Callable[[Array], Params], config: DecoderConfig) -> Params:
-    return init_trunk(key) | init_head(config)
-
-
-def _apply(params: Params, tokens, positions=None, segments=None, *, hidden: Callable[..., tuple]) -> Array:
-    trunk = {name: value for name, value in params.items() if name != HEAD}
-    value_rs = head(params, hidden(trunk, tokens, positions, segments, None)[0])
-    return value_rs if segments is None else masked.fill(value_rs, jnp.asarray(segments) > 0)

@@ -1,13 +1,12 @@
-"""One decoder for the open model families: tokens flow in, hidden states and logits flow out.
+"""One decoder for the open model families.
 
     x = embed(tokens);   per layer:  x += o(attention(norm(x)));  x += down(act(gate(norm(x))) * up(norm(x)))
 
 Shape, logical axes and initialiser of every parameter are declared once, in `parameters`; the module, its
-initialisation and its sharding derive from that. Layers are stacked along a leading axis and scanned.
-Who sees whom is `attention.visible`'s alone to say; a token of segment 0 is padding, sees nothing and yields zeros.
-
-The Flax module holds the parameters; `make_policy` splits it once, and from there on everything is a pure
-function of `params`, a flat dict of arrays.
+initialisation and its sharding derive from that. Layers are stacked along a leading axis and scanned. Attention sees
+what `attention.visible` says; a token of segment 0 is padding, sees nothing and yields zeros. The Flax module holds the
+parameters; `make_policy` splits it once, and from there on everything is a pure function of `params`, a flat dict of
+arrays.
 """
 
 import math
@@ -24,8 +23,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from flowgrpo.contracts import Cache, Params, Policy
 from flowgrpo.models.attention import Attend, attend, attend_cache, visible
-from flowgrpo.models.cache import Held, View, block, look, make_cache, write
 from flowgrpo.models.config import DecoderConfig, check_config, rope_frequencies
+from flowgrpo.models.kv_cache import Held, View, block, extend_cache, make_cache, write_cache
 
 PIECE, DIVIDED = 192, 4096  # terms of a sum in one piece, and of the longest sum that is divided
 Settle = Callable[[Array, Params], tuple[Array, Params]]  # (hidden states, a layer's parameters) -> the same, settled
@@ -85,11 +84,6 @@ def matrices(config: DecoderConfig) -> dict[str, tuple[tuple[int, ...], tuple[in
         for name, parameter in parameters(config).items()
         if parameter.deviation and parameter.axes.startswith("n")
     }
-
-
-def is_stacked(name: str, config: DecoderConfig) -> bool:
-    """Whether a parameter has one entry a layer."""
-    return parameters(config)[name].axes.startswith("n")
 
 
 class Decoder(nnx.Module):
@@ -173,14 +167,14 @@ def attention(x: Array, layer: Params, held: Held | None, view: View, config: De
     angle = view.positions.astype(jnp.float32)[:, :, None, None] * layer["frequency"][None, None, None, :]
     cosine, sine = (turn(angle) * layer["magnitude"] for turn in (jnp.cos, jnp.sin))
     q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
-    if held is None or view.place is None:
+    if held is None or view.slots is None:
         q, k, v = (jnp.swapaxes(y, 1, 2) for y in (q, k, v))
         seen = visible(view.positions, view.k_positions, view.segments, view.k_segments, layer["window"])
         mixed = attend(q, k, v, seen, config)
     else:
-        held = write(held, (k, v), layer["index"], view.place.slots)
+        held = write_cache(held, (k, v), layer["index"], view.slots)
         block_of = partial(block, held=held, layer=layer, view=view)
-        mixed = attend_cache(jnp.swapaxes(q, 1, 2), block_of, view.place.blocks, config)
+        mixed = attend_cache(jnp.swapaxes(q, 1, 2), block_of, view.blocks, config)
     return multiply(jnp.swapaxes(mixed, 1, 2), layer, "o", inputs=2), held
 
 
@@ -223,11 +217,12 @@ def hidden(
     """
     tokens = jnp.asarray(tokens)
     segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
-    cache, view = look(tokens, positions, segments, cache)
+    cache, view = extend_cache(tokens, positions, segments, cache)
     x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
     x = jnp.where(segments[:, :, None] > 0, x, jnp.zeros((), x.dtype))
-    stacked = {name: value for name, value in params.items() if is_stacked(name, config)} | layer_data(config)
-    stacked |= adapter or {}
+    declared = parameters(config)
+    stacked = {name: value for name, value in params.items() if declared[name].axes.startswith("n")}
+    stacked |= layer_data(config) | (adapter or {})
     step = partial(_step, view=view, config=config, attend=attend, settle=settle)
     # The cache is carried and not scanned over, so that a step changes it in place.
     held = None if cache is None else (cache.keys, cache.values)

@@ -6,7 +6,7 @@ parameters to the names and axes in the files, for reading and for writing.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,8 @@ from flowgrpo.models.decoder import parameters
 from flowgrpo.types import BadInput
 
 Source = dict[str, Any]  # what a config.json holds
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours, and how the files call them
+MOST_TOLD = 10  # faults of a folder that its refusal lists
 
 
 # What a family computes differently -------------------------------------------------------------------
@@ -28,24 +30,8 @@ class Family(NamedTuple):
     settings: Callable[[Any], dict[str, Any]]
 
 
-def _qwen2(config) -> dict[str, Any]:
-    return {"qkv_bias": True}
-
-
-def _mistral(config) -> dict[str, Any]:
-    return {}
-
-
 def _biased(config) -> dict[str, Any]:
     return {"qkv_bias": config.attention_bias, "o_bias": config.attention_bias}
-
-
-def _qwen3(config) -> dict[str, Any]:
-    return _biased(config) | {"qk_norm": True}
-
-
-def _llama(config) -> dict[str, Any]:
-    return _biased(config) | {"ffn_bias": config.mlp_bias}
 
 
 def _gemma(config) -> dict[str, Any]:
@@ -61,19 +47,17 @@ def _gemma2(config) -> dict[str, Any]:
     }
 
 
-def _gemma3(config) -> dict[str, Any]:
-    # transformers reads attn_logit_softcapping here too, but never applies it.
-    return _gemma2(config) | {"qk_norm": True, "attention_softcap": None}
-
-
 FAMILIES: Mapping[str, Family] = {  # by model_type
-    "qwen2": Family("Qwen2ForCausalLM", _qwen2),
-    "qwen3": Family("Qwen3ForCausalLM", _qwen3),
-    "llama": Family("LlamaForCausalLM", _llama),
-    "mistral": Family("MistralForCausalLM", _mistral),
+    "qwen2": Family("Qwen2ForCausalLM", lambda _: {"qkv_bias": True}),
+    "qwen3": Family("Qwen3ForCausalLM", lambda config: _biased(config) | {"qk_norm": True}),
+    "llama": Family("LlamaForCausalLM", lambda config: _biased(config) | {"ffn_bias": config.mlp_bias}),
+    "mistral": Family("MistralForCausalLM", lambda _: {}),
     "gemma": Family("GemmaForCausalLM", _gemma),
     "gemma2": Family("Gemma2ForCausalLM", _gemma2),
-    "gemma3_text": Family("Gemma3ForCausalLM", _gemma3),
+    # transformers reads attn_logit_softcapping here too, but never applies it.
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", lambda config: _gemma2(config) | {"qk_norm": True, "attention_softcap": None}
+    ),
 }
 WITH_TEXT_PART = {"Gemma3ForConditionalGeneration": "gemma3_text"}  # of which only the text part is read
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -232,6 +216,23 @@ def tensors_of(config: DecoderConfig) -> dict[str, Tensor]:
     """The tensor of each parameter; `{n}` in its name stands for the layer."""
     table = {**TENSORS, **FOUR_NORMS} if config.sandwich_norms else TENSORS
     return {name: table[name] for name in parameters(config)}
+
+
+def check_tensors(
+    what: str, found: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]], *, spare: Collection[str] = ()
+) -> None:
+    """Raise one `BadInput` for all that is missing, unexpected (not `spare`), wrongly shaped or of an unknown dtype."""
+    wrong = [f"{name} is missing" for name in expected if name not in found]
+    wrong += [f"{name} is unexpected" for name in sorted(found.keys() - expected.keys() - set(spare))]
+    for name in (name for name in expected if name in found):
+        shape, dtype = tuple(found[name].shape), found[name].dtype
+        if shape != expected[name]:
+            wrong.append(f"{name} has shape {list(shape)} and not {list(expected[name])}")
+        elif isinstance(dtype, str) and dtype not in DTYPES.values():  # of a tensor in a file
+            wrong.append(f"{name} is {dtype} and not one of {', '.join(DTYPES.values())}")
+    if wrong:
+        rest = f"; and {len(wrong) - MOST_TOLD} more" if len(wrong) > MOST_TOLD else ""
+        raise BadInput(f"{what}, {len(wrong)} wrong: {'; '.join(wrong[:MOST_TOLD])}{rest}")
 
 
 def file_shape(tensor: Tensor, config: DecoderConfig) -> tuple[int, ...]:

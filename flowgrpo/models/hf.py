@@ -1,15 +1,17 @@
-"""Checkpoints in the Hugging Face format, in and out: a folder with config.json, safetensors and tokenizer.
+"""Read and write checkpoints in the Hugging Face format.
 
     folder or hub id -> load_model -> Model(policy, params, text, config, source) -> save_model -> folder
 
-Reading goes parameter by parameter, and a layer or some rows at a time within one: beside what is placed already, the
-host holds never more than the largest shard and one layer, mapped pages of files included. Writing holds one
-shard. What `families` says of names and axes serves both.
+A folder holds config.json, safetensors and a tokenizer. Reading goes parameter by parameter, and a layer or some rows
+at a time within one (`read_array`): beside what is placed already, the host never holds more than the largest shard and
+one layer, mapped pages of files included, however many devices share an array. Writing holds one shard. Names and axes
+are those of `families`; a tensor's name is the same whether the folder held more than a text model (`open_tensors`).
 """
 
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,17 +20,168 @@ import jax.numpy as jnp
 import numpy as np
 
 from flowgrpo.contracts import Policy
+from flowgrpo.data.tokenizer import load_text, start
 from flowgrpo.files import replace_folder
 from flowgrpo.models import families
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import Params, make_policy, parameters, shape_of
-from flowgrpo.models.placed import fill
-from flowgrpo.models.stored import INDEX, SINGLE, Stored, find_tensors, read_json, write_tensors
-from flowgrpo.types import BadInput
+from flowgrpo.types import BadInput, first_line
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Of text-only folders, of old and of new multimodal ones; what other parts of those are called; old buffers.
+PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+IGNORED = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.|.*\.rotary_emb\.inv_freq$")
+
+
+def read_json(path: Path, belongs: str = "a model folder holds config.json and safetensors") -> dict[str, Any]:
+    """The object that a JSON file holds."""
+    if not path.exists():
+        raise BadInput(f"{path} is missing; {belongs}")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise BadInput(f"{path} holds a {type(found).__name__}, where one JSON object belongs")
+    return found
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # as the file calls it
+
+    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """A copy of the tensor, or of these entries of its first axis."""
+        with _opened(self.path) as file:  # a single number has no axis of which entries could be read
+            return file.get_slice(self.name)[start:stop] if self.shape else file.get_tensor(self.name)
+
+
+def find_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of the text model in the folder, by the name that it has in a text-only folder."""
+    found = {name: stored for path in _weight_files(folder) for name, stored in list_tensors(path).items()}
+    prefix = next((each for each in PREFIXES if f"{each}embed_tokens.weight" in found), "model.")
+    return {_plain(name, prefix): stored for name, stored in found.items() if not IGNORED.match(name)}
+
+
+def list_tensors(path: Path) -> dict[str, Stored]:
+    """Every tensor of a file by its name."""
+    with _opened(path) as file:
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: Stored(path, name, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write a file of tensors with the permissions of any new file; `OSError` where the system can't."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+    path.chmod(mode)  # safetensors lets only the owner read
+
+
+def _opened(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="np")
+    except (SafetensorError, OSError) as error:
+        raise BadInput(f"{path} can't be read as safetensors: {error}") from error
+
+
+def _plain(name: str, prefix: str) -> str:
+    if name.startswith(prefix):
+        return "model." + name.removeprefix(prefix)
+    return name.removeprefix("language_model.")  # of lm_head, in old multimodal folders
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    if not (folder / INDEX).exists():
+        others = sorted(path.name for path in folder.glob("*.bin"))
+        fix = f"{others[0]} is there: save it again in the safetensors format" if others else "copy them into it"
+        raise BadInput(f"{folder} has no weights ({SINGLE}, or {INDEX} with its shards); {fix}")
+    shards = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise BadInput(f"{folder / INDEX} has no weight_map")
+    paths = [folder / str(name) for name in sorted(set(shards.values()))]
+    absent = [path.name for path in paths if not path.exists()]
+    if absent:
+        raise BadInput(f"{folder / INDEX} names {absent[0]} ({len(absent)} such), which is absent; copy it too")
+    return paths
+
+
+STAGED = 2**24  # bytes; so many that starting a transfer takes no time beside the transfer
+
+Read = Callable[[int, int], np.ndarray]
+
+
+class Part(NamedTuple):
+    """Part of an array that one device holds."""
+
+    device: Any  # None: the default one, to which the array is not bound
+    index: tuple[slice, ...]  # with start and stop, one an axis
+    value: jax.Array | None  # None until the first piece is there
+
+
+def read_array(
+    shape: tuple[int, ...], dtype, place: jax.sharding.Sharding | None, *, axis: int, read: Read
+) -> jax.Array:
+    """The array, read in pieces along `axis`."""
+    parts = _parts(shape, place)
+    entry = int(np.prod(shape)) // shape[axis] * np.dtype(dtype).itemsize
+    step = max(1, STAGED // entry)
+    for first in range(0, shape[axis], step):
+        piece = read(first, min(first + step, shape[axis]))
+        parts = [part._replace(value=_take_in(part, piece, first, axis)) for part in parts]
+    values = [part.value for part in parts if part.value is not None]
+    return values[0] if place is None else jax.make_array_from_single_device_arrays(shape, place, values)
+
+
+def _parts(shape: tuple[int, ...], place: jax.sharding.Sharding | None) -> list[Part]:
+    whole = tuple(slice(0, size) for size in shape)
+    if place is None:
+        return [Part(None, whole, None)]
+    found = []
+    for device, index in place.addressable_devices_indices_map(shape).items():
+        bounds = zip(index or whole, shape, strict=True)
+        found.append(Part(device, tuple(slice(*one.indices(size)[:2]) for one, size in bounds), None))
+    return found
+
+
+def _take_in(part: Part, piece: np.ndarray, start: int, axis: int) -> jax.Array | None:
+    """The part's value with what it holds of a piece that begins at `start`."""
+    own = part.index[axis]
+    first, last = max(own.start, start), min(own.stop, start + piece.shape[axis])
+    if first >= last:
+        return part.value
+    along = slice(first - start, last - start)
+    new = piece[tuple(along if i == axis else index for i, index in enumerate(part.index))]
+    moved = jax.device_put(new, part.device)
+    if (first, last) == (own.start, own.stop):
+        return jax.block_until_ready(moved)
+    shape = [index.stop - index.start for index in part.index]
+    value = jnp.zeros(shape, piece.dtype, device=part.device) if part.value is None else part.value
+    # Waiting keeps the host from reading on while pieces are still on their way.
+    return jax.block_until_ready(_write(value, moved, first - own.start, axis=axis))
+
+
+@partial(jax.jit, static_argnames="axis", donate_argnums=0)
+def _write(value: jax.Array, piece: jax.Array, start, *, axis: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(value, piece, start, axis)
+
 
 Placing = jax.sharding.Sharding | Callable[[str, str], jax.sharding.Sharding]
 
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours, and how the files call them
 FILES = (  # what a folder that was written here may hold; tokenizers have more than one file
     *("config.json", "generation_config.json", "model*.safetensors", INDEX, "tokenizer*", "chat_template.*"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -59,7 +212,7 @@ def load_model(path: str | Path, *, dtype="float32", sharding: Placing | None = 
     of a parameter's name and axes, says where each goes as soon as it is complete. `text=False` reads no tokenizer.
     """
     folder, source, config = _shape(path)
-    dtype, words = _dtype(dtype), _text(folder) if text else None
+    dtype, words = _dtype(dtype), load_text(folder) if text else None
     tensors = find_tensors(folder)
     _check_tensors(folder, tensors, config)
     params = {name: _read(name, tensors, config, dtype, sharding) for name in parameters(config)}
@@ -68,10 +221,8 @@ def load_model(path: str | Path, *, dtype="float32", sharding: Placing | None = 
 
 def check_model(path: str | Path) -> None:
     """Raise `BadInput` where `load_model` would, or where the chat template writes no message; no weights are read."""
-    from flowgrpo.text import start
-
     folder, _, config = _shape(path)
-    start(_text(folder), [{"role": "user", "content": "x"}])
+    start(load_text(folder), [{"role": "user", "content": "x"}])
     _check_tensors(folder, find_tensors(folder), config)
 
 
@@ -89,8 +240,9 @@ def save_model(path: str | Path, model: Model, *, max_shard_bytes: float = 5e9) 
     Shards above `max_shard_bytes` get an index. A model that is there is replaced, with all its files; a folder that
     holds anything else is refused.
     """
-    _check_params(model)
-    replace_folder(path, lambda stage: _write(stage, model, max_shard_bytes), names=FILES, what="a model")
+    expected = {name: shape_of(parameter, model.config) for name, parameter in parameters(model.config).items()}
+    families.check_tensors("the parameters are not those of the model's config", model.params, expected)
+    replace_folder(path, lambda stage: _write_model(stage, model, max_shard_bytes), names=FILES, what="a model")
 
 
 # The folder -------------------------------------------------------------------------------------------
@@ -108,35 +260,31 @@ def _folder(path: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
     except Exception as error:  # offline, unknown, gated: each has its own class
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise BadInput(f"{path} is no folder here, and the hub does not give a model of this id: {reason}") from error
+        why = first_line(error)
+        raise BadInput(f"{path} is no folder here, and the hub does not give a model of this id: {why}") from error
 
 
-def _shape(path: str | Path) -> tuple[Path, families.Source, DecoderConfig]:
-    """Find the folder, and read from it the config.json and the shape that it describes."""
+def _shape(
+    path: str | Path, adapt: Callable[[families.Source, str], families.Source] = lambda source, _: source
+) -> tuple[Path, families.Source, DecoderConfig]:
+    """Find the folder, and read from it the config.json, which may be adapted, and the shape that it describes."""
     folder = _folder(path)
     where = str(folder / "config.json")
-    source = families.text_source(read_json(folder / "config.json"), where)
+    source = families.text_source(adapt(read_json(folder / "config.json"), where), where)
     return folder, source, families.decoder_config(source, where)
-
-
-def _text(folder: Path):
-    from flowgrpo.text import load_text
-
-    return load_text(folder)
 
 
 def _dtype(dtype) -> np.dtype:
     name = str(getattr(dtype, "__name__", dtype))
-    if name not in DTYPES:
-        raise BadInput(f"dtype {name} can't hold parameters; choose one of {', '.join(DTYPES)}")
+    if name not in families.DTYPES:
+        raise BadInput(f"dtype {name} can't hold parameters; choose one of {', '.join(families.DTYPES)}")
     return jnp.dtype(name)
 
 
 # Reading ----------------------------------------------------------------------------------------------
 
 
-class _Slot(NamedTuple):
+class _FileSlot(NamedTuple):
     """Place of a file's tensor among the parameters, and the shape that it has in the file."""
 
     name: str
@@ -144,36 +292,21 @@ class _Slot(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _slots(config: DecoderConfig) -> dict[str, _Slot]:
+def _slots(config: DecoderConfig) -> dict[str, _FileSlot]:
     """Every tensor that belongs in the files, by its name there: layer by layer, then what there is once."""
     table, declared = families.tensors_of(config), parameters(config)
     slots = {}
     for layer in [*range(config.num_layers), None]:
         for name, tensor in table.items():
             if declared[name].axes.startswith("n") == (layer is not None):
-                slots[tensor.name.format(n=layer)] = _Slot(name, layer, families.file_shape(tensor, config))
+                slots[tensor.name.format(n=layer)] = _FileSlot(name, layer, families.file_shape(tensor, config))
     return slots
 
 
 def _check_tensors(folder: Path, tensors: Mapping[str, Stored], config: DecoderConfig) -> None:
-    """Raise one error for all that is missing, unexpected, wrongly shaped or of a dtype that can't be read."""
     expected = {name: slot.shape for name, slot in _slots(config).items()}
-    tied = {families.TENSORS["unembed"].name} if config.tied else set()
-    wrong = [f"{name} is missing" for name in expected if name not in tensors]
-    wrong += [f"{name} is unexpected" for name in sorted(set(tensors) - set(expected) - tied)]
-    for name in (name for name in expected if name in tensors):
-        shape, dtype = tensors[name].shape, tensors[name].dtype
-        if shape != expected[name]:
-            wrong.append(f"{name} has shape {list(shape)} and not {list(expected[name])}")
-        elif dtype not in DTYPES.values():
-            wrong.append(f"{name} is {dtype} and not one of {', '.join(DTYPES.values())}")
-    _raise_all(f"the tensors in {folder} are not those of its config.json", wrong)
-
-
-def _raise_all(what: str, wrong: list[str], most: int = 10) -> None:
-    if wrong:
-        rest = f"; and {len(wrong) - most} more" if len(wrong) > most else ""
-        raise BadInput(f"{what}, {len(wrong)} wrong: {'; '.join(wrong[:most])}{rest}")
+    tied = [families.TENSORS["unembed"].name] if config.tied else []
+    families.check_tensors(f"the tensors in {folder} are not those of its config.json", tensors, expected, spare=tied)
 
 
 def _read(name: str, tensors: Mapping[str, Stored], config: DecoderConfig, dtype, sharding: Placing | None):
@@ -191,24 +324,17 @@ def _read(name: str, tensors: Mapping[str, Stored], config: DecoderConfig, dtype
             layer[...] = families.from_file(stored, tensor, axes.removeprefix("n"), config)
         return host
 
-    place = sharding if sharding is None or isinstance(sharding, jax.sharding.Sharding) else sharding(name, axes)
-    return fill(shape, dtype, place, axis=axis, read=read)
+    return read_array(shape, dtype, _place(sharding, name, axes), axis=axis, read=read)
+
+
+def _place(sharding: Placing | None, name: str, axes: str) -> jax.sharding.Sharding | None:
+    return sharding if sharding is None or isinstance(sharding, jax.sharding.Sharding) else sharding(name, axes)
 
 
 # Writing ----------------------------------------------------------------------------------------------
 
 
-def _check_params(model: Model) -> None:
-    expected = {name: shape_of(parameter, model.config) for name, parameter in parameters(model.config).items()}
-    wrong = [f"{name} is missing" for name in expected if name not in model.params]
-    wrong += [f"{name} is unexpected" for name in model.params if name not in expected]
-    for name in (name for name in expected if name in model.params):
-        if model.params[name].shape != expected[name]:
-            wrong.append(f"{name} has shape {list(model.params[name].shape)} and not {list(expected[name])}")
-    _raise_all("the parameters are not those of the model's config", wrong)
-
-
-def _write(stage: Path, model: Model, max_shard_bytes: float) -> None:
+def _write_model(stage: Path, model: Model, max_shard_bytes: float) -> None:
     """Everything that belongs in the folder."""
     shards = _shards(model, max_shard_bytes)
     for file, slots in shards.items():
@@ -216,18 +342,19 @@ def _write(stage: Path, model: Model, max_shard_bytes: float) -> None:
     if len(shards) > 1:
         total = sum(value.nbytes for value in model.params.values())
         where = {name: file for file, slots in shards.items() for name in slots}
-        _write_json(stage / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
+        write_json(stage / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
     key = "torch_dtype" if "torch_dtype" in model.source else "dtype"
-    _write_json(stage / "config.json", {**model.source, key: jnp.dtype(model.params["embed"].dtype).name})
+    write_json(stage / "config.json", {**model.source, key: jnp.dtype(model.params["embed"].dtype).name})
     if model.text is not None:
         model.text.save(stage)
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file for people to read."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _take(slot: _Slot, model: Model) -> np.ndarray:
+def _take(slot: _FileSlot, model: Model) -> np.ndarray:
     """A tensor as it goes into a file."""
     value = model.params[slot.name]
     if slot.layer is not None:  # a traced index, so that one program serves all layers
@@ -236,7 +363,7 @@ def _take(slot: _Slot, model: Model) -> np.ndarray:
     return families.to_file(np.asarray(value), families.tensors_of(model.config)[slot.name], axes, model.config)
 
 
-def _shards(model: Model, max_shard_bytes: float) -> dict[str, dict[str, _Slot]]:
+def _shards(model: Model, max_shard_bytes: float) -> dict[str, dict[str, _FileSlot]]:
     """Which tensors go into which file, in order; one that is larger than a shard has a shard of its own."""
     groups, size = [{}], 0
     for name, slot in _slots(model.config).items():

@@ -1,4 +1,4 @@
-"""Image-text models, CLIP and SigLIP: pixels and tokens flow in, embeddings and scores flow out.
+"""Image-text models, CLIP and SigLIP: their shape, their parameters and their scores.
 
     score = exp(scale) <image, text> (+ bias)       image, text: embeddings of length 1
 
@@ -6,14 +6,16 @@
 
 CLIP (Radford et al., 2021, arXiv:2103.00020) reads an image off a class token, and a text, seen causally, off its end
 token; SigLIP (Zhai et al., 2023, arXiv:2303.15343) off the patches by a probe that attends to them, and off the last
-position, padding included. That is all in which they differ, and `READ` holds it.
+position, padding included. That is all in which they differ, and `READ_IMAGE` and `READ_TEXT` hold it.
 
-The Flax module holds the parameters, as `image_text_config` declares them; from there on everything is a pure function
-of a flat dict. Letters beside those of `types`: i image, j text, c channel, y and x pixels, q numbers of a patch, p
-embedding.
+`image_text_parameters` declares every parameter once, with its place in files, where a tensor with outputs before
+inputs is transposed. `image_embeddings`, `text_embeddings` and `as_scores` are pure functions of a flat dict of them.
+Letters beside those of `types`: d width of a tower, h heads, f ffn, v vocabulary, p embedding, i image, j text, c
+channel, y and x pixels, q numbers of a patch.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -23,22 +25,176 @@ from flax import nnx
 from jax import Array
 
 from flowgrpo.contracts import Params
-from flowgrpo.models.image_text_config import CHANNELS, ImageTextConfig, Tower, check_config, layers_of, parameters
 from flowgrpo.types import BadInput
 
-ACTIVATE: dict[str, Callable[[Array], Array]] = {
+CHANNELS = 3
+KINDS = ("clip", "siglip")
+
+
+@dataclass(frozen=True)
+class Tower:
+    """The shape of one transformer."""
+
+    d: int
+    h: int
+    f: int
+    layers: int
+    activation: str
+    norm_eps: float
+
+
+@dataclass(frozen=True)
+class ImageTextConfig:
+    """Everything that the arithmetic depends on."""
+
+    kind: str  # clip or siglip
+    vision: Tower
+    text: Tower
+    side: int  # pixels of an image's side
+    patch: int  # pixels of a patch's side
+    v: int  # vocabulary
+    positions: int  # tokens of a text, padding included
+    p: int  # length of an embedding
+    eos_id: int = 2  # CLIP's end token; 2, as old configs have it, stands for the largest id of a text
+
+    @property
+    def patches(self) -> int:
+        """How many patches an image has."""
+        return (self.side // self.patch) ** 2
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
 
 
+def check_image_text_config(config: ImageTextConfig) -> None:
+    """Raise `BadInput` for a shape that can't be."""
+    if config.kind not in KINDS:
+        raise BadInput(f"an image-text model of the kind {config.kind!r} is not supported; choose {' or '.join(KINDS)}")
+    for side, tower in (("vision", config.vision), ("text", config.text)):
+        sizes = {"width": tower.d, "heads": tower.h, "ffn": tower.f, "layers": tower.layers}
+        for name, size in sizes.items():
+            if size < 1:
+                raise BadInput(f"{name} of the {side} tower is {size}, but must be at least 1")
+        if tower.d % tower.h:
+            raise BadInput(f"{tower.h} heads of the {side} tower can't share a width of {tower.d} equally")
+        if tower.activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise BadInput(f"hidden_act of the {side} tower is {tower.activation!r}; supported are {known}")
+    if config.patch < 1 or config.side < config.patch:
+        raise BadInput(f"image_size {config.side} must hold a patch of {config.patch} pixels")
+    if min(config.v, config.positions, config.p) < 1:
+        raise BadInput("vocabulary, positions and length of an embedding must be at least 1")
+    if config.kind == "siglip" and config.p != config.vision.d:
+        raise BadInput(f"the text is projected to {config.p} numbers, but SigLIP's images have {config.vision.d}")
+
+
+# Parameters -------------------------------------------------------------------------------------------
+
+
+class ImageTextParameter(NamedTuple):
+    """Shape, tensor in published files ({n} is the layer, stacked in front), and how it starts."""
+
+    shape: tuple[int, ...]  # without the layer
+    file: str
+    file_shape: tuple[int, ...]
+    deviation: float = 0.0
+    constant: float = 0.0
+    transposed: bool = False  # the file has outputs before inputs
+
+
+def image_text_parameters(config: ImageTextConfig) -> dict[str, ImageTextParameter]:
+    """Every parameter by name: the one place that declares them."""
+    vision, text = config.vision, config.text
+    patch_file = "vision_model.embeddings.patch_embedding.weight"
+    patch_shape = (vision.d, CHANNELS, config.patch, config.patch)
+    inputs = CHANNELS * config.patch**2
+    found = {
+        "patch": ImageTextParameter((inputs, vision.d), patch_file, patch_shape, inputs**-0.5, transposed=True),
+        "vision_position": _table(
+            "vision_model.embeddings.position_embedding", config.patches + (config.kind == "clip"), vision.d
+        ),
+        "text_position": _table("text_model.embeddings.position_embedding", config.positions, text.d),
+        "token": _table("text_model.embeddings.token_embedding", config.v, text.d),
+        "scale": ImageTextParameter((), "logit_scale", (), constant=2.6592),
+        **_norm("vision_norm", "vision_model.post_layernorm", vision.d),
+        **_norm("text_norm", "text_model.final_layer_norm", text.d),
+        **_layers("vision", vision),
+        **_layers("text", text),
+    }
+    return found | (_clip_only(config) if config.kind == "clip" else _siglip_only(config))
+
+
+def _clip_only(config: ImageTextConfig) -> dict[str, ImageTextParameter]:
+    d = config.vision.d
+    return {
+        "class": ImageTextParameter((d,), "vision_model.embeddings.class_embedding", (d,), d**-0.5),
+        **_norm("vision_first_norm", "vision_model.pre_layrnorm", d),
+        "vision_project": _weight("visual_projection", d, config.p),
+        "text_project": _weight("text_projection", config.text.d, config.p),
+    }
+
+
+def _siglip_only(config: ImageTextConfig) -> dict[str, ImageTextParameter]:
+    d, f, head = config.vision.d, config.vision.f, "vision_model.head."
+    return {
+        "patch_bias": ImageTextParameter((d,), "vision_model.embeddings.patch_embedding.bias", (d,)),
+        "probe": ImageTextParameter((d,), head + "probe", (1, 1, d), d**-0.5),
+        "pool_qkv": ImageTextParameter(
+            (d, 3 * d), head + "attention.in_proj_weight", (3 * d, d), d**-0.5, transposed=True
+        ),
+        "pool_qkv_bias": ImageTextParameter((3 * d,), head + "attention.in_proj_bias", (3 * d,)),
+        **_linear("pool_o", head + "attention.out_proj", d, d),
+        **_norm("pool_norm", head + "layernorm", d),
+        **_linear("pool_up", head + "mlp.fc1", d, f),
+        **_linear("pool_down", head + "mlp.fc2", f, d),
+        **_linear("text_project", "text_model.head", config.text.d, config.p),
+        "bias": ImageTextParameter((), "logit_bias", ()),
+    }
+
+
+def _layers(side: str, tower: Tower) -> dict[str, ImageTextParameter]:
+    prefix, d, f = f"{side}_model.encoder.layers.{{n}}.", tower.d, tower.f
+    found = _norm(f"{side}_norm1", prefix + "layer_norm1", d) | _norm(f"{side}_norm2", prefix + "layer_norm2", d)
+    for name, file in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("o", "out_proj")):
+        found |= _linear(f"{side}_{name}", f"{prefix}self_attn.{file}", d, d)
+    return found | _linear(f"{side}_up", prefix + "mlp.fc1", d, f) | _linear(f"{side}_down", prefix + "mlp.fc2", f, d)
+
+
+def _weight(file: str, inputs: int, outputs: int) -> ImageTextParameter:
+    return ImageTextParameter((inputs, outputs), file + ".weight", (outputs, inputs), inputs**-0.5, transposed=True)
+
+
+def _linear(name: str, file: str, inputs: int, outputs: int) -> dict[str, ImageTextParameter]:
+    bias = ImageTextParameter((outputs,), file + ".bias", (outputs,))
+    return {name: _weight(file, inputs, outputs), f"{name}_bias": bias}
+
+
+def _norm(name: str, file: str, d: int) -> dict[str, ImageTextParameter]:
+    scale = ImageTextParameter((d,), file + ".weight", (d,), constant=1.0)
+    return {name: scale, f"{name}_bias": ImageTextParameter((d,), file + ".bias", (d,))}
+
+
+def _table(file: str, rows: int, d: int) -> ImageTextParameter:
+    return ImageTextParameter((rows, d), file + ".weight", (rows, d), d**-0.5)
+
+
+def layers_of(parameter: ImageTextParameter, config: ImageTextConfig) -> int | None:
+    """How many layers are stacked in a parameter; None where there is one of it."""
+    if "{n}" not in parameter.file:
+        return None
+    return config.vision.layers if parameter.file.startswith("vision") else config.text.layers
+
+
 class ImageText(nnx.Module):
     """The parameters of an image-text model, as a Flax module."""
 
     def __init__(self, config: ImageTextConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
-        check_config(config)
-        for name, parameter in parameters(config).items():
+        check_image_text_config(config)
+        for name, parameter in image_text_parameters(config).items():
             layers = layers_of(parameter, config)
             shape = parameter.shape if layers is None else (layers, *parameter.shape)
             noise = jax.random.normal(rngs.params(), shape, jnp.float32)
@@ -53,13 +209,6 @@ def init_params(config: ImageTextConfig, key: Array, *, dtype=jnp.float32) -> Pa
 # Scores -----------------------------------------------------------------------------------------------
 
 
-def image_text_scores(params: Params, pixels_icyx: Array, tokens_js: Array, *, config: ImageTextConfig) -> Array:
-    """The score of every image with every text -> [i j]; transformers' `logits_per_image`."""
-    image_ip = image_embeddings(params, pixels_icyx, config=config)
-    text_jp = text_embeddings(params, tokens_js, config=config)
-    return as_scores(params, image_ip @ text_jp.T)
-
-
 def as_scores(params: Params, cosine: Array) -> Array:
     """Scores from cosines: scaled, and shifted where the model has a bias."""
     scores = cosine * jnp.exp(params["scale"].astype(jnp.float32))
@@ -70,14 +219,14 @@ def image_embeddings(params: Params, pixels_icyx: Array, *, config: ImageTextCon
     """One embedding of length 1 for each preprocessed image, in float32 -> [i p]."""
     patches_isq = _patches(jnp.asarray(pixels_icyx), config)
     x_isd = patches_isq.astype(params["patch"].dtype) @ params["patch"]
-    return _to_length_1(READ[config.kind].image(params, x_isd, config))
+    return _to_length_1(READ_IMAGE[config.kind](params, x_isd, config))
 
 
 def text_embeddings(params: Params, tokens_js: Array, *, config: ImageTextConfig) -> Array:
     """One embedding of length 1 for each text, in float32 -> [j p]."""
     tokens_js = jnp.asarray(tokens_js)
     x_jsd = params["token"][tokens_js] + params["text_position"][None, : tokens_js.shape[1]]
-    return _to_length_1(READ[config.kind].text(params, x_jsd, tokens_js, config))
+    return _to_length_1(READ_TEXT[config.kind](params, x_jsd, tokens_js, config))
 
 
 def _patches(pixels_icyx: Array, config: ImageTextConfig) -> Array:
@@ -133,14 +282,9 @@ def _siglip_text(params: Params, x_jsd: Array, tokens_js: Array, config: ImageTe
     return last_jd @ params["text_project"] + params["text_project_bias"][None]
 
 
-class Reading(NamedTuple):
-    """How a kind reads an image off its patches, and a text off its embedded tokens."""
-
-    image: Callable[..., Array]  # (params, x_isd, config) -> [i p]
-    text: Callable[..., Array]  # (params, x_jsd, tokens_js, config) -> [j p]
-
-
-READ = {"clip": Reading(_clip_image, _clip_text), "siglip": Reading(_siglip_image, _siglip_text)}
+# How a kind reads an image off its patches and a text off its embedded tokens.
+READ_IMAGE = {"clip": _clip_image, "siglip": _siglip_image}  # (params, x_isd, config) -> [i p]
+READ_TEXT = {"clip": _clip_text, "siglip": _siglip_text}  # (params, x_jsd, tokens_js, config) -> [j p]
 
 
 # The tower --------------------------------------------------------------------------------------------
@@ -162,7 +306,7 @@ def _layer(x: Array, layer: Params, *, tower: Tower, seen: Array | None) -> tupl
 
 def _feed_forward(x: Array, params: Params, part: str, tower: Tower) -> Array:
     up, down = (f"{part}_{name}" if part else name for name in ("up", "down"))
-    return _multiply(ACTIVATE[tower.activation](_multiply(x, params, up)), params, down)
+    return _multiply(ACTIVATIONS[tower.activation](_multiply(x, params, up)), params, down)
 
 
 def _mix(q: Array, k: Array, v: Array, tower: Tower, seen: Array | None) -> Array:

@@ -11,9 +11,8 @@ writes it.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +22,8 @@ from jax import Array
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.models.attention import Attend, attend
 from flowgrpo.models.config import DecoderConfig
-from flowgrpo.models.decoder import hidden, make_policy
-from flowgrpo.models.families import TENSORS
+from flowgrpo.models.decoder import make_policy
+from flowgrpo.models.families import TENSORS, check_tensors
 from flowgrpo.types import BadInput, check_range
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -65,13 +64,20 @@ def lora_policy(
     config: DecoderConfig, lora: LoraConfig, *, dtype=jnp.float32, remat: bool = False, attend: Attend = attend
 ) -> Policy:
     """The decoder with an adapter, as pure functions of `Adapted`; `dtype` is that of the base and of the cache."""
-    policy = make_policy(config, dtype=dtype)
-    return Policy(
-        init=partial(_init, init_base=policy.init, config=config, lora=lora),
-        hidden=partial(_hidden, config=config, lora=lora, remat=remat, attend=attend),
-        unembed=partial(_unembed, unembed=policy.unembed),
-        make_cache=policy.make_cache,
-    )
+    policy = make_policy(config, dtype=dtype, remat=remat, attend=attend)
+    stop = jax.lax.stop_gradient
+
+    def init(key: Array) -> Adapted:
+        base_key, adapter_key = jax.random.split(key)
+        return Adapted(policy.init(base_key), init_adapter(adapter_key, config, lora))
+
+    def hidden(params: Adapted, tokens, positions=None, segments=None, cache=None, **settings):
+        check_adapter(params.adapter, config, lora)
+        # The scale goes into B, so that only small arrays are multiplied with it.
+        scaled = {name: x * lora.scale if name.endswith("_b") else x for name, x in params.adapter.items()}
+        return policy.hidden(stop(params.base), tokens, positions, segments, cache, adapter=scaled, **settings)
+
+    return Policy(init, hidden, lambda params, states: policy.unembed(stop(params.base), states), policy.make_cache)
 
 
 def init_adapter(key: Array, config: DecoderConfig, lora: LoraConfig, *, dtype=jnp.float32) -> Params:
@@ -117,34 +123,4 @@ def merge(params: Adapted, config: DecoderConfig, lora: LoraConfig) -> Params:
 
 def check_adapter(adapter: Mapping[str, Any], config: DecoderConfig, lora: LoraConfig) -> None:
     """Raise `BadInput` where the arrays are not those that the configuration declares."""
-    compare_shapes({name: value.shape for name, value in adapter.items()}, adapter_shapes(config, lora), "the adapter")
-
-
-def compare_shapes(found: Mapping[str, tuple], expected: Mapping[str, tuple], where: str) -> None:
-    """Raise one `BadInput` for all that is missing, unexpected or wrongly shaped."""
-    wrong = [f"{name} is missing" for name in expected if name not in found]
-    wrong += [f"{name} is unexpected" for name in sorted(set(found) - set(expected))]
-    for name in (name for name in expected if name in found and tuple(found[name]) != expected[name]):
-        wrong.append(f"{name} has shape {list(found[name])} and not {list(expected[name])}")
-    if wrong:
-        more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise BadInput(
-            f"{where} does not fit rank, targets and model, {len(wrong)} wrong: {'; '.join(wrong[:5])}{more}"
-        )
-
-
-def _init(key: Array, *, init_base, config: DecoderConfig, lora: LoraConfig) -> Adapted:
-    base_key, adapter_key = jax.random.split(key)
-    return Adapted(init_base(base_key), init_adapter(adapter_key, config, lora))
-
-
-def _hidden(params: Adapted, tokens, positions=None, segments=None, cache=None, *, config, lora, **settings):
-    """The decoder over both; the scale goes into B, so that only small arrays are multiplied with it."""
-    base, adapter = jax.lax.stop_gradient(params.base), params.adapter
-    check_adapter(adapter, config, lora)
-    scaled = {name: value * lora.scale if name.endswith("_b") else value for name, value in adapter.items()}
-    return hidden(base, tokens, positions, segments, cache, config=config, adapter=scaled, **settings)
-
-
-def _unembed(params: Adapted, hidden: Array, *, unembed: Callable[..., Array]) -> Array:
-    return unembed(jax.lax.stop_gradient(params.base), hidden)
+    check_tensors("the adapter does not fit rank, targets and model", adapter, adapter_shapes(config, lora))

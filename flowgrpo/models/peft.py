@@ -5,7 +5,6 @@
 What PEFT knows beyond plain low-rank products on whole projections is refused by the name of its field.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -18,24 +17,16 @@ import numpy as np
 from flowgrpo.contracts import Params
 from flowgrpo.files import replace_folder
 from flowgrpo.models.config import DecoderConfig
-from flowgrpo.models.families import TENSORS
-from flowgrpo.models.lora import PROJECTIONS, LoraConfig, adapter_shapes, check_adapter, compare_shapes
-from flowgrpo.models.stored import write_tensors
+from flowgrpo.models.families import TENSORS, check_tensors
+from flowgrpo.models.hf import list_tensors, read_json, write_json, write_tensors
+from flowgrpo.models.lora import PROJECTIONS, LoraConfig, adapter_shapes, check_adapter
 from flowgrpo.types import BadInput
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Fields that don't change what an adapter computes: where it comes from and how it was trained.
 NOTES = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "ensure_weight_tying",
-    "eva_config",
-    "inference_mode",
-    "lora_dropout",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
+    *("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "inference_mode", "lora_dropout"),
+    *("megatron_core", "peft_version", "qalora_group_size", "revision"),
 }
 # Fields that may have these values only; other ways to initialise change the base too. Any field that is neither
 # among these nor among those that are read or noted must be empty.
@@ -63,8 +54,7 @@ def save_adapter(
     }
 
     def fill(stage: Path) -> None:
-        text = json.dumps(_to_peft(lora, base_model), indent=2, ensure_ascii=False) + "\n"
-        (stage / CONFIG).write_text(text, encoding="utf-8")
+        write_json(stage / CONFIG, _to_peft(lora, base_model))
         write_tensors(stage / WEIGHTS, tensors)
 
     replace_folder(path, fill, names=(CONFIG, WEIGHTS), what="an adapter")
@@ -72,30 +62,21 @@ def save_adapter(
 
 def load_adapter(path: str | Path, config: DecoderConfig, *, dtype=jnp.float32) -> tuple[LoraConfig, Params]:
     """Read a folder that PEFT or `save_adapter` wrote, for a base of this shape; dropout is not applied."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
     path = Path(path)
     lora = _from_peft(path / CONFIG, config)
     if not (path / WEIGHTS).exists():
         raise BadInput(f"{path / WEIGHTS} is missing; save the adapter in the safetensors format")
-    try:
-        found = load_file(path / WEIGHTS)
-    except (SafetensorError, OSError) as error:
-        raise BadInput(f"{path / WEIGHTS} can't be read as safetensors: {error}") from error
-    slots = _tensors(config, lora)
+    found, slots = list_tensors(path / WEIGHTS), _tensors(config, lora)
     expected = {name: slot.shape for name, slot in slots.items()}
-    compare_shapes({name: value.shape for name, value in found.items()}, expected, str(path / WEIGHTS))
-    if other := sorted({value.dtype.name for value in found.values()} - {"float32", "bfloat16", "float16"}):
-        raise BadInput(f"{path / WEIGHTS} holds {', '.join(other)}; save it as float32, bfloat16 or float16")
+    check_tensors(f"{path / WEIGHTS} does not fit rank, targets and model", found, expected)
     adapter = {name: np.empty(shape, jnp.dtype(dtype)) for name, shape in adapter_shapes(config, lora).items()}
     for file_name, slot in slots.items():
         layer = adapter[slot.name][slot.layer]
-        layer[...] = found[file_name].T.reshape(layer.shape)
+        layer[...] = found[file_name].read().T.reshape(layer.shape)
     return lora, {name: jnp.asarray(value) for name, value in adapter.items()}
 
 
-class _Slot(NamedTuple):
+class _AdapterSlot(NamedTuple):
     """Place of a file's tensor in an adapter, and the shape that it has in the file."""
 
     name: str
@@ -103,14 +84,14 @@ class _Slot(NamedTuple):
     shape: tuple[int, int]
 
 
-def _tensors(config: DecoderConfig, lora: LoraConfig) -> dict[str, _Slot]:
+def _tensors(config: DecoderConfig, lora: LoraConfig) -> dict[str, _AdapterSlot]:
     """Every tensor of the file by its name there; A is [z, inputs] and B is [outputs, z]."""
     slots, shapes = {}, adapter_shapes(config, lora)
     for (layer, target), module in _modules(config, lora.targets).items():
         (*inputs, z), (_, *outputs) = shapes[f"{target}_a"][1:], shapes[f"{target}_b"][1:]
         stem = f"base_model.model.{module}"
-        slots[f"{stem}.lora_A.weight"] = _Slot(f"{target}_a", layer, (z, math.prod(inputs)))
-        slots[f"{stem}.lora_B.weight"] = _Slot(f"{target}_b", layer, (math.prod(outputs), z))
+        slots[f"{stem}.lora_A.weight"] = _AdapterSlot(f"{target}_a", layer, (z, math.prod(inputs)))
+        slots[f"{stem}.lora_B.weight"] = _AdapterSlot(f"{target}_b", layer, (math.prod(outputs), z))
     return slots
 
 
@@ -143,14 +124,7 @@ def _to_peft(lora: LoraConfig, base_model: str | None) -> dict[str, Any]:
 
 
 def _from_peft(path: Path, config: DecoderConfig) -> LoraConfig:
-    if not path.exists():
-        raise BadInput(f"{path} is missing; an adapter's folder holds {CONFIG} and {WEIGHTS}")
-    try:
-        source = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path} can't be read as JSON: {error}") from error
-    if not isinstance(source, dict):
-        raise BadInput(f"{path} holds a {type(source).__name__}, where one JSON object belongs")
+    source = read_json(path, f"an adapter's folder holds {CONFIG} and {WEIGHTS}")
     for field, value in source.items():
         fits = value in ALLOWED[field] if field in ALLOWED else field in READ | NOTES or not value
         if not fits:

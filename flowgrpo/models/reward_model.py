@@ -1,4 +1,4 @@
-"""Scalar-head reward models in the Hugging Face format: a folder flows in, one score for each conversation flows out.
+"""Read scalar-head reward models in the Hugging Face format, and score conversations with them.
 
     folder or hub id -> load_scorer -> Scorer;   scorer.score(params, tokens_rs, length_r) -> score_r
 
@@ -16,11 +16,12 @@ import numpy as np
 from jax import Array
 
 from flowgrpo.contracts import Params
+from flowgrpo.data.tokenizer import load_text
 from flowgrpo.models import families, hf
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.critic import HEAD, Critic, make_critic, trunk_config
 from flowgrpo.models.decoder import parameters
-from flowgrpo.models.stored import Stored, find_tensors, read_json
+from flowgrpo.models.hf import Stored, find_tensors
 from flowgrpo.types import BadInput
 
 WEIGHT = "score.weight"
@@ -47,17 +48,14 @@ class Scorer(NamedTuple):
 
 def load_scorer(path: str | Path, *, dtype="float32", sharding: hf.Placing | None = None, text: bool = True) -> Scorer:
     """Read a folder or a hub id; the arguments are those of `load_model`. The head is float32."""
-    folder = hf._folder(path)
-    where = str(folder / "config.json")
-    source = families.text_source(_as_decoder(read_json(folder / "config.json"), where), where)
-    config = trunk_config(families.decoder_config(source, where))
-    kind, words = hf._dtype(dtype), hf._text(folder) if text else None
+    folder, _, config = hf._shape(path, _as_decoder)
+    config = trunk_config(config)
+    kind, words = hf._dtype(dtype), load_text(folder) if text else None
     tensors = find_tensors(folder)
     head = _head(tensors.pop(WEIGHT, None), folder, config)
     hf._check_tensors(folder, tensors, config)
     params = {name: hf._read(name, tensors, config, kind, sharding) for name in parameters(config)}
-    place = sharding if sharding is None or isinstance(sharding, jax.sharding.Sharding) else sharding(HEAD, "d")
-    params[HEAD] = jax.device_put(head, place)
+    params[HEAD] = jax.device_put(head, hf._place(sharding, HEAD, "d"))
     return Scorer(make_critic(config, dtype=kind), params, words, config)
 
 
@@ -84,6 +82,6 @@ def _head(stored: Stored | None, folder: Path, config: DecoderConfig) -> np.ndar
     if stored.shape != (1, config.d):
         shape = f"{list(stored.shape)} and not {[1, config.d]}"
         raise BadInput(f"{WEIGHT} in {folder} has shape {shape}: a reward model has one label (num_labels 1)")
-    if stored.dtype not in hf.DTYPES.values():
-        raise BadInput(f"{WEIGHT} in {folder} is {stored.dtype} and not one of {', '.join(hf.DTYPES.values())}")
+    if stored.dtype not in families.DTYPES.values():
+        raise BadInput(f"{WEIGHT} in {folder} is {stored.dtype} and not one of {', '.join(families.DTYPES.values())}")
     return stored.read()[0].astype(np.float32)

@@ -1,71 +1,116 @@
-"""Whether a run is collapsing: its lines of metrics flow in, sentences flow out, each with a figure, a limit, a mend.
+"""Detect a run that collapses, from its lines of metrics, and say which figure crossed which limit and how to fix it.
 
     findings(lines)       ->  what is wrong at the end of these lines
     warnings_of(lines)    ->  all that a run with these lines was told, in order
-    Metrics(folder, sinks=[partial(watch_health, say=print)])    tells a run as it goes, and keeps `warnings.jsonl`
+    watch_health          a sink of `Metrics` that warns a run as it goes, and keeps `warnings.jsonl`
 
-    entropy            the policy hardly explores, or explores half as much as a window ago, and gains nothing by it
-    repeated_text, repeated_actions     actions repeat themselves; `rollout.repetition` says how that is counted
-    ratio, clip_fraction    updates go far from the policy that sampled
-    zero_signal_groups      nearly all groups have equal rewards, while success is not near 1
-    zero_signal_groups_rise, tool_errors_rise   they rise, and success doesn't
-    chosen_per_trajectory   trajectories grow or shrink, and success doesn't rise
-    success            validations fall by more than chance
-    training_success   so does training success, where there are no two validations
-    gap                the training reward rises above what a held-out check says (R3)
-
-All figures but those of validations are means over a window of updates; those of tokens skip updates in which no token
-was learned from. `Limits` has the limits. A warning comes when something begins, and again when it has become twice as
-bad. All of it is a function of `metrics.jsonl`, so a run that goes on says and writes what an undisturbed one does.
+Figures are means over a window of updates, except those of validations. A warning comes when something begins, and
+again when it is twice as bad. What can't be known yet, or isn't in the metrics, is not wrong. Everything is a function
+of `metrics.jsonl`, so a resumed run writes the same warnings as an undisturbed one.
 """
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from flowgrpo.report.checks import Finding, History, Limits, examine, take
-from flowgrpo.report.metrics import Line, Sink
+import numpy as np
 
+from flowgrpo.report.metrics import Line, Sink, without_empty_means
+from flowgrpo.types import BadInput
+
+WORST = 10.0  # times as bad as the limit: what falls towards 0 gets no worse than that
+RISEN = 0.02  # of the success rate, from which it has risen between two windows
+CHANCE = 5.0  # standard errors of a difference to the best window, which is one of many
 WARNINGS = "warnings.jsonl"
 WORSE = 2.0  # times as bad as when it was told last, from which it is told again
+FIGURES = {  # what is looked at, by phase
+    "train": (
+        *("success", "entropy", "repeated_text", "repeated_actions", "ratio_p01", "ratio_p99", "clip_low_fraction"),
+        *("clip_high_fraction", "zero_signal_groups", "tool_errors", "chosen_per_trajectory", "gap"),
+    ),
+    "validation": ("success", "success_low", "success_high", "gap"),
+}
+History = dict[str, list[float]]  # the figures so far, by `phase/name`
 
 
-def findings(lines: Iterable[Line], limits: Limits | None = None) -> list[Finding]:
+@dataclass(frozen=True, kw_only=True)
+class HealthLimits:
+    """From where on something is wrong."""
+
+    window: int = 5  # updates whose mean counts
+    entropy: float = 0.01  # nats a token, below which a policy hardly explores
+    entropy_share: float = 0.5  # of a window ago, below which entropy falls fast
+    solved: float = 0.9  # success from which low entropy and groups without a signal are what they should be
+    repeated_text: float = 0.3  # of the runs of four tokens
+    repeated_actions: float = 0.6  # of the actions that follow another
+    ratio: float = 2.0  # by which one token in a hundred is more, or less, likely than when it was sampled
+    clip_fraction: float = 0.4  # of the tokens
+    zero_signal_groups: float = 0.85  # of the groups
+    zero_signal_rise: float = 0.3  # of the groups, more than when there were fewest
+    tool_errors_rise: float = 0.25  # of the turns, more than when there were fewest
+    drift: float = 2.0  # times as many chosen tokens as at first, or as few
+    fall: float = 0.1  # of the success, and by more than chance
+    gap: float = 0.1  # by which the gap has grown since the start: over two deviations of 256 answers
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise BadInput(f"Limits: window={self.window} must be at least 1")
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong."""
+
+    name: str  # of the check
+    figure: float
+    limit: float
+    severity: float  # 1 at the limit
+    words: str
+
+
+Check = Callable[[History, HealthLimits], Finding | None]
+
+
+# Warnings ---------------------------------------------------------------------------------------------
+
+
+def findings(lines: Iterable[Line], limits: HealthLimits | None = None) -> list[Finding]:
     """List what is wrong at the end of these lines of metrics; without `limits`, by the default ones."""
     history: History = {}
     for line in lines:
-        take(history, line)
-    return examine(history, limits or Limits())
+        _take(history, line)
+    return _examine(history, limits or HealthLimits())
 
 
-def warnings_of(lines: Iterable[Line], limits: Limits | None = None) -> list[dict[str, Any]]:
+def warnings_of(lines: Iterable[Line], limits: HealthLimits | None = None) -> list[dict[str, Any]]:
     """All that a run with these lines is told, in order, as lines of `warnings.jsonl`."""
-    watcher = Watcher(limits or Limits())
+    watcher = Watcher(limits or HealthLimits())
     return [warning for line in lines for warning in watcher.look(line)]
 
 
 class Watcher:
     """Figures of a run so far, with the severity at which each check last warned of it."""
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: HealthLimits):
         self._limits, self._history, self._told = limits, {}, {}
 
     def look(self, line: Line) -> list[dict[str, Any]]:
         """Take in a line, and list the warnings due: what begins, and what is `WORSE` times as bad as last told."""
-        if not take(self._history, line):
+        if not _take(self._history, line):
             return []
-        found = examine(self._history, self._limits)
+        found = _examine(self._history, self._limits)
         news = [one for one in found if one.severity >= WORSE * self._told.get(one.name, 0.0)]
         self._told |= {one.name: max(one.severity, 1e-9) for one in news}
         return [{"phase": line.get("phase", "train"), "update": line["update"], **_shown(one)} for one in news]
 
 
 def watch_health(
-    folder: Path, kept: Sequence[Line], *, say: Callable[[str], None], limits: Limits | None = None
+    folder: Path, kept: Sequence[Line], *, say: Callable[[str], None], limits: HealthLimits | None = None
 ) -> Sink:
     """Tell a run as it goes, and write `warnings.jsonl` anew from the lines that it has kept."""
-    watcher, path = Watcher(limits or Limits()), Path(folder) / WARNINGS
+    watcher, path = Watcher(limits or HealthLimits()), Path(folder) / WARNINGS
     before = [warning for line in kept for warning in watcher.look(line)]
     path.write_text("".join(json.dumps(one) + "\n" for one in before))
 
@@ -78,7 +123,7 @@ def watch_health(
     return Sink(write, lambda: None)
 
 
-def summary(told: Sequence[Mapping[str, Any]]) -> str | None:
+def health_summary(told: Sequence[Mapping[str, Any]]) -> str | None:
     """One line for the end of a run: how often it was warned of what; None where it wasn't."""
     if not told:
         return None
@@ -92,3 +137,246 @@ def summary(told: Sequence[Mapping[str, Any]]) -> str | None:
 def _shown(one: Finding) -> dict[str, Any]:
     rounded = {"figure": round(one.figure, 6), "limit": round(one.limit, 6)}
     return {"warning": one.name, **rounded, "words": one.words}
+
+
+# Figures over time ------------------------------------------------------------------------------------
+
+
+def _take(history: History, line: Line) -> bool:
+    """Take a line in; whether there was anything in it to look at."""
+    phase = line.get("phase", "train")  # lines of `loop.train_loop` have none
+    names = FIGURES.get(phase, ())
+    figures = without_empty_means(line)
+    for name in names:
+        if figures.get(name) is not None:
+            history.setdefault(f"{phase}/{name}", []).append(float(figures[name]))
+    return bool(names)
+
+
+def _examine(history: History, limits: HealthLimits) -> list[Finding]:
+    """Run all checks on the figures so far, and list what is wrong now."""
+    found = [check(history, limits) for check in CHECKS]
+    return [one for one in found if one is not None]
+
+
+def _mean(history: History, name: str, limits: HealthLimits, *, ago: int = 0) -> float | None:
+    """The mean over the window that ended so many windows ago; None where there were not so many updates."""
+    series, size = history.get(f"train/{name}", []), limits.window
+    end = len(series) - ago * size
+    return sum(series[end - size : end]) / size if end >= size else None
+
+
+def _first(history: History, name: str, limits: HealthLimits) -> float | None:
+    """The mean over the first window; None until a second one is over."""
+    series = history.get(f"train/{name}", [])
+    return sum(series[: limits.window]) / limits.window if len(series) >= 2 * limits.window else None
+
+
+def _means(history: History, name: str, limits: HealthLimits) -> np.ndarray:
+    """The means over every two windows in a row; none until there are updates beside the last two."""
+    series, size = history.get(f"train/{name}", []), 2 * limits.window
+    return np.convolve(series, np.full(size, 1 / size), "valid") if len(series) >= 2 * size else np.empty(0)
+
+
+def _by_chance(history: History, name: str, limits: HealthLimits) -> float:
+    """By how much the means of two windows in a row may differ by chance, from how much successive updates do."""
+    variance = np.mean(np.diff(history[f"train/{name}"]) ** 2) / 2
+    return CHANCE * float(np.sqrt(variance / limits.window))
+
+
+def _is_solved(history: History, limits: HealthLimits) -> bool:
+    return (_mean(history, "success", limits) or 0.0) >= limits.solved
+
+
+def _risen(now: float | None, before: float | None) -> bool:
+    """Whether success has risen; where nothing is known of it, nothing was gained."""
+    return now is not None and before is not None and now >= before + RISEN
+
+
+# The checks -------------------------------------------------------------------------------------------
+
+
+def _low_entropy(history: History, limits: HealthLimits) -> Finding | None:
+    now = _mean(history, "entropy", limits)
+    if now is None or now >= limits.entropy or _is_solved(history, limits):
+        return None
+    words = (
+        f"entropy is {now:.4f}, below {limits.entropy:g}: the policy hardly explores; try a higher temperature, an "
+        "entropy bonus, more KL, or an earlier checkpoint at a lower learning rate"
+    )
+    return Finding("entropy", now, limits.entropy, limits.entropy / max(now, limits.entropy / WORST), words)
+
+
+def _falling_entropy(history: History, limits: HealthLimits) -> Finding | None:
+    now, before = (_mean(history, "entropy", limits, ago=ago) for ago in (0, 1))
+    success = [_mean(history, "success", limits, ago=ago) for ago in (0, 1)]
+    if now is None or before is None or now >= before * limits.entropy_share or _risen(*success):
+        return None
+    if _is_solved(history, limits):
+        return None
+    limit = before * limits.entropy_share
+    words = (
+        f"entropy fell from {before:.4f} to {now:.4f} within {limits.window} updates, below "
+        f"{limits.entropy_share:.0%} of it, and success did not rise: try a lower learning rate, or an entropy bonus"
+    )
+    return Finding("entropy_falls", now, limit, limit / max(now, 1e-9), words)
+
+
+def _above(history: History, limits: HealthLimits, name: str, what: str, fix: str) -> Finding | None:
+    """A share that should stay below its limit."""
+    now, limit = _mean(history, name, limits), getattr(limits, name)
+    if now is None or now <= limit:
+        return None
+    return Finding(name, now, limit, now / limit, f"{what} is {now:.2f}, above {limit:g}: {fix}")
+
+
+def _ratio(history: History, limits: HealthLimits) -> Finding | None:
+    high, low = (_mean(history, name, limits) for name in ("ratio_p99", "ratio_p01"))
+    if high is None or low is None:
+        return None
+    now = max(high, 1 / max(low, 1e-9))
+    if now <= limits.ratio:
+        return None
+    words = (
+        f"one token in a hundred is {now:.2f} times more or less likely than when it was sampled, above "
+        f"{limits.ratio:g}: try a lower learning rate, fewer epochs and mini-batches, or less staleness"
+    )
+    return Finding("ratio", now, limits.ratio, (now - 1) / max(limits.ratio - 1, 1e-9), words)
+
+
+def _clip_fraction(history: History, limits: HealthLimits) -> Finding | None:
+    low, high = (_mean(history, f"clip_{side}_fraction", limits) for side in ("low", "high"))
+    now = (low or 0.0) + (high or 0.0)
+    if now <= limits.clip_fraction:
+        return None
+    words = (
+        f"{now:.0%} of the tokens are clipped, above {limits.clip_fraction:.0%}: try a lower learning rate, or fewer "
+        "epochs and mini-batches"
+    )
+    return Finding("clip_fraction", now, limits.clip_fraction, now / limits.clip_fraction, words)
+
+
+def _dead_groups(history: History, limits: HealthLimits) -> Finding | None:
+    if _is_solved(history, limits):
+        return None
+    fix = "nearly nothing is learned from; try more samples of a query, easier or other tasks, or a partial reward"
+    found = _above(history, limits, "zero_signal_groups", "the share of groups with equal rewards", fix)
+    if found is None:
+        return None
+    dead = 1 - found.limit
+    living = dead / max(1 - found.figure, dead / WORST)  # twice as bad where half as many have a signal
+    return found._replace(severity=living)
+
+
+def _rise(history: History, limits: HealthLimits, name: str, what: str, fix: str) -> Finding | None:
+    """Compare a share with what it was when it was lowest; success has not risen since."""
+    means, success, size = _means(history, name, limits), _means(history, "success", limits), 2 * limits.window
+    if not len(means) or _is_solved(history, limits):
+        return None
+    low, limit = int(means[:-size].argmin()), getattr(limits, f"{name.removesuffix('_groups')}_rise")
+    limit, rise = max(limit, _by_chance(history, name, limits)), float(means[-1] - means[low])
+    if rise <= limit or (len(success) == len(means) and _risen(success[-1], success[low])):
+        return None
+    words = (
+        f"{what} rose from {means[low]:.0%} to {means[-1]:.0%}, by more than {limit:.0%}, and success did not: {fix}"
+    )
+    return Finding(f"{name}_rise", rise, limit, rise / limit, words)
+
+
+def _length(history: History, limits: HealthLimits) -> Finding | None:
+    name = "chosen_per_trajectory"
+    now, first = _mean(history, name, limits), _first(history, name, limits)
+    success = _mean(history, "success", limits), _first(history, "success", limits)
+    if now is None or first is None or min(now, first) < 0 or _risen(*success):
+        return None
+    times = max(now, 1e-9) / max(first, 1e-9)
+    if 1 / limits.drift <= times <= limits.drift:
+        return None
+    grown, limit = times > 1, first * (limits.drift if times > 1 else 1 / limits.drift)
+    words = (
+        f"trajectories have {now:.0f} chosen tokens, and had {first:.0f} at first, {'above' if grown else 'below'} "
+        f"{limit:.0f}, and success has not risen: "
+        + (
+            "try an over-long penalty, or fewer new tokens"
+            if grown
+            else "the policy gives up early; look at its answers"
+        )
+    )
+    return Finding(name, now, limit, max(times, 1 / times) / limits.drift, words)
+
+
+def _falling_success(history: History, limits: HealthLimits) -> Finding | None:
+    rates, lows, highs = (history.get(f"validation/{name}", []) for name in FIGURES["validation"][:3])
+    if len(rates) < 2 or len(rates) != len(lows) or len(rates) != len(highs):
+        return None
+    best = max(range(len(rates)), key=rates.__getitem__)
+    fall = rates[best] - rates[-1]
+    if fall <= limits.fall or highs[-1] >= lows[best]:
+        return None
+    words = (
+        f"validation success fell from {rates[best]:.2f} to {rates[-1]:.2f}, by more than {limits.fall:g} and than "
+        "chance: the best checkpoint is kept; go on from there with a lower learning rate or more KL"
+    )
+    return Finding("success", fall, limits.fall, fall / limits.fall, words)
+
+
+def _falling_training(history: History, limits: HealthLimits) -> Finding | None:
+    """Compare training success with its best, where no two validations say more."""
+    means, size = _means(history, "success", limits), 2 * limits.window
+    if not len(means) or len(history.get("validation/success", [])) > 1:
+        return None
+    best = float(means[:-size].max())
+    fall = best - float(means[-1])
+    limit = max(min(limits.fall, best / 2), _by_chance(history, "success", limits))
+    if fall <= limit:
+        return None
+    words = (
+        f"training success fell from {best:.2f} to {means[-1]:.2f}, by more than {limit:.2f} and than chance: go on "
+        "from an earlier checkpoint with a lower learning rate or more KL, and validate to know the best one"
+    )
+    return Finding("training_success", fall, limit, fall / limit, words)
+
+
+def _gap(history: History, limits: HealthLimits) -> Finding | None:
+    """By validations where they have one, else by windows of training."""
+    seen = history.get("validation/gap", [])
+    first, now = (seen[0], seen[-1]) if seen else (_first(history, "gap", limits), _mean(history, "gap", limits))
+    if first is None or now is None or now - first <= limits.gap:
+        return None
+    words = (
+        f"the gap between the reward and its held-out check has grown from {first:+.2f} to {now:+.2f}, by more than "
+        f"{limits.gap:g}: the policy may be hacking its reward, which can no longer be taken for success"
+    )
+    return Finding("gap", now - first, limits.gap, (now - first) / limits.gap, words)
+
+
+CHECKS: tuple[Check, ...] = (
+    *(_low_entropy, _falling_entropy),
+    partial(
+        _above,
+        name="repeated_text",
+        what="the share of repeated text",
+        fix="actions run in circles; try more KL, a lower learning rate, or fewer new tokens an action",
+    ),
+    partial(
+        _above,
+        name="repeated_actions",
+        what="the share of repeated actions",
+        fix="the policy takes the same action again; look at trajectories/, and try to stop repetitions or fewer turns",
+    ),
+    *(_ratio, _clip_fraction, _dead_groups),
+    partial(
+        _rise,
+        name="zero_signal_groups",
+        what="groups with equal rewards",
+        fix="there is less to learn from; try a lower learning rate with an entropy bonus, or more samples of a query",
+    ),
+    partial(
+        _rise,
+        name="tool_errors",
+        what="turns that end in an error",
+        fix="look at trajectories; try a lower learning rate, less of an entropy bonus, more KL, or an earlier "
+        "checkpoint",
+    ),
+    *(_length, _falling_success, _falling_training, _gap),
+)

@@ -4,14 +4,13 @@
         metrics.write({"phase": "train", "update": 12, "success": 0.54}, {"seconds": 0.21})
         checkpoints.save(12, {..., "metrics": metrics.position})
 
-Each line is one JSON object. A run that goes on first cuts both files back to where the checkpoint left them, so that
-`metrics.jsonl` of an interrupted run equals that of an undisturbed one byte for byte (S1); a line that a killed process
-left half-written goes with the rest. What is kept must be what was written, by its checksum. Only deterministic figures
-belong there; whatever a clock had a part in is a timing. `sinks` are given the same lines (`report.sinks`,
-`report.health`).
+Each line is one JSON object. A resumed run first cuts both files back to its checkpoint, so that `metrics.jsonl` of an
+interrupted run equals that of an undisturbed one byte for byte (S1); a checksum tells whether what is kept is what was
+written. Only deterministic figures belong there. `sinks` are given the same lines.
 
-Names, in files, on the console and in plots: `phase`, `update`, `success` (with `success_low`, `success_high`),
-`turns`, `tool_errors`, `kl`, `entropy`, and `tools`, a mapping from each tool to its share of the calls.
+Histograms (`ratio_histogram`, `advantage_histogram`) count live tokens in fixed bins, so those of updates, devices and
+runs can be added and compared. Bins of rho are even in asinh(log rho / 1e-4), with 1 as an edge; those of advantages
+are a quarter wide, the middle one around 0. The outermost hold all that lies beyond.
 """
 
 import json
@@ -26,6 +25,32 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowgrpo.types import BadInput
+
+NEAR = 1e-4  # a log-ratio up to which bins are of about even width
+RATIO_SIDE, RATIO_STEP = 16, 0.8  # bins on either side of rho = 1, and their width in asinh(log rho / NEAR)
+ADVANTAGE_SIDE, ADVANTAGE_STEP = 16, 0.25  # bins on either side of the middle one, and their width
+
+RATIO, ADVANTAGE = "ratio_histogram", "advantage_histogram"
+
+
+def ratio_edges() -> list[float]:
+    """The edges of the bins of rho, in order: one more than there are bins."""
+    every = range(-RATIO_SIDE, RATIO_SIDE + 1)
+    return [math.exp(math.sinh(place * RATIO_STEP) * NEAR) for place in every]
+
+
+def ratio_place(ratio: float) -> float:
+    """Convert a ratio to its place on the axis of bins: in bins from rho = 1 on, negative below it."""
+    return math.asinh(math.log(ratio) / NEAR) / RATIO_STEP
+
+
+def advantage_edges() -> list[float]:
+    """The edges of the bins of advantages, in order; the outermost bins are drawn as wide as the others."""
+    return [(place - 0.5) * ADVANTAGE_STEP for place in range(-ADVANTAGE_SIDE, ADVANTAGE_SIDE + 2)]
+
+
+EDGES = {RATIO: ratio_edges, ADVANTAGE: advantage_edges}  # of each histogram that metrics may hold
+
 
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 Position = Mapping[str, Mapping[str, int]]  # bytes of each file, and their crc32; part of a checkpoint
@@ -85,7 +110,7 @@ class Metrics:
 
     def write(self, metrics: Mapping[str, Any], timings: Mapping[str, Any] | None = None) -> None:
         """Append one line of each; timings carry the phase and the update of the metrics."""
-        line, timed = plain(metrics), plain(timings or {})
+        line, timed = plain_json(metrics), plain_json(timings or {})
         self._append(METRICS, line)
         if timed:
             same = {name: line[name] for name in ("phase", "update") if name in line}
@@ -142,17 +167,17 @@ def without_empty_means(line: Line) -> Line:
     return {name: value for name, value in line.items() if name.removesuffix("_by_turn") not in OF_TOKENS}
 
 
-def plain(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
     """A figure as JSON has it: arrays as lists, float32 in its shortest form, and null where there is no number."""
     if isinstance(value, Mapping):
-        return {str(name): plain(inner) for name, inner in value.items()}
+        return {str(name): plain_json(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
+        return [plain_json(inner) for inner in value]
     if value is None or isinstance(value, str | bool | int):
         return value
     array = np.asarray(value)
     if array.ndim:
-        return [plain(inner) for inner in array]
+        return [plain_json(inner) for inner in array]
     number = array.item()
     if isinstance(number, float) and array.dtype.itemsize <= 4:
         number = float(str(array.astype(np.float32)[()]))

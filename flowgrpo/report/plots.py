@@ -3,7 +3,7 @@
     curves("runs/lookup")  ->  runs/lookup/curves.png
 
 Colours are Okabe and Ito's, which people with any kind of colour vision can tell apart; lines differ in their dashes
-and markers too. The other pictures of a run are those of `report.pictures`.
+and markers too. `report.figures` draws all other pictures.
 """
 
 import math
@@ -42,7 +42,7 @@ def make_figure(lines: Sequence[Mapping[str, Any]], *, title: str = "") -> Any:
     """Draw success by phase, and of the tool calls the share to the right tool, where it is known, and to each one."""
     met = {line["phase"]: None for line in lines if line.get("success") is not None and "phase" in line}
     phases = [*(phase for phase in PHASES if phase in met), *(phase for phase in met if phase not in PHASES)]
-    mixes = {phase: tool_mix(lines, phase) for phase in phases}
+    mixes = {phase: tool_mix_curves(lines, phase) for phase in phases}
     busiest = max(mixes, key=lambda phase: len(mixes[phase]) and max(len(x) for x, _ in mixes[phase].values()))
     known = {label: name for label, name in SHARES.items() if any(curve(lines, phase, name)[0] for phase in phases)}
     figure, axes = panels(title, len(known) + bool(mixes[busiest]))
@@ -50,12 +50,12 @@ def make_figure(lines: Sequence[Mapping[str, Any]], *, title: str = "") -> Any:
         for i, phase in enumerate(phases):
             points = curve(lines, phase, name)
             if points[0]:
-                mark(axis, i, phase, *points)
+                draw_line(axis, i, phase, *points)
             if name == "success":
                 band(axis, i, lines, phase)
         frame(axis, label, share=True)
     for i, (tool, points) in enumerate(mixes[busiest].items()):
-        mark(axes[-1], i, tool, *points)
+        draw_line(axes[-1], i, tool, *points)
     if mixes[busiest]:
         frame(axes[-1], f"share of tool calls\n({busiest})", share=True)
     return figure
@@ -99,7 +99,7 @@ def curve(lines: Sequence[Mapping[str, Any]], phase: str, name: str) -> Curve:
     return [line["update"] for line in rows], [line[name] for line in rows]
 
 
-def tool_mix(lines: Sequence[Mapping[str, Any]], phase: str) -> dict[str, Curve]:
+def tool_mix_curves(lines: Sequence[Mapping[str, Any]], phase: str) -> dict[str, Curve]:
     """The share of each tool over the updates of a phase, tools in the order of their names in the file."""
     rows = [line for line in lines if line.get("phase") == phase and line.get("tools")]
     tools = {tool: None for line in rows for tool in line["tools"]}
@@ -111,7 +111,7 @@ def tool_mix(lines: Sequence[Mapping[str, Any]], phase: str) -> dict[str, Curve]
 # Parts of figures ---------------------------------------------------------------------------------------
 
 
-def mark(axis: Any, index: int, label: str, x: list[float], y: list[float]) -> None:
+def draw_line(axis: Any, index: int, label: str, x: list[float], y: list[float]) -> None:
     """A line that differs from those of other indices in colour, dashes and markers."""
     style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
     axis.plot(

@@ -59,7 +59,7 @@ class Progress:
             self._print(words, new=False)
 
     def _words(self, phase: str, update: int, total: int, figures: Mapping[str, Any]) -> str:
-        words = [f"{phase} {update:>{len(str(total))}}/{total}", *shown(figures)]
+        words = [f"{phase} {update:>{len(str(total))}}/{total}", *format_figures(figures)]
         left = self.left(phase, update, total)
         return "  ".join([*words, *([] if left is None else [f"{clock_time(left)} left"])])
 
@@ -91,7 +91,7 @@ class Progress:
         self._open = True
 
 
-def counted(phase: str, cases: Collection[T], *, stream: TextIO | None = None) -> Iterator[T]:
+def with_progress(phase: str, cases: Collection[T], *, stream: TextIO | None = None) -> Iterator[T]:
     """Each of the cases, with a line before the first and behind each: how many are done, and the time left.
 
     The lines stay, since between them the cases may print what they found.
@@ -106,7 +106,7 @@ def counted(phase: str, cases: Collection[T], *, stream: TextIO | None = None) -
     progress.end()
 
 
-def shown(figures: Mapping[str, Any]) -> list[str]:
+def format_figures(figures: Mapping[str, Any]) -> list[str]:
     """The figures that are there and are numbers, in words."""
     found = {name: float(figures[name]) for name in FORMS if figures.get(name) is not None}
     return [FORMS[name].format(value) for name, value in found.items() if math.isfinite(value)]

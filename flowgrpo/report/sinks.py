@@ -3,16 +3,12 @@
     openers = open_sinks(["tensorboard", "wandb"], config=settings, say=progress.say)
     with Metrics(folder, position, sinks=openers) as metrics:  ...
 
-Every sink is fed from the very lines of `metrics.jsonl` and `timings.jsonl`, so there is one interface for figures.
-Names are flattened (`tools/calculator`, `kl_by_turn/0`); what a clock had a part in stands under `timings/`. A phase is
-a run of its own in TensorBoard, so that training and validation lie over each other, and a prefix elsewhere
-(`train/success`); the step is the update.
+Names are flattened (`tools/calculator`, `kl_by_turn/0`), and timings stand under `timings/`. A phase is a run of its
+own in TensorBoard and a prefix elsewhere (`train/success`); the step is the update.
 
-A run that goes on doubles nothing. TensorBoard is told to forget what came after the checkpoint. The others can't take
-back what was sent: `loggers.json` remembers their run's id and the last update of each phase that they have, and what
-is done again, to the same figures, is not sent again. (In an asynchronous cluster they may differ; the first stay.)
-
-A sink decides about nothing. One that fails says so in one sentence, and the run goes on without it.
+A resumed run sends nothing twice: TensorBoard is told to forget what came after the checkpoint; for the others
+`loggers.json` remembers the run's id and the last update of each phase that was sent. A sink that fails says so in one
+sentence, and the run goes on without it.
 """
 
 import json
@@ -29,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.files import write_whole
-from flowgrpo.report.bins import EDGES
-from flowgrpo.report.events import EventFile, Histogram
-from flowgrpo.report.metrics import Line, Opener, Sink
+from flowgrpo.report.metrics import EDGES, Line, Opener, Sink
+from flowgrpo.report.tensorboard import EventFile, Histogram
 from flowgrpo.types import BadInput
 
 TENSORBOARD, SENT = "tensorboard", "loggers.json"
@@ -45,23 +40,18 @@ def check_sinks(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if name not in (TENSORBOARD, *PACKAGED):
             raise BadInput(f"--loggers={name} is unknown; choose from {', '.join((TENSORBOARD, *PACKAGED))}, or none")
-        if name in PACKAGED and not _is_installed(name):
+        spec = find_spec(name) if name in PACKAGED else None
+        if name in PACKAGED and (spec is None or spec.origin is None):  # a mere folder of that name has no origin
             raise BadInput(f"--loggers={name} needs the package {name}: pip install 'flowgrpo[{name}]'")
     return tuple(dict.fromkeys(names))
 
 
-def _is_installed(name: str) -> bool:
-    """Whether there is such a package, and not just a folder of that name where Python looks."""
-    spec = find_spec(name)
-    return spec is not None and spec.origin is not None
-
-
 def open_sinks(names: Sequence[str], *, config: Mapping[str, Any], say: Callable[[str], None]) -> list[Opener]:
     """Make openers of the sinks for `Metrics`; `config` is what a run was started with, `say` prints a sentence."""
-    openers = {
+    openers: dict[str, Opener] = {
         TENSORBOARD: tensorboard,
-        "wandb": partial(wandb, config=config),
-        "trackio": partial(trackio, config=config),
+        "wandb": lambda folder, _: wandb(folder, config),
+        "trackio": lambda folder, _: trackio(folder, config),
     }
     return [partial(guarded, name=name, opener=openers[name], say=say) for name in check_sinks(names)]
 
@@ -102,8 +92,7 @@ def tensorboard(folder: Path, kept: Sequence[Line]) -> Sink:
         return files[phase]
 
     def write(line: Line, timings: Line) -> None:
-        figures = scalars(line) | {f"timings/{name}": value for name, value in scalars(timings).items()}
-        file(_slug(line["phase"])).write(line["update"], figures, histograms(line))
+        file(_slug(line["phase"])).write(line["update"], _with_timings(line, timings), histograms(line))
 
     def close() -> None:
         for one in files.values():
@@ -114,9 +103,8 @@ def tensorboard(folder: Path, kept: Sequence[Line]) -> Sink:
     return Sink(write, close)
 
 
-def wandb(folder: Path, kept: Sequence[Line], *, config: Mapping[str, Any]) -> Sink:
+def wandb(folder: Path, config: Mapping[str, Any]) -> Sink:
     """A run of Weights & Biases, which the environment configures (`WANDB_MODE=offline`, `WANDB_PROJECT`, ...)."""
-    del kept
     package, sent = import_module("wandb"), Sent(folder, "wandb")
     run = package.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -138,12 +126,11 @@ def wandb(folder: Path, kept: Sequence[Line], *, config: Mapping[str, Any]) -> S
         }
         run.log({f"{phase}/update": update, **figures, **drawn})
 
-    return Sink(partial(_send, sent=sent, log=log), run.finish)
+    return Sink(sent.sending(log), run.finish)
 
 
-def trackio(folder: Path, kept: Sequence[Line], *, config: Mapping[str, Any]) -> Sink:
+def trackio(folder: Path, config: Mapping[str, Any]) -> Sink:
     """A run of trackio, which keeps it where the environment says (`TRACKIO_DIR`, `TRACKIO_PROJECT`)."""
-    del kept
     package, sent = import_module("trackio"), Sent(folder, "trackio")
     with redirect_stdout(sys.stderr):  # results alone are on stdout
         run = package.init(
@@ -162,18 +149,7 @@ def trackio(folder: Path, kept: Sequence[Line], *, config: Mapping[str, Any]) ->
         with redirect_stdout(sys.stderr):
             run.finish()
 
-    return Sink(partial(_send, sent=sent, log=log), close)
-
-
-def _send(line: Line, timings: Line, *, sent: "Sent", log: Callable) -> None:
-    """Log a line under its phase, unless it was sent before."""
-    phase, update = _slug(line["phase"]), line["update"]
-    if update <= sent.last.get(phase, -1):
-        return
-    figures = scalars(line) | {f"timings/{name}": value for name, value in scalars(timings).items()}
-    shown = {f"{phase}/{name}": histogram for name, histogram in histograms(line).items()}
-    log(phase, update, {f"{phase}/{name}": value for name, value in figures.items()}, shown)
-    sent.remember(phase, update)
+    return Sink(sent.sending(log), close)
 
 
 class Sent:
@@ -191,6 +167,20 @@ class Sent:
         every = self._read() | {self._name: {"id": self.id, "last": self.last}}
         write_whole(self._path, json.dumps(every) + "\n")
 
+    def sending(self, log: Callable) -> Callable[[Line, Line], None]:
+        """Make a function that logs a line with its timings under its phase, unless it was sent before."""
+
+        def send(line: Line, timings: Line) -> None:
+            phase, update = _slug(line["phase"]), line["update"]
+            if update <= self.last.get(phase, -1):
+                return
+            shown = {f"{phase}/{name}": histogram for name, histogram in histograms(line).items()}
+            figures = {f"{phase}/{name}": value for name, value in _with_timings(line, timings).items()}
+            log(phase, update, figures, shown)
+            self.remember(phase, update)
+
+        return send
+
     def _read(self) -> dict[str, Any]:
         return json.loads(self._path.read_text()) if self._path.exists() else {}
 
@@ -207,6 +197,10 @@ def scalars(line: Line) -> dict[str, float]:
     """The finite numbers of a line by flat names; histograms, words, and where the line stands are left out."""
     rest = {name: value for name, value in line.items() if name not in ("phase", "update", *EDGES)}
     return dict(_flat(rest, ""))
+
+
+def _with_timings(line: Line, timings: Line) -> dict[str, float]:
+    return scalars(line) | {f"timings/{name}": value for name, value in scalars(timings).items()}
 
 
 def _flat(value: Any, name: str) -> list[tuple[str, float]]:

@@ -1,14 +1,17 @@
-"""Rollouts of pure environments, compiled: tasks and keys flow in, trajectories flow out.
+"""Compiled rollouts of pure environments, examinations on fresh tasks, and figures of both.
 
     observe -> feed the cache -> sample an action -> step the environment,  until every trajectory is done
 
 The cache is appended to from turn to turn, so nothing is computed twice, and the loop ends with the last
 trajectory. What a trajectory gets depends on its own key alone (E3): the environment's randomness comes
-from `fold_in(key, 0)`, that of turn t from `fold_in(key, 1 + t)`, one uniform number a token.
+from `fold_in(key, 0)`, that of turn t from `fold_in(key, 1 + t)`, one uniform number per token. `make_rollout` and
+`make_exam` are the entry points; everything is pure, to be jitted by the caller.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,36 +19,30 @@ from flax import struct
 from jax import Array
 from jaxtyping import Bool, Int
 
-from flowgrpo.contracts import Env, Observation, Policy, Step
+from flowgrpo import masked
+from flowgrpo.batching.layouts import filled
+from flowgrpo.contracts import Env, Metrics, Observation, Policy, Step
 from flowgrpo.envs.env import END, PAD
 from flowgrpo.generate.sampler import Rows, Sampled, decode, feed, sampling
-from flowgrpo.spread import Spread, lay, map_rows
-from flowgrpo.types import AnyArray, BadInput, Status, Trajectories, check_range
+from flowgrpo.parallel.row_sharding import lay, map_rows
+from flowgrpo.types import BadInput, Status, Trajectories, check_range
 
 
-class Rollout(struct.PyTreeNode):
-    """Trajectories, and what their environment said of each turn."""
-
-    trajectories: Trajectories
-    tool: Int[AnyArray, "n t"]  # that was called; -1 where none was
-    error: Bool[AnyArray, "n t"]  # a malformed action or a refused call
-
-
-class Turn(struct.PyTreeNode):
-    """Record of a turn, for all trajectories; `exists` says for which it counts."""
+class Spoken(struct.PyTreeNode):
+    """A turn of all trajectories, under the names that `Trajectories` has; `turns` says where it is."""
 
     tokens: Int[Array, "n l"]
     chosen: Bool[Array, "n l"]
-    logp: Array  # n l
+    logp_sampled: Array  # n l
     length: Int[Array, "n"]
-    exists: Bool[Array, "n"]
+    turns: Bool[Array, "n"]
     reward: Array  # n
     anchor: Int[Array, "n"]
     tool: Int[Array, "n"]
     error: Bool[Array, "n"]
 
 
-class Going(struct.PyTreeNode):
+class RolloutState(struct.PyTreeNode):
     """State of the trajectories between two turns."""
 
     rows: Rows
@@ -55,19 +52,17 @@ class Going(struct.PyTreeNode):
     correct: Bool[Array, "n"]
 
 
-def make_rollout(
-    env: Env, policy: Policy, *, temperature: float = 1.0, block: int | None = None, mesh: Spread = None
-) -> Callable:
-    """`rollout(params, tasks, keys_n, group_n, version=0) -> Rollout`, to be jitted by the caller.
+def make_rollout(env: Env, policy: Policy, *, temperature: float = 1.0, block: int | None = None) -> Callable:
+    """`rollout(params, tasks, keys_n, group_n, version=0) -> Trajectories`, to be jitted by the caller.
 
     Tasks and keys have one entry a trajectory. With `block`, so many trajectories run at a time, one block after the
-    other, which keeps their caches in the processor's. Over a `mesh` each device rolls out its share.
+    other, which keeps their caches in the processor's. Over the policy's mesh each device rolls out its share.
     """
     if policy.make_cache is None:
         raise BadInput("the policy has no make_cache, and a rollout needs one")
     check_range("make_rollout", "temperature", temperature, 0.0, exclusive=True)
     policy = policy._replace(unembed=partial(_unembed, env, policy.unembed))
-    return partial(_rollout, env, policy, temperature=temperature, block=block, mesh=mesh)
+    return _Roller(env, policy, temperature, block)
 
 
 def _unembed(env: Env, unembed: Callable, params, hidden: Array) -> Array:
@@ -88,13 +83,26 @@ def repeat(tasks, samples: int):
     return jax.tree.map(lambda x: x[group_n], tasks), group_n
 
 
-def _rollout(env, policy, params, tasks, keys, group_n, version=0, *, temperature, block, mesh) -> Rollout:
-    run = partial(_run, env, policy, temperature=temperature, mesh=mesh)
-    turns, ended = map_rows(run if block is None else partial(_blocks, run, block), mesh, params, (tasks, keys))
-    return _collect(env, turns, ended, group_n, version)
+def _collect(env: Env, spoken: Spoken, ended: tuple[Array, Array], group_n, version) -> Trajectories:
+    done_n, correct_n = ended
+    paid_n = jnp.where(spoken.turns, spoken.reward, 0.0).sum(axis=1)
+    shown_nt = spoken.reward if env.by_turn else jnp.broadcast_to(paid_n[:, None], spoken.reward.shape)
+    same = {name: getattr(spoken, name) for name in ("tokens", "chosen", "logp_sampled", "turns", "anchor", "length")}
+    return Trajectories(
+        **same,
+        version=jnp.full(spoken.tokens.shape, version, jnp.int32),
+        reward=jnp.where(spoken.turns, shown_nt, 0.0),
+        outcome=paid_n,
+        correct=correct_n,
+        status=jnp.where(done_n, int(Status.FINISHED), int(Status.TURN_LIMIT)),
+        group=group_n,
+        by_turn=jnp.full(len(group_n), env.by_turn),
+        tool=jnp.where(spoken.turns, spoken.tool, -1),
+        error=spoken.error & spoken.turns,
+    )
 
 
-def _blocks(run: Callable, block: int, params, given: tuple) -> tuple[Turn, tuple[Array, Array]]:
+def _blocks(run: Callable, block: int, params, given: tuple) -> tuple[Spoken, tuple[Array, Array]]:
     """One block of trajectories after the other."""
     count = len(given[1])
     if block >= count:
@@ -102,90 +110,86 @@ def _blocks(run: Callable, block: int, params, given: tuple) -> tuple[Turn, tupl
     if count % block:
         raise BadInput(f"{count} trajectories are no whole number of blocks of {block}")
     split = jax.tree.map(lambda x: x.reshape(-1, block, *x.shape[1:]), given)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(partial(run, params), split))
-
-
-def _collect(env: Env, turns: Turn, ended: tuple[Array, Array], group_n, version) -> Rollout:
-    done_n, correct_n = ended
-    paid_n = jnp.where(turns.exists, turns.reward, 0.0).sum(axis=1)
-    shown_nt = turns.reward if env.by_turn else jnp.broadcast_to(paid_n[:, None], turns.reward.shape)
-    trajectories = Trajectories(
-        tokens=turns.tokens,
-        chosen=turns.chosen,
-        logp_sampled=turns.logp,
-        version=jnp.full(turns.tokens.shape, version, jnp.int32),
-        turns=turns.exists,
-        reward=jnp.where(turns.exists, shown_nt, 0.0),
-        anchor=turns.anchor,
-        outcome=paid_n,
-        correct=correct_n,
-        status=jnp.where(done_n, int(Status.FINISHED), int(Status.TURN_LIMIT)),
-        group=group_n,
-        length=turns.length,
-        by_turn=jnp.full(len(group_n), env.by_turn),
-    )
-    return Rollout(trajectories, jnp.where(turns.exists, turns.tool, -1), turns.error & turns.exists)
+    played = jax.lax.map(lambda part: run(params, part), split)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), played)
 
 
 # One block --------------------------------------------------------------------------------------------
 
 
-def _run(env: Env, policy: Policy, params, given: tuple, *, temperature, mesh) -> tuple[Turn, tuple[Array, Array]]:
-    """All turns of the given (tasks, keys) -> (their record [n t ...], (done_n, correct_n))."""
-    tasks, keys = lay(given, mesh)
-    count, sizes = len(keys), env.sizes
-    fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
-    states, said = jax.vmap(env.reset)(fold(keys, 0), tasks)
-    slots = sizes.prompt + sizes.turns * (sizes.action + sizes.observation)
-    assert policy.make_cache is not None
-    nothing = jnp.zeros(count, jnp.int32)
-    rows = Rows(policy.make_cache(count, slots), nothing, keys, nothing, nothing, jnp.zeros(count, bool))
-    going = Going(rows, states, said, jnp.zeros(count, bool), jnp.zeros(count, bool))
-    turn = partial(_turn, env, policy, params, settings=sampling(count, temperature=temperature))
-    going, first = turn(going, fold(keys, 1), going.said.tokens, _real(going.said))
-    record = jax.tree.map(lambda x: jnp.zeros((sizes.turns, *x.shape), x.dtype).at[0].set(x), first)
+@dataclass(frozen=True, eq=False)
+class _Roller:
+    """A rollout, with all that it is bound to."""
 
-    def body(carry):
-        index, going, record = carry
-        going, now = turn(going, fold(keys, 1 + index), *_given(going))
-        return index + 1, going, jax.tree.map(lambda all_x, x: all_x.at[index].set(x), record, now)
+    env: Env
+    policy: Policy
+    temperature: float
+    block: int | None
 
-    def wanted(carry):
-        return (carry[0] < sizes.turns) & ~carry[1].done.all()
+    def __call__(self, params, tasks, keys, group_n, version=0) -> Trajectories:
+        spoken, ended = map_rows(self.run_all, self.policy.mesh, params, (tasks, keys))
+        return _collect(self.env, spoken, ended, group_n, version)
 
-    _, going, record = jax.lax.while_loop(wanted, body, (jnp.int32(1), going, record))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), record), (going.done, going.correct)
+    def run_all(self, params, given: tuple) -> tuple[Spoken, tuple[Array, Array]]:
+        """All trajectories at once, or block by block."""
+        return self.run(params, given) if self.block is None else _blocks(self.run, self.block, params, given)
 
+    def run(self, params, given: tuple) -> tuple[Spoken, tuple[Array, Array]]:
+        """All turns of the given (tasks, keys) -> (their record [n t ...], (done_n, correct_n))."""
+        tasks, keys = lay(given, self.policy.mesh)
+        count, sizes = len(keys), self.env.sizes
+        fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+        states, said = jax.vmap(self.env.reset)(fold(keys, 0), tasks)
+        slots = sizes.prompt + sizes.turns * (sizes.action + sizes.observation)
+        assert self.policy.make_cache is not None
+        nothing = jnp.zeros(count, jnp.int32)
+        rows = Rows(self.policy.make_cache(count, slots), nothing, keys, nothing, nothing, jnp.zeros(count, bool))
+        going = RolloutState(rows, states, said, jnp.zeros(count, bool), jnp.zeros(count, bool))
+        going, first = self.turn(params, going, fold(keys, 1), going.said.tokens, _real(going.said))
+        record = jax.tree.map(lambda x: jnp.zeros((sizes.turns, *x.shape), x.dtype).at[0].set(x), first)
 
-def _turn(env: Env, policy: Policy, params, going: Going, keys, tokens_ns, real_ns, *, settings) -> tuple[Going, Turn]:
-    """One turn of every trajectory that is not done, after the given tokens."""
-    count, live_n = len(going.done), ~going.done
-    rows = going.rows.replace(
-        key=keys,
-        count=jnp.zeros(count, jnp.int32),
-        budget=jnp.full(count, env.sizes.action),
-        active=live_n,
-    )
-    stop_ids = jnp.full((count, 1), END)
-    rows, first = feed(policy, params, rows, tokens_ns, real_ns, settings, stop_ids, banned=(PAD,))
-    rows, more = decode(policy, params, rows, settings, stop_ids, steps=env.sizes.action - 1, banned=(PAD,))
-    sampled = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]).swapaxes(0, 1), first, more)
-    action_na = jnp.where(sampled.live, sampled.token, PAD)
-    states, now = jax.vmap(env.step)(going.states, action_na, sampled.live.sum(axis=1, dtype=jnp.int32))
-    return Going(rows, states, now.observation, now.done, now.correct), _record(env, going, sampled, now)
+        def body(carry):
+            index, going, record = carry
+            going, now = self.turn(params, going, fold(keys, 1 + index), *_given(going))
+            return index + 1, going, jax.tree.map(lambda all_x, x: all_x.at[index].set(x), record, now)
+
+        def wanted(carry):
+            return (carry[0] < sizes.turns) & ~carry[1].done.all()
+
+        _, going, record = jax.lax.while_loop(wanted, body, (jnp.int32(1), going, record))
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), record), (going.done, going.correct)
+
+    def turn(
+        self, params, going: RolloutState, keys: Array, tokens_ns: Array, real_ns: Array
+    ) -> tuple[RolloutState, Spoken]:
+        """One turn of every trajectory that is not done, after the given tokens."""
+        env, policy, count, live_n = self.env, self.policy, len(going.done), ~going.done
+        rows = going.rows.replace(
+            key=keys,
+            count=jnp.zeros(count, jnp.int32),
+            budget=jnp.full(count, env.sizes.action),
+            active=live_n,
+        )
+        settings, stop_ids = sampling(count, temperature=self.temperature), jnp.full((count, 1), END)
+        rows, first = feed(policy, params, rows, tokens_ns, real_ns, settings, stop_ids, banned=(PAD,))
+        rows, more = decode(policy, params, rows, settings, stop_ids, steps=env.sizes.action - 1, banned=(PAD,))
+        sampled = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]).swapaxes(0, 1), first, more)
+        action_na = jnp.where(sampled.live, sampled.token, PAD)
+        states, now = jax.vmap(env.step)(going.states, action_na, sampled.live.sum(axis=1, dtype=jnp.int32))
+        return RolloutState(rows, states, now.observation, now.done, now.correct), _record(env, going, sampled, now)
 
 
 def _real(said: Observation) -> Array:
     return jnp.arange(said.tokens.shape[1])[None, :] < said.length[:, None]
 
 
-def _given(going: Going) -> tuple[Array, Array]:
+def _given(going: RolloutState) -> tuple[Array, Array]:
     """Join the tokens to feed between two actions: that sampled last, which the cache lacks, and the observation."""
     tokens_ns = jnp.concatenate([going.rows.token[:, None], going.said.tokens], axis=1)
     return tokens_ns, jnp.pad(_real(going.said), ((0, 0), (1, 0)), constant_values=True)
 
 
-def _record(env: Env, going: Going, sampled: Sampled, now: Step) -> Turn:
+def _record(env: Env, going: RolloutState, sampled: Sampled, now: Step) -> Spoken:
     """The turn's tokens, what was chosen right after what was said; and what the environment made of them."""
     said, live_n = going.said, ~going.done
     heard_n = jnp.where(live_n, said.length, 0)
@@ -194,16 +198,82 @@ def _record(env: Env, going: Going, sampled: Sampled, now: Step) -> Turn:
     place_nl = jnp.arange(slots)[None, :] - heard_n[:, None]
     chosen_nl = (place_nl >= 0) & (place_nl < spoken_n[:, None])
     at_nl = jnp.clip(place_nl, 0, sampled.token.shape[1] - 1)
-    action_nl, logp_nl = (jnp.take_along_axis(x, at_nl, axis=1) for x in (sampled.token, sampled.logp))
+    action_nl, logp_nl = (jnp.take_along_axis(x, at_nl, axis=1) for x in (sampled.token, sampled.logp_sampled))
     context_nl = jnp.pad(said.tokens, ((0, 0), (0, slots - said.tokens.shape[1])))
-    return Turn(
+    return Spoken(
         tokens=jnp.where(chosen_nl, action_nl, jnp.where(place_nl < 0, context_nl, PAD)),
         chosen=chosen_nl,
-        logp=jnp.where(chosen_nl, logp_nl, 0.0),
+        logp_sampled=jnp.where(chosen_nl, logp_nl, 0.0),
         length=heard_n + spoken_n,
-        exists=live_n,
+        turns=live_n,
         reward=now.reward,
         anchor=jax.vmap(env.anchor)(going.states),
         tool=now.tool,
         error=now.error,
     )
+
+
+# Examinations -----------------------------------------------------------------------------------------
+
+
+def make_exam(
+    env: Env,
+    policy: Policy,
+    split: str,
+    *,
+    tasks: int,
+    samples: int = 1,
+    temperature: float = 1.0,
+):
+    """`exam(params, key) -> Trajectories` on fresh tasks of a split."""
+    rollout = make_rollout(env, policy, temperature=temperature)
+
+    def exam(params, key: Array) -> Trajectories:
+        questions, group_n = repeat(examined(env, key, tasks, split), samples)
+        return rollout(params, questions, jax.random.split(jax.random.split(key)[1], len(group_n)), group_n)
+
+    return exam
+
+
+def examined(env: Env, key: Array, count: int, split: str) -> Any:
+    """Draw the tasks of an examination with this key; beside it in one program, they are drawn once."""
+    return draw_tasks(env, jax.random.split(key)[0], count, split)
+
+
+def draw_tasks(env: Env, key: Array, count: int, split: str) -> Any:
+    """So many fresh tasks of a split."""
+    return jax.vmap(partial(env.make_task, split=split))(jax.random.split(key, count))
+
+
+def shuffled_rewards(trajectories: Trajectories, key: Array, *, samples: int) -> Trajectories:
+    """A control: outcomes permuted within each group, so that they say nothing of who earned them."""
+    order_gs = jax.vmap(lambda key: jax.random.permutation(key, samples))(
+        jax.random.split(key, len(trajectories.group) // samples)
+    )
+    order_n = (order_gs + jnp.arange(len(order_gs))[:, None] * samples).ravel()
+    return trajectories.replace(outcome=trajectories.outcome[order_n], correct=trajectories.correct[order_n])
+
+
+def summarise(trajectories: Trajectories, *, samples: int) -> Metrics:
+    """Compute figures of a batch of trajectories: of those that are valid, but `tokens` and `chosen_tokens` of all."""
+    valid_n = trajectories.valid
+    turns_nt = jnp.asarray(trajectories.turns) & valid_n[:, None]
+    count = jnp.maximum(turns_nt.sum(), 1)
+    right_gs, valid_gs = (jnp.asarray(x).reshape(-1, samples) for x in (trajectories.correct, valid_n))
+    mixed_g = (right_gs & valid_gs).any(axis=1) & (~right_gs & valid_gs).any(axis=1)
+    return {
+        "success": masked.mean(right_gs.astype(jnp.float32), valid_gs),
+        "outcome": masked.mean(jnp.asarray(trajectories.outcome), valid_n),
+        "invalid": (~valid_n).sum(),
+        "turns": masked.mean(turns_nt.sum(axis=1).astype(jnp.float32), valid_n),
+        "tool_errors": (jnp.asarray(trajectories.error) & turns_nt).sum() / count,
+        "mixed_groups": mixed_g.mean(),
+        "tokens": jnp.where(jnp.asarray(trajectories.turns), filled(trajectories)[0], 0).sum(),
+        "chosen_tokens": trajectories.actions.sum(),
+        "chosen_per_trajectory": masked.mean(trajectories.actions.sum(axis=(1, 2)).astype(jnp.float32), valid_n),
+    }
+
+
+def tool_mix(trajectories: Trajectories, tools: int) -> Array:
+    """How often each tool was called."""
+    return (jnp.asarray(trajectories.tool)[:, :, None] == jnp.arange(tools)[None, None, :]).sum(axis=(0, 1))

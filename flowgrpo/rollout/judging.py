@@ -1,10 +1,9 @@
-"""Groups are judged while others still play: tasks and outputs flow in, verdicts flow out, whatever the reward does.
+"""Judge groups of trajectories while others still play, whatever the reward does.
 
 A reward judges a group at once (`Reward.many`), in a thread of its own. Where that raises, each member is judged for
-itself, so that one which can't be judged costs no other its verdict (F5).
-
-Trajectories of pure environments have no text: there a reward looks at the dense trajectories of a group (`Verdict`),
-and `judge_groups` has several groups judged side by side.
+itself, so that one which can't be judged costs no other its verdict (F5). Trajectories of pure environments have no
+text: there a reward looks at the dense trajectories of a group (`Verdict`), and `judge_groups` judges several groups
+side by side.
 """
 
 import queue
@@ -29,7 +28,7 @@ def is_solved(scored: Scored) -> bool:
     return scored.value is not None and scored.value >= 1 - 1e-6
 
 
-def judge(reward: Reward, tasks: Sequence[Task], outputs: Sequence[str]) -> list[Scored]:
+def judge_outputs(reward: Reward, tasks: Sequence[Task], outputs: Sequence[str]) -> list[Scored]:
     """A verdict for each output: what the reward said, or no value and the reason."""
     try:
         verdicts = list(reward.many(tasks, outputs))
@@ -44,7 +43,7 @@ def judge(reward: Reward, tasks: Sequence[Task], outputs: Sequence[str]) -> list
 def judge_and_post(group: object, reward: Reward, tasks, outputs, post: Callable) -> None:
     """The thread of a group's verdicts."""
     try:
-        post("judged", (group, judge(reward, tasks, outputs)))
+        post("judged", (group, judge_outputs(reward, tasks, outputs)))
     except BaseException as error:
         post("failed", error)
 
@@ -111,7 +110,9 @@ def judge_groups(
     return found
 
 
-def judged(trajectories: Trajectories, scored: Sequence[Scored], solved: Callable[[Scored], bool]) -> Trajectories:
+def with_rewards(
+    trajectories: Trajectories, scored: Sequence[Scored], solved: Callable[[Scored], bool]
+) -> Trajectories:
     """The trajectories with what was said of them; what could not be judged takes no part (F5)."""
     value_n = np.array([np.nan if one.value is None else one.value for one in scored], np.float32)
     lacks_n = np.isnan(value_n)

@@ -11,17 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flowgrpo import effects
+from flowgrpo.batching.collate import collate
 from flowgrpo.contracts import Completion, Scored
-from flowgrpo.effects import Effect
-from flowgrpo.ragged import collate
-from flowgrpo.rollout.compiled import Rollout
-from flowgrpo.types import COUNTS, BadInput, Ledger, Status, Task, Trajectory, Turn
+from flowgrpo.rollout import effects
+from flowgrpo.rollout.effects import Effect
+from flowgrpo.types import COUNTS, BadInput, Ledger, Status, Task, Trajectories, Trajectory, Turn
 
 
-@dataclass(frozen=True, eq=False)
-class Played:
-    """A trajectory that has ended.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Played(Trajectory):
+    """A trajectory that has ended, with all that its environment was told and asked for.
 
     `lens` says how many effects belong to the reset and to each step that returned. Where the last one did not, `lens`
     is one shorter than that, and what `log` holds beyond it is what that step had asked for.
@@ -29,20 +28,18 @@ class Played:
 
     task: Any
     key: tuple[int, ...]
-    group: int
     sample: int  # which of its group
-    trajectory: Trajectory
     tools: tuple[str, ...]  # by turn; "" where none was called
     errors: tuple[bool, ...]  # by turn
-    log: tuple[Effect, ...]
+    log: tuple[Effect, ...] = ()
     lens: tuple[int, ...]
-    output: str | None  # what the system answered in the end; None where it came to none
-    scored: Scored | None  # what the reward said; None where none was asked
-    reason: str  # why it ended as it did, where the policy or the environment did not simply end it
-    seconds: float | None  # from its start to its end, the verdict not included; None where no clock ran for it alone
+    output: str | None = None  # what the system answered in the end; None where it came to none
+    scored: Scored | None = None  # what the reward said; None where none was asked
+    reason: str = ""  # why it ended as it did, where the policy or the environment did not simply end it
+    seconds: float | None = None  # to its end, the verdict not included; None where no clock ran for it alone
 
 
-class Begun(NamedTuple):
+class CutAction(NamedTuple):
     """An action that was cut: what the environment had said before it, and what was sampled of it so far."""
 
     said: tuple[int, ...]
@@ -69,7 +66,7 @@ class Unfinished:
     log: tuple[Effect, ...]
     lens: tuple[int, ...]
     seconds: float
-    begun: Begun | None = None  # where the last stretch ended within an action
+    begun: CutAction | None = None  # where the last stretch ended within an action
 
     @property
     def spoken(self) -> tuple[Turn, ...]:
@@ -89,16 +86,16 @@ class Hosted(NamedTuple):
 
 def rollout_of(
     played: Sequence[Played], tools: Sequence[str], *, turns: int | None = None, length: int | None = None
-) -> Rollout:
+) -> Trajectories:
     """The trajectories, dense and in NumPy, those without a turn too; `tools` are the environment's, which number its
     calls.
 
     `length` is by default the longest turn, rounded up to a power of two, so that compiled programs are met again.
     """
-    needed = max((len(turn.tokens) for one in played for turn in one.trajectory.turns), default=1)
+    needed = max((len(turn.tokens) for one in played for turn in one.turns), default=1)
     size = 1 << (needed - 1).bit_length() if length is None else length
-    trajectories = collate([_with_a_turn(one.trajectory) for one in played], turns=turns, length=size)
-    acted_n = np.array([bool(one.trajectory.turns) for one in played])
+    trajectories = collate([_with_a_turn(one) for one in played], turns=turns, length=size)
+    acted_n = np.array([bool(one.turns) for one in played])
     trajectories = trajectories.replace(turns=trajectories.turns & acted_n[:, None])
     number = {name: index for index, name in enumerate(tools)}
     tool_nt = np.full(trajectories.turns.shape, -1, np.int32)
@@ -106,7 +103,7 @@ def rollout_of(
     for n, one in enumerate(played):
         tool_nt[n, : len(one.tools)] = [number.get(tool, -1) for tool in one.tools]
         error_nt[n, : len(one.errors)] = one.errors
-    return Rollout(trajectories, tool_nt, error_nt)
+    return trajectories.replace(tool=tool_nt, error=error_nt)
 
 
 def _with_a_turn(trajectory: Trajectory) -> Trajectory:
@@ -123,36 +120,34 @@ def aborted(unfinished: Unfinished, reason: str) -> Played:
     record = {item.name: getattr(unfinished, item.name) for item in fields(unfinished) if item.name not in own}
     if unfinished.begun is not None:  # a turn like any whose step gave nothing
         record |= {"tools": (*unfinished.tools, ""), "errors": (*unfinished.errors, True)}
-    trajectory = Trajectory(unfinished.spoken, None, unfinished.group, status=Status.ABORTED)
-    return Played(**record, trajectory=trajectory, output=None, scored=None, reason=reason)
+    return Played(**record, turns=unfinished.spoken, outcome=None, status=Status.ABORTED, reason=reason)
 
 
 def awaits_verdict(played: Played) -> bool:
     """Whether a reward is to judge it: it has a turn, and ended in a way that counts."""
-    return bool(played.trajectory.turns) and COUNTS[played.trajectory.status]
+    return bool(played.turns) and COUNTS[played.status]
 
 
 def with_verdict(played: Played, scored: Scored, solved: Callable[[Scored], bool]) -> Played:
     """The trajectory with what a reward said of it afterwards, as if it had been judged where it was rolled out."""
     if scored.value is None:
         ending: dict[str, Any] = {"outcome": None, "correct": False, "status": Status.VERIFIER_FAILURE}
-        reason = scored.reason
-    else:
-        ending, reason = {"outcome": float(scored.value), "correct": bool(solved(scored))}, played.reason
-    trajectory = replace(played.trajectory, **ending)
-    return replace(played, trajectory=trajectory, scored=scored, reason=reason)
+        return replace(played, **ending, scored=scored, reason=scored.reason)
+    return replace(played, outcome=float(scored.value), correct=bool(solved(scored)), scored=scored)
 
 
 # As JSON ----------------------------------------------------------------------------------------------
 
+SAMPLED = ("tokens", "logp", "version", "finish_reason", "reused")  # what the fields of a Completion are written as
+
 
 def to_json(played: Played) -> str:
     """One line of JSON, from which `from_json` makes the same again; the task must be a `Task`, or JSON itself."""
-    trajectory = played.trajectory
-    record = {item.name: getattr(played, item.name) for item in fields(played) if item.name != "trajectory"}
-    record |= {item.name: getattr(trajectory, item.name) for item in fields(trajectory) if item.name != "group"}
+    inherited = [item.name for item in fields(Trajectory)]  # written last, as ever
+    names = [*(item.name for item in fields(played) if item.name not in inherited), *inherited]
     scored = None if played.scored is None else played.scored._asdict() | {"parts": dict(played.scored.parts)}
-    return _write(record | {"status": trajectory.status.name, "scored": scored})
+    record = {name: getattr(played, name) for name in names}
+    return _write(record | {"status": played.status.name, "scored": scored})
 
 
 def from_json(line: str | bytes) -> Played:
@@ -180,8 +175,9 @@ def _write(record: dict[str, Any]) -> str:
         "turns": [_turn_to_json(turn) for turn in record["turns"]],
         "log": [effects.to_json(effect) for effect in record["log"]],
     }
+    first = {name: record[name] for name in ("task", "key", "group")}
     try:
-        return json.dumps(record | common)
+        return json.dumps(first | record | common)
     except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(
             f"the trajectory of {task!r:.120} can't be written as JSON ({error}): make its task and effects of "
@@ -205,10 +201,9 @@ def _read(line: str | bytes, make: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def _played_from_json(record: dict[str, Any]) -> Played:
-    own = {name: record.pop(name) for name in ("turns", "outcome", "correct", "appends")}
-    trajectory = Trajectory(**own, group=record["group"], status=Status[record.pop("status")])
-    scored = record.pop("scored")
-    return Played(**record, trajectory=trajectory, scored=None if scored is None else Scored(**scored))
+    scored = record["scored"]
+    scored = None if scored is None else Scored(**scored)
+    return Played(**record | {"status": Status[record["status"]], "scored": scored})
 
 
 def _unfinished_from_json(record: dict[str, Any]) -> Unfinished:
@@ -216,18 +211,16 @@ def _unfinished_from_json(record: dict[str, Any]) -> Unfinished:
     return Unfinished(**record, begun=None if begun is None else _begun_from_json(begun))
 
 
-def _begun_to_json(begun: Begun) -> dict[str, Any]:
-    sampled = begun.sampled
-    exact = {name: np.asarray(getattr(sampled, name), np.float64).tolist() for name in ("logp", "margin")}
-    whole = {name: np.asarray(getattr(sampled, name), np.int64).tolist() for name in ("tokens", "version")}
-    kept = None if sampled.kept is None else np.asarray(sampled.kept).tolist()
-    return {"said": begun.said, "anchor": begun.anchor, "sampled": sampled._asdict() | exact | whole | {"kept": kept}}
+def _begun_to_json(begun: CutAction) -> dict[str, Any]:
+    kinds = (np.int64, np.float64, np.int64)
+    columns = [np.asarray(x, kind).tolist() for x, kind in zip(begun.sampled[:3], kinds, strict=True)]
+    sampled = dict(zip(SAMPLED, (*columns, *begun.sampled[3:]), strict=True))
+    return {"said": begun.said, "anchor": begun.anchor, "sampled": sampled}
 
 
-def _begun_from_json(value: Mapping[str, Any]) -> Begun:
-    sampled = Completion(**value["sampled"])
-    kept = None if sampled.kept is None else np.array(sampled.kept, np.int32)
-    return Begun(tuple(value["said"]), value["anchor"], sampled._replace(kept=kept))
+def _begun_from_json(value: Mapping[str, Any]) -> CutAction:
+    sampled = dict(value["sampled"])
+    return CutAction(tuple(value["said"]), value["anchor"], Completion(logp_sampled=sampled.pop("logp"), **sampled))
 
 
 def _fields(task: Task) -> dict[str, Any]:
@@ -292,4 +285,4 @@ def acted(said: Sequence[int], sampled: Completion, anchor: int) -> Turn:
     version = sampled.version
     uniform = len(set(version)) == 1
     versions = int(version[0]) if uniform else np.array([version[0]] * len(said) + list(version), np.int32)
-    return make_turn(said, sampled.tokens, sampled.logp, versions, None, anchor)
+    return make_turn(said, sampled.tokens, sampled.logp_sampled, versions, None, anchor)

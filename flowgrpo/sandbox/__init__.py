@@ -1,7 +1,7 @@
 """Runs what nobody trusts: programs that a model wrote, and trusted functions over hostile input.
 
     with Sandbox(workers=2, preload=["math_verify"]) as sandbox:
-        ran = sandbox.run("print(input())", stdin="hello")        # Ran("exited", 0, "hello\\n", "", 0.01)
+        ran = sandbox.run("print(input())", stdin="hello")        # Ran("exited", 0, "hello\n", "", 0.01)
         sandbox.call("math_verify:parse", "$x$", seconds=3)       # JSON in, JSON out; killed at its deadline
 
     pool.py -> worker.py (host) -> zygote.py, twice (it isolates itself, and is executed again inside)
@@ -45,6 +45,19 @@ Not guaranteed:
     program may end itself by SIGUSR2, which counts as "memory".
   * Anything at all with `unsafe=True` on a host without namespaces: then only deadlines, limits of a process and an
     empty environment are left, and a process that leaves its group outlives its run.
+
+Modules:
+
+    cgroups    A control group that bounds the memory of a worker and everything below it
+    channel    Messages between the pool, the zygote and its children
+    child      The processes that a fork of the zygote becomes
+    isolation  A process of its own world
+    limits     Limits, outcome and isolation of a run: the values that the sandbox takes and gives
+    pool       The pool: programs and calls flow in from any thread, and each comes back as a value within its deadline
+    seccomp    The system calls that a sandboxed process may make: a BPF filter that refuses every other
+    syscalls   Linux system calls that the sandbox needs, most of which Python has no name for, through libc
+    worker     One zygote as the pool sees it: start it, give it a request, read what comes within bounds, end it
+    zygote     The warm interpreter that runs are forked from
 """
 
 from flowgrpo.sandbox.limits import CallFailed, Isolation, Limits, Ran, SandboxFailure

@@ -15,7 +15,7 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
-class Group:
+class ControlGroup:
     """A folder of the control group file system, and the names of its files."""
 
     path: Path
@@ -42,12 +42,12 @@ class Group:
             time.sleep(0.005)
 
 
-def make_group() -> Group | None:
+def make_control_group() -> ControlGroup | None:
     """A new group below the one of this process, or None where that is not allowed."""
     for version, parent in _parents():
         _sweep(parent)
         path = parent / f"flowgrpo-{os.getpid()}-{next(_numbers)}"
-        group = Group(path, version)
+        group = ControlGroup(path, version)
         try:
             path.mkdir()
         except OSError:

@@ -4,7 +4,6 @@ Both ends are the same interpreter and trusted; no process that runs a program h
 Standard library only: this runs in the zygote.
 """
 
-import array
 import marshal
 import os
 import socket
@@ -23,9 +22,8 @@ class Closed(Exception):
 def send(channel: socket.socket, message: Mapping[str, Any], files: Sequence[int] = ()) -> None:
     """Send one message, and open files with its first byte."""
     data = marshal.dumps(dict(message))
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
     try:
-        first = channel.sendmsg([_LENGTH.pack(len(data))], rights)
+        first = socket.send_fds(channel, [_LENGTH.pack(len(data))], files) if files else 0
         channel.sendall(_LENGTH.pack(len(data))[first:] + data)
     except OSError as error:
         raise Closed(f"the other end is gone: {error}") from error
@@ -46,10 +44,8 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def _exactly(channel: socket.socket, size: int, files: list[int]) -> bytes:
     data = bytearray()
     while len(data) < size:
-        received, rights, _, _ = channel.recvmsg(size - len(data), socket.CMSG_SPACE(_MOST_FILES * 4))
-        for level, kind, content in rights:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                files.extend(array.array("i", content[: len(content) - len(content) % 4]))
+        received, came, _, _ = socket.recv_fds(channel, size - len(data), _MOST_FILES)
+        files += came
         if not received:
             raise Closed("end of stream")
         data += received

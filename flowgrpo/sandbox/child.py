@@ -118,14 +118,10 @@ def _take_streams(request, files: list[int]) -> int:
     null = os.open(os.devnull, os.O_RDWR)
     wanted = [null, null, null, files[1]] if "function" in request else files
     # First out of the way of 0 to 3, so that none is overwritten before it is moved.
-    parked = [_park(file) for file in wanted]
+    parked = [fcntl.fcntl(file, fcntl.F_DUPFD, 10) for file in wanted]
     for number, file in enumerate(parked):
         os.dup2(file, number)
     return len(parked)
-
-
-def _park(file: int) -> int:
-    return fcntl.fcntl(file, fcntl.F_DUPFD, 10)
 
 
 def _reset_signals() -> None:

@@ -30,15 +30,6 @@ FIRST_USER = 7 << 28  # no system gives numbers from here to 2**31 to users
 DEVICES = ("null", "zero", "full", "random", "urandom")
 LINKS = {"/tmp": SCRATCH, "/dev/shm": SCRATCH}  # programs and the C library know these names
 
-_APART = (
-    syscalls.CLONE_NEWUSER
-    | syscalls.CLONE_NEWNS
-    | syscalls.CLONE_NEWPID
-    | syscalls.CLONE_NEWNET
-    | syscalls.CLONE_NEWIPC
-    | syscalls.CLONE_NEWUTS
-)
-
 
 def interpreter_paths() -> list[str]:
     """List the paths of this interpreter, its standard library, its shared libraries and those of the system."""
@@ -97,7 +88,7 @@ def _become_own_user() -> None:
 def _new_namespaces(proc: int) -> None:
     """New namespaces, in which this user is called 65534."""
     user, group = os.geteuid(), os.getegid()
-    syscalls.unshare(_APART)
+    syscalls.unshare(syscalls.NAMESPACES)
     _write_at(proc, "self/setgroups", "deny")
     _write_at(proc, "self/uid_map", f"{NOBODY} {user} 1")
     _write_at(proc, "self/gid_map", f"{NOBODY} {group} 1")

@@ -10,7 +10,7 @@ from typing import Any
 
 from flowgrpo.sandbox.child import OUT_OF_MEMORY
 from flowgrpo.sandbox.limits import CallFailed, Isolation, Limits, Ran, SandboxFailure
-from flowgrpo.sandbox.worker import Answer, Worker
+from flowgrpo.sandbox.worker import RequestEnd, Worker
 from flowgrpo.types import BadInput
 
 RESULT_BYTES = 16 << 20  # of what a call returns, as JSON
@@ -94,7 +94,7 @@ class Sandbox:
 
     # Workers ------------------------------------------------------------------------------------------
 
-    def _exchange(self, kind: tuple[str, ...], request: Mapping[str, Any], limits: Limits, stdin: bytes) -> Answer:
+    def _exchange(self, kind: tuple[str, ...], request: Mapping[str, Any], limits: Limits, stdin: bytes) -> RequestEnd:
         """Have a worker carry out the request. Only the request that a worker was lost with fails."""
         with self._slots:
             worker = self._take(kind)
@@ -185,7 +185,7 @@ def _check_files(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
     return {name: _bytes(content) for name, content in files.items()}
 
 
-def _ran(answer: Answer) -> Ran:
+def _ran(answer: RequestEnd) -> Ran:
     """How a program ended, in the words of `Ran`."""
     stdout, stderr = (data.decode("utf-8", "replace") for data in answer.outputs)
     if answer.how != "ended":
@@ -196,7 +196,7 @@ def _ran(answer: Answer) -> Ran:
     return Ran("exited" if code >= 0 else "signal", code, stdout, stderr, answer.seconds)
 
 
-def _returned(function: str, answer: Answer, seconds: float) -> Any:
+def _returned(function: str, answer: RequestEnd, seconds: float) -> Any:
     """Decode the value that a call returned; `TimeoutError` or `CallFailed` where it did not return."""
     if answer.how == "timeout":
         raise TimeoutError(f"{function} did not return within {seconds:g} s")

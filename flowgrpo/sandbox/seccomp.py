@@ -153,16 +153,8 @@ _DESCRIPTORS = (0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)  # FIONREAD, FIONBIO
 _OPTIONS = (*range(1, 26), 30, 38, 39)  # of sockets: no filters, cookies (which count sockets of the host) or pidfds
 _PROCESS = (1, 2, 3, 4, 15, 16, 23, 38, 39)  # of prctl: signal at the parent's death, dumpable, name, rights
 # New namespaces; to trace, to be the child of another, and a pidfd, whose number counts processes of the host.
-_FORBIDDEN_CLONES = (
-    syscalls.CLONE_NEWNS
-    | syscalls.CLONE_NEWCGROUP
-    | syscalls.CLONE_NEWUTS
-    | syscalls.CLONE_NEWIPC
-    | syscalls.CLONE_NEWUSER
-    | syscalls.CLONE_NEWPID
-    | syscalls.CLONE_NEWNET
-    | (0x2000 | 0x8000 | 0x1000)  # CLONE_PTRACE, CLONE_PARENT, CLONE_PIDFD
-)
+_TRACE, _PARENT, _PIDFD = 0x2000, 0x8000, 0x1000
+_FORBIDDEN_CLONES = syscalls.NAMESPACES | syscalls.CLONE_NEWCGROUP | _TRACE | _PARENT | _PIDFD
 
 # Which argument is looked at, and what is decided by it.
 _ARGUMENTS = {

@@ -35,7 +35,7 @@ main(int(sys.argv[2]))
 """
 
 
-class Answer(NamedTuple):
+class RequestEnd(NamedTuple):
     """How a request ended ("ended", "timeout", "output", "lost"), the wait status, what was written, the time."""
 
     how: str
@@ -50,7 +50,7 @@ class Worker:
 
     def __init__(self, *, isolate: bool, preload: Sequence[str]):
         self.isolate, self.lost = isolate, False
-        self._group = cgroups.make_group() if isolate else None
+        self._group = cgroups.make_control_group() if isolate else None
         self._control, other = socket.socketpair()
         try:
             self._process = _spawn(other)
@@ -87,14 +87,14 @@ class Worker:
         poll.register(self._control, select.POLLIN)
         return not poll.poll(0)
 
-    def exchange(self, request: Mapping[str, Any], *, limits: Limits, stdin: bytes = b"") -> Answer:
+    def exchange(self, request: Mapping[str, Any], *, limits: Limits, stdin: bytes = b"") -> RequestEnd:
         """Carry out one request; it is "lost" where the zygote went down with it."""
         try:
             return self._exchange(request, limits, stdin)
         except OSError as error:
             raise SandboxFailure(f"the sandbox could not set up a run: {error}") from error
 
-    def _exchange(self, request: Mapping[str, Any], limits: Limits, stdin: bytes) -> Answer:
+    def _exchange(self, request: Mapping[str, Any], limits: Limits, stdin: bytes) -> RequestEnd:
         kills = self._set_memory(limits)
         with contextlib.ExitStack() as stack:
             if not self.isolate:
@@ -117,7 +117,7 @@ class Worker:
             raise SandboxFailure(f"the sandbox could not set up a run: {reply['text']}")
         how = "output" if streams.flooded and reply["how"] != "lost" else reply["how"]
         seconds = reply.get("seconds", time.monotonic() - began)
-        return Answer(how, reply.get("status", 0), streams.texts(), seconds, struck)
+        return RequestEnd(how, reply.get("status", 0), streams.texts(), seconds, struck)
 
     def close(self) -> None:
         """End the zygote and everything below it."""

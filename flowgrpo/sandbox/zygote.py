@@ -157,6 +157,7 @@ def _preload(settings: Mapping[str, Any]) -> None:
     """Import what runs share."""
     sys.path.extend(path for path in settings["path"] if path not in sys.path)
     for module in settings["preload"]:
+        _stand_in_for_folders(module)
         try:
             importlib.import_module(module)
         except BaseException as error:
@@ -170,6 +171,17 @@ def _preload(settings: Mapping[str, Any]) -> None:
     gc.collect()
     gc.freeze()  # what is here stays shared with the children
     gc.disable()  # until a program begins
+
+
+def _stand_in_for_folders(module: str) -> None:
+    """Have the folders of this package above a module be empty modules: their `__init__.py` imports JAX."""
+    package, *folders = module.split(".")[:-1] or [module]
+    for folder in folders if package == "flowgrpo" else ():
+        path = [f"{one}/{folder}" for one in sys.modules[package].__path__]
+        package = f"{package}.{folder}"
+        if package not in sys.modules:
+            sys.modules[package] = types.ModuleType(package)
+            sys.modules[package].__path__ = path
 
 
 def _address_space(proc: int | None) -> int:

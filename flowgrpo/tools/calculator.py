@@ -1,4 +1,4 @@
-"""Arithmetic: an expression flows in, a number flows out, exact wherever that is possible.
+"""Arithmetic as a tool: `calculator`, exact wherever that is possible.
 
     calculator().call({"expression": "0.1 + 0.2"})      # "0.3"
     calculator().call({"expression": "sqrt(2) ** 2"})   # "2"
@@ -10,6 +10,7 @@ Every number has at most `DIGITS` digits, so that no expression takes long.
 
 import ast
 import math
+import operator
 import re
 from collections.abc import Callable
 from decimal import Context, Decimal
@@ -34,7 +35,7 @@ EXPONENT = re.compile(r"[eE][+-]?0*(\d{4,})")
 
 
 def calculator() -> Tool:
-    """The tool "calculator"."""
+    """Make the tool "calculator"."""
     return tool(calculate, name="calculator", pure=True)
 
 
@@ -57,7 +58,7 @@ def calculate(expression: str) -> str:
         raise ToolError(f"A number in the expression has more than {DIGITS} digits.")
     try:
         tree = ast.parse(source, mode="eval")
-        return show(_value(tree.body, source, 0))
+        return _show(_value(tree.body, source, 0))
     except SyntaxError as error:
         at = f" near position {error.offset}" if error.offset else ""
         raise ToolError(f"The expression can't be read{at}: {error.msg}.") from None
@@ -73,8 +74,8 @@ def calculate(expression: str) -> str:
         raise ToolError(f"The expression can't be computed: {error}.") from None
 
 
-def show(value: Number) -> str:
-    """A number in print: an integer where it is whole, else at most 12 significant digits."""
+def _show(value: Number) -> str:
+    """Print a number: an integer where it is whole, else at most 12 significant digits."""
     if isinstance(value, float):
         if value.is_integer() and abs(value) < 10**SIGNIFICANT:
             return str(int(value))
@@ -90,7 +91,7 @@ def show(value: Number) -> str:
 
 
 def _value(node: ast.expr, source: str, depth: int) -> Number:
-    """The value of a part of the expression."""
+    """Compute a part of the expression."""
     if depth > DEEPEST:
         raise ToolError("The expression is nested too deeply.")
     if isinstance(node, ast.Constant):
@@ -108,7 +109,7 @@ def _value(node: ast.expr, source: str, depth: int) -> Number:
 
 
 def _chain(node: ast.expr, source: str, depth: int) -> Number:
-    """The value of `a + b - c ...`: the tree leans to the left as far as the chain is long."""
+    """Compute `a + b - c ...`: the tree leans to the left as far as the chain is long."""
     steps = []
     while isinstance(node, ast.BinOp):
         if type(node.op) not in OPERATORS:
@@ -123,7 +124,7 @@ def _chain(node: ast.expr, source: str, depth: int) -> Number:
 
 
 def _literal(node: ast.Constant, source: str) -> Number:
-    """A number as it is written: 0.1 is one tenth."""
+    """Read a number as it is written: 0.1 is one tenth."""
     if isinstance(node.value, bool) or not isinstance(node.value, (int, float)):
         raise ToolError(f"{_part(node, source)!r} is no number.")
     if isinstance(node.value, int):
@@ -135,8 +136,8 @@ def _part(node: ast.expr, source: str) -> str:
     return (ast.get_source_segment(source, node) or source)[:60]
 
 
-def _checked(value: Number | complex) -> Number:
-    """The value, unless it is too large, or no real number."""
+def _checked(value: Number | int | complex) -> Number:
+    """Pass a value on, unless it is too large, or no real number."""
     if isinstance(value, complex):
         raise ToolError("The expression has no real value: a root of a negative number.")
     if isinstance(value, float):
@@ -144,14 +145,14 @@ def _checked(value: Number | complex) -> Number:
             raise OverflowError
     elif max(value.numerator.bit_length(), value.denominator.bit_length()) > BITS:
         raise ToolError(f"A number in the expression has more than {DIGITS} digits.")
-    return value
+    return Fraction(value) if isinstance(value, int) else value
 
 
 # Operators and functions --------------------------------------------------------------------------------
 
 
 def _power(base: Number, exponent: Number) -> Number | complex:
-    """base ** exponent, once it is sure to be of a bearable size."""
+    """Compute base ** exponent, once it is sure to be of a bearable size."""
     if isinstance(base, Fraction) and isinstance(exponent, Fraction):
         if exponent == Fraction(1, 2) and base >= 0:
             return _sqrt(base)
@@ -166,9 +167,9 @@ def _power(base: Number, exponent: Number) -> Number | complex:
 
 
 def _sqrt(value: Number) -> Number:
-    """The root; exact where it is rational."""
+    """Take the root; exact where it is rational."""
     if value < 0:
-        raise ToolError(f"sqrt of {show(value)}, which is negative.")
+        raise ToolError(f"sqrt of {_show(value)}, which is negative.")
     if isinstance(value, Fraction):
         root = Fraction(math.isqrt(value.numerator), math.isqrt(value.denominator))
         if root * root == value:
@@ -183,14 +184,11 @@ def _log(value: Number, base: Number | None = None) -> Number:
         return _natural(value)
     quotient = _natural(value) / _natural(base)
     near = round(quotient)
-    exact = isinstance(base, Fraction) and isinstance(value, Fraction) and _is_power(value, base, near)
-    return Fraction(near) if exact else quotient
-
-
-def _is_power(value: Fraction, base: Fraction, exponent: int) -> bool:
-    """Whether value = base ** exponent; what would be too large to compute isn't said to be."""
+    if not (isinstance(base, Fraction) and isinstance(value, Fraction)):
+        return quotient
     bits = max(base.numerator.bit_length(), base.denominator.bit_length()) - 1
-    return bits * abs(exponent) <= BITS and base**exponent == value
+    # A power that would be too large to compute isn't said to be exact.
+    return Fraction(near) if bits * abs(near) <= BITS and base**near == value else quotient
 
 
 def _natural(value: Number) -> float:
@@ -200,32 +198,28 @@ def _natural(value: Number) -> float:
 
 
 def _round(value: Number, places: Number = Fraction(0)) -> Number:
-    """Halves go to the even neighbour."""
+    """Round; halves go to the even neighbour."""
     digits = _whole("round", places)
     if abs(digits) > DIGITS:
         raise ToolError(f"round takes at most {DIGITS} places.")
     return round(Fraction(value), digits)
 
 
-def _factorial(value: Number) -> Number:
+def _factorial(value: Number) -> int:
     count = _whole("factorial", value)
     if count < 0 or count > DIGITS // 2:
-        raise ToolError(f"factorial takes a whole number from 0 to {DIGITS // 2}, not {show(value)}.")
-    return Fraction(math.factorial(count))
-
-
-def _gcd(*values: Number) -> Number:
-    return Fraction(math.gcd(*(_whole("gcd", value) for value in values)))
+        raise ToolError(f"factorial takes a whole number from 0 to {DIGITS // 2}, not {_show(value)}.")
+    return math.factorial(count)
 
 
 def _whole(name: str, value: Number) -> int:
     if value != int(value):
-        raise ToolError(f"{name} takes whole numbers, not {show(value)}.")
+        raise ToolError(f"{name} takes whole numbers, not {_show(value)}.")
     return int(value)
 
 
 def _call(name: str, values: list[Number]) -> Number:
-    """A function of its arguments."""
+    """Call a function."""
     if name not in FUNCTIONS:
         raise ToolError(f"There is no function {name[:40]!r}; there are {', '.join(FUNCTIONS)}.")
     function, least, most = FUNCTIONS[name]
@@ -236,12 +230,12 @@ def _call(name: str, values: list[Number]) -> Number:
 
 
 OPERATORS: dict[type[ast.operator], Callable] = {
-    ast.Add: lambda left, right: left + right,
-    ast.Sub: lambda left, right: left - right,
-    ast.Mult: lambda left, right: left * right,
-    ast.Div: lambda left, right: left / right,
-    ast.FloorDiv: lambda left, right: _as_number(left // right),
-    ast.Mod: lambda left, right: left % right,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
     ast.Pow: _power,
 }
 FUNCTIONS: dict[str, tuple[Callable, int, int]] = {
@@ -251,14 +245,10 @@ FUNCTIONS: dict[str, tuple[Callable, int, int]] = {
     "min": (min, 1, LONGEST),
     "max": (max, 1, LONGEST),
     "factorial": (_factorial, 1, 1),
-    "gcd": (_gcd, 1, LONGEST),
+    "gcd": (lambda *values: math.gcd(*(_whole("gcd", value) for value in values)), 1, LONGEST),
     "log": (_log, 1, 2),
     "exp": (math.exp, 1, 1),
     "sin": (math.sin, 1, 1),
     "cos": (math.cos, 1, 1),
 }
 NAMES = (*FUNCTIONS, *CONSTANTS)
-
-
-def _as_number(value: int | float) -> Number:
-    return Fraction(value) if isinstance(value, int) else value

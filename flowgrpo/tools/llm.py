@@ -1,22 +1,21 @@
-"""A question to a frozen model: a prompt flows in, what the model says flows out.
+"""Questions to a frozen model as a tool: `llm`.
 
-What answers is injected: an engine, a server (`generate.remote`), a function in a test. Whatever it raises is the
-world's failure and not the policy's, so it keeps its deadline itself and raises when that has passed.
+The function that answers is injected: of an engine, a server (`generate.openai_client`), a test. Whatever it raises is
+the world's failure and not the policy's, so it keeps its deadline itself and raises when that has passed.
 """
 
 from collections.abc import Callable
 from functools import partial
 
 from flowgrpo.contracts import Tool
-from flowgrpo.tools.observe import sentence
 from flowgrpo.tools.schema import tool
-from flowgrpo.tools.toolset import ToolError, ToolFailure
+from flowgrpo.tools.toolset import ToolError, ToolFailure, error_sentence
 
 LONGEST = 20_000  # characters of a question
 
 
 def llm(ask: Callable[[str], str], *, name: str = "llm", pure: bool = False, seconds: float = 120.0) -> Tool:
-    """The tool `name`, which puts a question to `ask`.
+    """Make the tool `name`, which puts a question to `ask`.
 
     `pure` where equal questions get equal answers (greedy decoding). `seconds` is the toolset's deadline, after which a
     call is abandoned as an error: let that of `ask` be shorter.
@@ -38,7 +37,7 @@ def put(question: str, *, ask: Callable[[str], str]) -> str:
     except ToolFailure:
         raise
     except Exception as error:
-        raise ToolFailure(f"the model did not answer: {sentence(error) or type(error).__name__}") from error
+        raise ToolFailure(f"the model did not answer: {error_sentence(error) or type(error).__name__}") from error
     if not isinstance(answer, str):
         raise ToolFailure(f"the model answered {type(answer).__name__}, but should answer a text")
     return answer

@@ -1,4 +1,4 @@
-"""Every MCP server is a toolset: a server's command or address flows in, its tools flow out.
+"""MCP servers as toolsets: `mcp_tools` starts or connects to a server, and its `tools` are those that it lists then.
 
     with mcp_tools(Stdio(sys.executable, ["server.py"])) as server, toolset(server.tools) as tools:
         tools.do(Call("tool", "weather", {"city": "Zurich"}))
@@ -6,8 +6,7 @@
     a call in any thread -> the one thread with the event loop -> the official SDK -> server
 
 An error that the server reports about a call is an observation. A server that is down, dies, is slower than `seconds`
-or answers what is no MCP, is a `ToolFailure`; the next call starts it, or connects to it, anew. The tools are those
-that it listed at the start.
+or answers what is no MCP, is a `ToolFailure`; the next call starts it, or connects to it, again.
 """
 
 import contextlib
@@ -17,35 +16,145 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import IO, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from flowgrpo.contracts import Tool
-from flowgrpo.tools.mcp_link import (
-    GRACE,
-    MOMENT,
-    Connection,
-    Http,
-    Stdio,
-    bounded,
-    call_tool,
-    keep,
-    leaf,
-    list_tools,
-    text_of,
-    where,
-    words_of,
-)
-from flowgrpo.tools.observe import clean, sentence
 from flowgrpo.tools.schema import check_name
-from flowgrpo.tools.toolset import ToolError, ToolFailure
+from flowgrpo.tools.toolset import ToolError, ToolFailure, clean_observation, error_sentence
 from flowgrpo.types import BadInput
+
+if TYPE_CHECKING:
+    from mcp import Client
 
 __all__ = ["Http", "McpTools", "Stdio", "mcp_tools"]
 
+MOMENT = 1.0  # seconds in which a server that is there says what tools it has
+GRACE = 5.0  # seconds that a connection may take to end
+MOST_PAGES = 100  # of a listing of tools
 INVALID_PARAMS, CONNECTION_CLOSED, REQUEST_TIMEOUT = -32602, -32000, -32001  # codes of JSON-RPC and of the SDK
 LOG_TAIL, LOG_MOST = 300, 1 << 20  # bytes of what a server wrote to stderr: quoted by a failure, and kept
+
+
+# Connections --------------------------------------------------------------------------------------------
+
+
+class Stdio(NamedTuple):
+    """A server that is started, and spoken to over its stdin and stdout. Of our environment it gets the SDK's few."""
+
+    command: str
+    args: Sequence[str] = ()
+    env: Mapping[str, str] = {}
+    folder: str | None = None
+
+
+class Http(NamedTuple):
+    """A server at an address (streamable HTTP). No environment variable is read and no proxy is used."""
+
+    url: str
+    headers: Mapping[str, str] = {}
+
+
+class Connection(NamedTuple):
+    """Open connection to a server, kept by a task of the event loop: its client, and the event that ends it."""
+
+    client: "Client"
+    end: Any  # anyio.Event
+
+
+async def keep(server: Stdio | Http, log: IO[bytes], seconds: float, *, task_status: Any) -> None:
+    """Hold a connection, which is made within `seconds`, until its end is asked for, and then for `GRACE` at most."""
+    import anyio
+    from mcp import Client
+
+    end = anyio.Event()
+    with anyio.CancelScope(deadline=anyio.current_time() + seconds) as scope:
+        async with contextlib.AsyncExitStack() as stack:
+            transport = await _transport(server, log, stack)
+            client = await stack.enter_async_context(Client(transport, cache=None))
+            scope.deadline = math.inf
+            task_status.started(Connection(client, end))
+            try:
+                await end.wait()
+            finally:
+                scope.deadline = anyio.current_time() + GRACE
+    if scope.cancelled_caught:
+        raise TimeoutError
+
+
+async def _transport(server: Stdio | Http, log: Any, stack: contextlib.AsyncExitStack) -> Any:
+    """Open the SDK's way to a server."""
+    if isinstance(server, Stdio):
+        from mcp.client.stdio import StdioServerParameters, stdio_client
+
+        started = StdioServerParameters(
+            command=server.command, args=list(server.args), env=dict(server.env), cwd=server.folder
+        )
+        return stdio_client(started, errlog=log)
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+
+    timeout = httpx2.Timeout(GRACE, read=None)  # how long an answer may take is bounded call by call
+    http = httpx2.AsyncClient(headers=dict(server.headers), timeout=timeout, trust_env=False)
+    return streamable_http_client(server.url, http_client=await stack.enter_async_context(http))
+
+
+async def bounded(question: Callable, client: "Client", seconds: float) -> Any:
+    """Put a question to a server, and wait for the answer for `seconds`."""
+    import anyio
+
+    with anyio.fail_after(seconds):
+        return await question(client)
+
+
+async def list_tools(client: "Client") -> list[Any]:
+    """List the tools of a server, all pages of them."""
+    found, cursor = [], None
+    for _ in range(MOST_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        found += page.tools
+        cursor = page.next_cursor
+        if cursor is None:
+            return found
+    raise ToolFailure(f"its list of tools has more than {MOST_PAGES} pages")
+
+
+# Words --------------------------------------------------------------------------------------------------
+
+
+def where(server: Stdio | Http) -> str:
+    """Name a server, as errors do."""
+    return f"the MCP server {server.url if isinstance(server, Http) else server.command}"
+
+
+def leaf(error: BaseException) -> BaseException:
+    """Find the first cause in a group of groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _words_of(error: BaseException) -> str:
+    """Format an error as its type and what it says."""
+    said = error_sentence(error)
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def text_of(block: Any) -> str:
+    """Write a block of content as text; what isn't text is described."""
+    if block.type == "text":
+        return block.text
+    if block.type in ("image", "audio"):
+        return f"({block.type}, {block.mime_type}, {len(block.data)} characters of base64; it can't be shown)"
+    if block.type == "resource":
+        text = getattr(block.resource, "text", None)
+        return text if text is not None else f"(binary resource {block.resource.uri}; it can't be shown)"
+    if block.type == "resource_link":
+        return f"(resource {block.name}: {block.uri})"
+    return f"({block.type}; it can't be shown)"
+
+
+# Calls --------------------------------------------------------------------------------------------------
 
 
 class McpTools:
@@ -83,16 +192,17 @@ class McpTools:
             self._log.close()
 
     def _tool(self, prefix: str, listed: Any) -> Tool:
-        """A tool as the server describes it."""
+        """Make a tool as the server describes it."""
         name = f"{prefix}{listed.name}"
         check_name(name)
         description = (listed.description or listed.title or listed.name).strip()
         schema = {"name": name, "description": description, "parameters": listed.input_schema}
-        return Tool(name, schema, partial(self._call, listed.name), seconds=self._seconds + 2 * GRACE + 2 * MOMENT)
+        seconds = self._seconds + 2 * GRACE + 2 * MOMENT
+        return Tool(name, schema, lambda arguments: self._call(listed.name, arguments), seconds=seconds)
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text of a tool's answer; raises `ToolError` for an error that the server reports."""
-        result = self._ask(partial(call_tool, name, dict(arguments)))
+        """Get the text of a tool's answer; raise `ToolError` for an error that the server reports."""
+        result = self._ask(lambda client: client.call_tool(name, dict(arguments)))
         text = "\n".join(text_of(block) for block in result.content)
         if not text and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
@@ -121,8 +231,8 @@ class McpTools:
         self._answered = time.monotonic()
         return answer
 
-    def _connected(self, until: float) -> "Connection":
-        """The connection that stands, or a new one."""
+    def _connected(self, until: float) -> Connection:
+        """Get the connection that stands, or a new one."""
         if not self._lock.acquire(timeout=max(until - time.monotonic(), 0.0)):
             raise TimeoutError
         try:
@@ -132,20 +242,20 @@ class McpTools:
             self._bound_log(LOG_MOST if connection else 0)
             if connection is None:
                 left = max(until - time.monotonic(), 0.0)
-                _, connection = self._portal.start_task(partial(keep, self._server, self._log, left))
+                _, connection = self._portal.start_task(keep, self._server, self._log, left)
                 self._connection = connection
             return connection
         finally:
             self._lock.release()
 
-    def _failure(self, cause: BaseException, connection: "Connection | None", began: float) -> Exception:
+    def _failure(self, cause: BaseException, connection: Connection | None, began: float) -> Exception:
         """Make the exception that says what went wrong; end a connection that broke, or on which nothing is heard."""
         code = getattr(cause, "code", None)
         if code == INVALID_PARAMS:
-            return ToolError(sentence(cause) or "The server refused the arguments.")
+            return ToolError(error_sentence(cause) or "The server refused the arguments.")
         late = isinstance(cause, TimeoutError) or code == REQUEST_TIMEOUT
         broken = code in (None, CONNECTION_CLOSED) and not late
-        words = f"did not answer within {self._seconds:g} s" if late else f"failed: {words_of(cause)}"
+        words = f"did not answer within {self._seconds:g} s" if late else f"failed: {_words_of(cause)}"
         # A server that still answers was kept busy by its caller: nobody escapes a loss by slow calls (F5).
         kind = ToolError if late and self._answers(connection) else ToolFailure
         failure = kind(f"{where(self._server)} {words}{self._last_words()}")
@@ -157,7 +267,7 @@ class McpTools:
                 self._lock.release()
         return failure
 
-    def _answers(self, connection: "Connection | None") -> bool:
+    def _answers(self, connection: Connection | None) -> bool:
         """Whether the server has answered anything at all in a moment."""
         if connection is None or self._closed:
             return False
@@ -177,23 +287,23 @@ class McpTools:
                 self._portal.start_task_soon(connection.end.set)
 
     def _bound_log(self, most: int) -> None:
-        """Begin the log anew where it is longer. The server shares its position with us. The lock is held."""
+        """Empty the log where it is longer. The server shares its position with us. The lock is held."""
         if os.fstat(self._log.fileno()).st_size > most:
             os.ftruncate(self._log.fileno(), 0)
             os.lseek(self._log.fileno(), 0, os.SEEK_SET)
 
     def _last_words(self) -> str:
-        """The end of what a started server wrote to stderr."""
+        """Quote the end of what a started server wrote to stderr."""
         if self._log.closed:
             return ""
         size = os.fstat(self._log.fileno()).st_size
         tail = os.pread(self._log.fileno(), LOG_TAIL, max(size - LOG_TAIL, 0)).decode("utf-8", "replace")
-        words = " ".join(clean(tail.replace("\0", "")).split())
+        words = " ".join(clean_observation(tail.replace("\0", "")).split())
         return f" (its last words: {words})" if words else ""
 
 
 def mcp_tools(server: Stdio | Http | str, *, seconds: float = 30.0, prefix: str = "") -> McpTools:
-    """The tools of a server, each with `prefix` before its name.
+    """Make the tools of a server, each with `prefix` before its name.
 
     `server` is a command or an address; a text is an address. `seconds` bounds each call, with connecting where that is
     needed. `BadInput` where the server can't be started, `ToolFailure` where it can't be spoken to.

@@ -1,4 +1,4 @@
-"""Python in the sandbox: a program flows in, what it printed flows out, or the value of its last expression.
+"""Python in the sandbox as a tool: `python` gives what a program prints, or the value of its last expression.
 
     python(sandbox).call({"code": "x = 6 * 7\nx"})        # "42"
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flowgrpo.contracts import Tool
 from flowgrpo.sandbox import Limits, Ran, Sandbox
-from flowgrpo.tools import shown
+from flowgrpo.tools import notebook_cell
 from flowgrpo.tools.schema import tool
 from flowgrpo.tools.toolset import ToolError, ToolFailure
 from flowgrpo.types import BadInput
@@ -25,7 +25,7 @@ QUEUE = 600.0  # seconds that a call may wait for a worker of the sandbox, which
 
 
 def python(sandbox: Sandbox, *, limits: Limits = Limits(seconds=5), pure: bool = False) -> Tool:  # noqa: B008
-    """The tool "python", each of whose runs has `limits`; `pure` promises that equal programs print the same.
+    """Make the tool "python", each of whose runs has `limits`; `pure` promises that equal programs print the same.
 
     The sandbox runs as many programs at once as it has workers, and further calls wait: for a rollout, give it one for
     each core.
@@ -49,18 +49,18 @@ def run_code(code: str, *, sandbox: Sandbox, limits: Limits) -> str:
     mark = f"\0{secrets.token_hex(8)}\0"  # what a program can't know, so that it can't forge a value by accident
     program = f"{_shown_text()}\n\ncarry_out({mark!r})\n"
     try:
-        ran = sandbox.run(program, files={shown.FILE: source}, limits=limits)
+        ran = sandbox.run(program, files={notebook_cell.FILE: source}, limits=limits)
     except BadInput as error:  # the sandbox can't be used at all
         raise ToolFailure(str(error)) from error
     printed, _, value = ran.stdout.partition(mark)
     printed = printed.rstrip()
     if (ran.ended, ran.code) != ("exited", 0):
-        raise ToolError(f"{_printed(printed)}{_fault(ran, limits)}")
+        raise ToolError("\n".join(filter(None, (printed, _fault(ran, limits)))))
     return printed or value.rstrip() or "(nothing was printed; use print() to see a result)"
 
 
 def take_off_fences(code: str) -> str:
-    """The code between ``` and ```, where the whole is fenced; the last fence may be missing."""
+    """Get the code between ``` and ```, where the whole is fenced; the last fence may be missing."""
     opening, newline, rest = code.lstrip().partition("\n")
     if not newline or not opening.startswith(FENCE) or "`" in opening.removeprefix(FENCE):
         return code
@@ -69,15 +69,11 @@ def take_off_fences(code: str) -> str:
 
 @cache
 def _shown_text() -> str:
-    return Path(shown.__file__).read_text(encoding="utf-8")
-
-
-def _printed(printed: str) -> str:
-    return f"{printed}\n" if printed else ""
+    return Path(notebook_cell.__file__).read_text(encoding="utf-8")
 
 
 def _fault(ran: Ran, limits: Limits) -> str:
-    """Why a program did not end well, in words."""
+    """Say why a program did not end well."""
     words = {
         "timeout": f"The code ran for more than {limits.seconds:g} s and was stopped.",
         "memory": f"The code used more than {limits.memory >> 20} MB of memory and was stopped.",

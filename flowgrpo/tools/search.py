@@ -1,4 +1,4 @@
-"""Keyword search over a local corpus: a query flows in, the best passages with their places flow out.
+"""Keyword search over a local corpus: `read_corpus` reads files of texts, `search` makes the tool of it.
 
     search(read_corpus("wiki.jsonl")).call({"query": "capital of France"})
         [1] France: Paris is the capital of France ... (wiki.jsonl:12)
@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -20,15 +20,130 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowgrpo.contracts import Tool
-from flowgrpo.tools.corpus import Corpus, Passage, passages_of, read_corpus
+from flowgrpo.data.task_files import json_lines
 from flowgrpo.tools.schema import tool
 from flowgrpo.tools.toolset import ToolError
 from flowgrpo.types import BadInput
 
 __all__ = ["Corpus", "read_corpus", "search"]
 
+TEXTS = (".txt", ".md")
 LONGEST = 1000  # characters of a query
 WORD = re.compile(r"\w+")
+
+
+# The corpus ---------------------------------------------------------------------------------------------
+
+
+class Document(NamedTuple):
+    """A text with its title and where it begins. A file of text has its own lines, a JSONL record lies on one."""
+
+    title: str
+    text: str
+    file: str
+    line: int
+    many_lines: bool
+
+
+class Corpus(NamedTuple):
+    """Collection of documents to search."""
+
+    documents: tuple[Document, ...]
+
+
+class Passage(NamedTuple):
+    """A piece of a document, and the place that leads back to it."""
+
+    title: str
+    text: str
+    place: str  # file:line
+
+
+def read_corpus(path: str | Path) -> Corpus:
+    """Read a .jsonl file ({"title"?, "text"} a line), a .txt or .md file (its paragraphs), or a folder of such files.
+
+    The files of a folder and of those below it are read in the order of their names.
+    """
+    path = Path(path)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in (*TEXTS, ".jsonl") and file.is_file())
+        if not files:
+            raise BadInput(f"{path}: there is no .txt, .md or .jsonl file in this folder")
+        found = [document for file in files for document in _read(file, file.relative_to(path).as_posix())]
+    elif path.is_file():
+        found = list(_read(path, path.name))
+    else:
+        raise BadInput(f"{path}: there is no such file or folder")
+    if not found:
+        raise BadInput(f"{path}: it holds no text; give it at least one record or paragraph")
+    return Corpus(tuple(found))
+
+
+def passages_of(corpus: Corpus, words: int, overlap: int) -> list[Passage]:
+    """Cut the documents into pieces of at most `words` words, of which `overlap` stood in the piece before, too."""
+    return [passage for document in corpus.documents for passage in _cut(document, words, overlap)]
+
+
+def _read(path: Path, name: str) -> Iterator[Document]:
+    if path.suffix == ".jsonl":
+        return _records(path, name)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise BadInput(f"{path}, line {line}: this is not UTF-8; convert the file") from error
+    except OSError as error:
+        raise BadInput(f"{path}: it can't be read ({error.strerror}); fix its permissions") from error
+    return _paragraphs(path, name, text)
+
+
+def _records(path: Path, name: str) -> Iterator[Document]:
+    """Yield a document for each line of JSONL."""
+    for place, record, number in json_lines(path, 'write {"title": ..., "text": ...}'):
+        if isinstance(record, str):
+            raise BadInput(f"{place}: {record}")
+        title = record.get("title") or ""
+        if not isinstance(title, str):
+            raise BadInput(f"{place}: field 'title' must be a text; fix it, or leave it out")
+        if not isinstance(record.get("text"), str) or not record["text"].strip():
+            raise BadInput(f"{place}: field 'text' must be a text that isn't empty; fill it, or take the line out")
+        yield Document(" ".join(title.split()), record["text"], name, number, False)
+
+
+def _paragraphs(path: Path, name: str, text: str) -> Iterator[Document]:
+    """Yield a document for each paragraph; its title is the heading above it (Markdown), or the name of the file."""
+    title, lines, first = path.stem, [], 1
+    for number, line in enumerate([*text.split("\n"), ""], 1):
+        heading = _heading(line.strip()) if path.suffix == ".md" else ""
+        if line.strip() and not heading:
+            first = first if lines else number
+            lines.append(line)
+            continue
+        if lines:
+            yield Document(title, "\n".join(lines), name, first, True)
+            lines = []
+        title = heading or title
+
+
+def _heading(line: str) -> str:
+    """Get the words of a Markdown heading, such as `## words ##`; "" where the line is none."""
+    words = line.lstrip("#")
+    if not 1 <= len(line) - len(words) <= 6 or not words[:1].isspace():
+        return ""
+    return words.strip().rstrip("#").rstrip() or words.strip()
+
+
+def _cut(document: Document, words: int, overlap: int) -> Iterator[Passage]:
+    found = list(re.finditer(r"\S+", document.text))
+    line, before = document.line, 0
+    for start in range(0, max(len(found) - overlap, 1), words - overlap):
+        piece = found[start : start + words]
+        line += document.text.count("\n", before, piece[0].start()) * document.many_lines
+        before = piece[0].start()
+        yield Passage(document.title, " ".join(word.group() for word in piece), f"{document.file}:{line}")
+
+
+# The tool -----------------------------------------------------------------------------------------------
 
 
 class _Index(NamedTuple):
@@ -48,7 +163,7 @@ def search(
     b: float = 0.75,
     name: str = "search",
 ) -> Tool:
-    """The tool "search", which gives the `top` best passages.
+    """Make the tool "search", which gives the `top` best passages.
 
     A passage has `chunk_words` words, of which it shares `overlap` with the one before in its document.
     """
@@ -81,7 +196,7 @@ def find(query: str, *, index: _Index, top: int) -> str:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text, in lower case."""
+    """Split a text into its words, in lower case."""
     return WORD.findall(text.lower())
 
 
@@ -99,8 +214,10 @@ def _index(passages: Sequence[Passage], k1: float, b: float) -> _Index:
 
 
 def _bm25s() -> ModuleType:
-    """The package. Its module `selection` runs a JAX operation when it is imported, which would start JAX's backend
-    before anybody could set its flags; a stand-in has that wait until somebody asks for it, which is never here."""
+    """Import the package without its module `selection`, which a stand-in loads where somebody asks for it.
+
+    That module runs a JAX operation when it is imported, which would start JAX's backend before its flags are set.
+    """
     if "bm25s" not in sys.modules:
         stand_in: Any = ModuleType("bm25s.selection")
         stand_in.__getattr__ = _selection

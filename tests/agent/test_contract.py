@@ -24,5 +24,5 @@ def test_A1_the_planners_view_is_an_environment(rendering):
         act=lambda rng, _: ids(TEXT, words[rng.integers(len(words))]),
     )
     assert len(played) == 8
-    assert {one.trajectory.status for one in played} <= {Status.FINISHED, Status.TURN_LIMIT}
+    assert {one.status for one in played} <= {Status.FINISHED, Status.TURN_LIMIT}
     assert {one.output for one in played} >= {"5"}

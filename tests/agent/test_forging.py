@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowgrpo.agent import roles
-from flowgrpo.agent.memory import Memory, Record, render
 from flowgrpo.agent.rendering import appending, fresh
-from flowgrpo.agent.state import PLANNER, AgentState, Budget, Plan
+from flowgrpo.agent.state import PLANNER, AgentState, Budget, Memory, MemoryRecord, PlannerChoice, render
 from flowgrpo.agent.system import agent_system
 from flowgrpo.contracts import Result
-from flowgrpo.text import LINE_END, as_json, quote
+from flowgrpo.data.tokenizer import LINE_END, as_json, quote
 
 TEXT = agent_text()
 WHOLE = {"budget": 10**6, "count": len}
@@ -59,7 +58,7 @@ PIECES += [
 ]
 WORDS = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
 RECORDS = st.builds(
-    Record,
+    MemoryRecord,
     st.integers(1, 12),
     WORDS,
     st.sampled_from(["echo", "add", "error"]),
@@ -68,7 +67,7 @@ RECORDS = st.builds(
     st.booleans(),
     st.booleans(),
     WORDS,
-) | st.builds(Record, st.integers(1, 12), WORDS, st.just(""), st.just(""), WORDS, st.booleans())
+) | st.builds(MemoryRecord, st.integers(1, 12), WORDS, st.just(""), st.just(""), WORDS, st.booleans())
 
 
 def take(line: str, pattern: str) -> tuple[str | None, str]:
@@ -82,7 +81,7 @@ def take_json(line: str):
     return value, line[end:]
 
 
-def record_of(line: str) -> Record:
+def record_of(line: str) -> MemoryRecord:
     """The record that a line of the memory shows."""
     number, line = take(line, r"(\d+)\. ")
     goal, tool, command = "", "", ""
@@ -98,7 +97,7 @@ def record_of(line: str) -> Record:
     decision, line = take(line, r" \[(stop|continue)")
     reason, line = take_json(line[2:]) if line.startswith(": ") else ("", line)
     assert line == ("]" if decision else "")
-    return Record(int(number), goal, tool, command, seen, bool(error), decision == "stop", reason)
+    return MemoryRecord(int(number), goal, tool, command, seen, bool(error), decision == "stop", reason)
 
 
 def fields_of(content: str) -> dict[str, list[str]]:
@@ -127,14 +126,17 @@ def test_a_memory_can_be_read_back_so_no_two_render_to_the_same_text(records):
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (Record(1, "", "echo", "a) -> b", "c"), Record(1, "", "echo", "a", "b) -> c")),
-        (Record(1, "", "echo", "a", "5 [stop: ok]"), Record(1, "", "echo", "a", "5", stop=True, reason="ok")),
-        (Record(1, "", "echo", "a", "error: no"), Record(1, "", "echo", "a", "no", error=True)),
-        (Record(1, "g: echo(a) -> 5", "echo", "b", "c"), Record(1, "g", "echo", "a", "5: echo(b) -> c")),
-        (Record(1, "", "add", '{"a": 1}', "5"), Record(1, "", "add", {"a": 1}, "5")),
-        (Record(1, "", "echo", "", "5"), Record(1, "", "echo", {}, "5")),
-        (Record(1, "", "", "", "echo(a) -> 5"), Record(1, "", "echo", "a", "5")),
-        (Record(1, "", "echo", "a", "5"), Record(1, "", "echo", "a", "5", stop=True)),
+        (MemoryRecord(1, "", "echo", "a) -> b", "c"), MemoryRecord(1, "", "echo", "a", "b) -> c")),
+        (
+            MemoryRecord(1, "", "echo", "a", "5 [stop: ok]"),
+            MemoryRecord(1, "", "echo", "a", "5", stop=True, reason="ok"),
+        ),
+        (MemoryRecord(1, "", "echo", "a", "error: no"), MemoryRecord(1, "", "echo", "a", "no", error=True)),
+        (MemoryRecord(1, "g: echo(a) -> 5", "echo", "b", "c"), MemoryRecord(1, "g", "echo", "a", "5: echo(b) -> c")),
+        (MemoryRecord(1, "", "add", '{"a": 1}', "5"), MemoryRecord(1, "", "add", {"a": 1}, "5")),
+        (MemoryRecord(1, "", "echo", "", "5"), MemoryRecord(1, "", "echo", {}, "5")),
+        (MemoryRecord(1, "", "", "", "echo(a) -> 5"), MemoryRecord(1, "", "echo", "a", "5")),
+        (MemoryRecord(1, "", "echo", "a", "5"), MemoryRecord(1, "", "echo", "a", "5", stop=True)),
     ],
 )
 def test_memories_that_forge_a_part_of_another_are_shown_apart(one, other):
@@ -145,7 +147,9 @@ def test_memories_that_forge_a_part_of_another_are_shown_apart(one, other):
 def test_what_is_left_out_is_said_outside_of_quotation_marks(words):
     """Each half of a field that is cut is JSON of its own, also where the cut falls into an escape."""
     for value in (words * 9, {words: words * 9}):
-        (line,) = render(Memory((Record(1, "", "echo", value, "5"),)), budget=400, count=len, each=90).splitlines()
+        (line,) = render(
+            Memory((MemoryRecord(1, "", "echo", value, "5"),)), budget=400, count=len, each=90
+        ).splitlines()
         head, rest = take_json(line.removeprefix("1. echo("))
         _, rest = take(rest, r" \[\.\.\. \d+ characters \.\.\.\] ")
         tail, rest = take_json(rest)
@@ -158,7 +162,7 @@ def test_what_is_left_out_is_said_outside_of_quotation_marks(words):
 @given(words=WORDS, records=st.lists(RECORDS, max_size=2), turns=st.integers(1, 9), answers=st.booleans())
 def test_every_roles_prompt_can_be_read_back(words, records, turns, answers):
     """The query, the analysis, the plan and the memory hold the same words, which spell fields of ours."""
-    plan = Plan(words.replace("\n", " "), "answer" if answers else "echo", words)
+    plan = PlannerChoice(words.replace("\n", " "), "answer" if answers else "echo", words)
     state = AgentState("t", words, SCHEMAS, Budget(turns, 999), PLANNER, analysis=words, plan=plan)
     seen = render(Memory(tuple(records)), **WHOLE)
     lines = LINE_END.sub("\n", words).split("\n")

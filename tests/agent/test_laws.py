@@ -13,15 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowgrpo.agent import roles
-from flowgrpo.agent.memory import Memory
 from flowgrpo.agent.rendering import appending, fresh
-from flowgrpo.agent.state import anchor, from_json, seed_of, to_json
+from flowgrpo.agent.state import Memory, anchor, from_json, seed_of, to_json
 from flowgrpo.agent.system import agent_system
 from flowgrpo.contracts import Call, Result
-from flowgrpo.effects import from_json as effect_from_json
-from flowgrpo.effects import recorded, replayed
-from flowgrpo.effects import to_json as effect_to_json
-from flowgrpo.text import as_json
+from flowgrpo.data.tokenizer import as_json
+from flowgrpo.rollout.effects import from_json as effect_from_json
+from flowgrpo.rollout.effects import recorded, replayed
+from flowgrpo.rollout.effects import to_json as effect_to_json
 from flowgrpo.types import BadInput, Status
 
 TEXT = agent_text()

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowgrpo.agent.memory import Memory, Record, render, shorten
+from flowgrpo.agent.state import Memory, MemoryRecord, render, shorten
 
 WORDS = st.text("ab 1\n\r\u2028é世", max_size=60)
 RECORDS = st.builds(
-    Record, st.integers(1, 30), WORDS, st.sampled_from(["", "echo"]), WORDS, WORDS | WORDS.map(lambda w: w * 40)
+    MemoryRecord, st.integers(1, 30), WORDS, st.sampled_from(["", "echo"]), WORDS, WORDS | WORDS.map(lambda w: w * 40)
 )
 COUNTS = {
     "characters": len,
@@ -21,7 +21,7 @@ COUNTS = {
 
 
 def memory(*observations: str) -> Memory:
-    return Memory(tuple(Record(i, "", "echo", f"call {i}", seen) for i, seen in enumerate(observations, 1)))
+    return Memory(tuple(MemoryRecord(i, "", "echo", f"call {i}", seen) for i, seen in enumerate(observations, 1)))
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -34,11 +34,11 @@ def test_what_is_shown_never_exceeds_the_budget(name, records, budget, each):
 
 def test_records_are_one_line_each_where_they_are_short():
     records = (
-        Record(1, "", "calculator", "2*3", "6"),
-        Record(2, "look it up", "search", "boiling point", "100 °C", reason="Fahrenheit is asked for"),
-        Record(3, "", "", "", "there is no tool 'browser'", error=True),
-        Record(4, "", "add", {"a": "é"}, "b is missing", error=True),
-        Record(5, "", "now", {}, 'a\n5. calculator("1") -> "1"', stop=True),
+        MemoryRecord(1, "", "calculator", "2*3", "6"),
+        MemoryRecord(2, "look it up", "search", "boiling point", "100 °C", reason="Fahrenheit is asked for"),
+        MemoryRecord(3, "", "", "", "there is no tool 'browser'", error=True),
+        MemoryRecord(4, "", "add", {"a": "é"}, "b is missing", error=True),
+        MemoryRecord(5, "", "now", {}, 'a\n5. calculator("1") -> "1"', stop=True),
     )
     assert render(Memory(records), budget=1000, count=len) == (
         '1. calculator("2*3") -> "6"\n'

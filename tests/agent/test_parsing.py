@@ -5,7 +5,7 @@ from agent_cases import ADD, ECHO, SCHEMAS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowgrpo.agent.parsing import (
+from flowgrpo.agent.roles import (
     arguments_of,
     command_of,
     parse_arguments,
@@ -15,7 +15,7 @@ from flowgrpo.agent.parsing import (
     read_object,
     spoken,
 )
-from flowgrpo.agent.state import AgentState, Budget, Malformed, Plan, Verdict
+from flowgrpo.agent.state import AgentState, Budget, Malformed, PlannerChoice, Verdict
 
 STATE = AgentState("t", "q", SCHEMAS, Budget(3, 100), "planner")
 DEEP = '{"a": ' * 30_000 + "1" + "}" * 30_000
@@ -24,17 +24,17 @@ DEEP = '{"a": ' * 30_000 + "1" + "}" * 30_000
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        ("Tool: echo\nContext: hi", Plan("", "echo", "hi")),
-        ("Sub-goal: say it \nTool: echo\nContext: hi", Plan("say it", "echo", "hi")),
-        ("  sub goal :say it\n\tTOOL:  Echo  \n context :hi  ", Plan("say it", "echo", "hi")),
-        ("Tool: add\nContext: \n  a = 1\n\n  b = 2\n\n", Plan("", "add", "  a = 1\n\n  b = 2")),
-        ("Tool: echo\r\nContext: one\r\ntwo", Plan("", "echo", "one\ntwo")),
-        ("Tool: echo\nContext: Tool: add\nSub-goal: x", Plan("", "echo", "Tool: add\nSub-goal: x")),
-        ("I think so.\nTool: echo\nSub-goal: g\nContext: hi", Plan("g", "echo", "hi")),
-        ("<think>Tool: add</think>\nTool: echo\nContext: hi", Plan("", "echo", "hi")),
-        ("thoughts that a template began</think>Tool: echo\nContext: hi", Plan("", "echo", "hi")),
-        ("Tool: echo", Plan("", "echo", "")),
-        ("Tool: ANSWER\nContext: 5", Plan("", "answer", "5")),
+        ("Tool: echo\nContext: hi", PlannerChoice("", "echo", "hi")),
+        ("Sub-goal: say it \nTool: echo\nContext: hi", PlannerChoice("say it", "echo", "hi")),
+        ("  sub goal :say it\n\tTOOL:  Echo  \n context :hi  ", PlannerChoice("say it", "echo", "hi")),
+        ("Tool: add\nContext: \n  a = 1\n\n  b = 2\n\n", PlannerChoice("", "add", "  a = 1\n\n  b = 2")),
+        ("Tool: echo\r\nContext: one\r\ntwo", PlannerChoice("", "echo", "one\ntwo")),
+        ("Tool: echo\nContext: Tool: add\nSub-goal: x", PlannerChoice("", "echo", "Tool: add\nSub-goal: x")),
+        ("I think so.\nTool: echo\nSub-goal: g\nContext: hi", PlannerChoice("g", "echo", "hi")),
+        ("<think>Tool: add</think>\nTool: echo\nContext: hi", PlannerChoice("", "echo", "hi")),
+        ("thoughts that a template began</think>Tool: echo\nContext: hi", PlannerChoice("", "echo", "hi")),
+        ("Tool: echo", PlannerChoice("", "echo", "")),
+        ("Tool: ANSWER\nContext: 5", PlannerChoice("", "answer", "5")),
     ],
 )
 def test_a_plan_is_read(words, found):
@@ -66,7 +66,7 @@ def test_A4_a_plan_that_cannot_be_read_says_why(words, reason):
 
 @given(st.text("toolcnexsubga:\n -<think>/{}\"'", max_size=80))
 def test_A4_whatever_is_said_is_a_value_or_malformed(words):
-    assert isinstance(parse_plan(STATE, words), Plan | Malformed)
+    assert isinstance(parse_plan(STATE, words), PlannerChoice | Malformed)
     assert isinstance(parse_arguments(STATE, words), dict | Malformed)
     assert isinstance(parse_verdict(STATE, words), Verdict | Malformed)
     assert isinstance(parse_words(STATE, words), str | Malformed)

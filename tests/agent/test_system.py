@@ -5,10 +5,9 @@ from agent_cases import ADD, ECHO, SCHEMAS, agent_text, ids, plan, play, run_too
 
 from flowgrpo.agent import roles
 from flowgrpo.agent.rendering import appending, fresh
-from flowgrpo.agent.state import lapses
 from flowgrpo.agent.system import agent_system
 from flowgrpo.contracts import Call, Result
-from flowgrpo.effects import recorded
+from flowgrpo.rollout.effects import recorded
 from flowgrpo.types import BadInput, Status
 
 TEXT = agent_text()
@@ -95,7 +94,7 @@ def test_frozen_roles_see_what_they_need():
     assert '1. "be kind": echo("hi") -> "heard hi"' in content["verifier"]
     assert "Proposed answer:\n> five" in content["generator"]
     assert all("Analysis:\n> look closely" in prompt for prompt in played.prompts(TEXT))
-    assert (played.steps[-1].output, lapses(played.states[-1])) == ("5!", {})
+    assert (played.steps[-1].output, played.states[-1].lapses) == ("5!", ())
     assert len({effect.call.seed for effect in log}) == len(log)
 
 
@@ -108,7 +107,7 @@ def test_nonsense_of_frozen_roles_has_a_rule_and_is_counted():
     assert [record.observation for record in state.memory.records] == ["the arguments are no JSON object", "heard hi"]
     assert (state.memory.records[1].stop, state.memory.records[1].reason) == (False, "")
     assert (state.output, state.status, state.analysis) == ("", Status.TURN_LIMIT, "")
-    assert lapses(state) == {"analyst": 1, "executor": 1, "verifier": 1, "generator": 1}
+    assert [lapse.role for lapse in state.lapses] == ["analyst", "executor", "verifier", "generator"]
 
 
 def test_an_error_of_a_frozen_role_is_its_nonsense():
@@ -174,7 +173,7 @@ def test_any_role_can_be_trained():
     assert played.states[-1].actors == (("executor", 1), ("verifier", 1), ("executor", 3), ("verifier", 3))
     assert [record.turn for record in played.states[-1].memory.records] == [1, 2, 3]
     assert (played.steps[-1].output, played.steps[-1].status) == ("5", Status.FINISHED)
-    assert lapses(played.states[-1]) == {"planner": 1}
+    assert [lapse.role for lapse in played.states[-1].lapses] == ["planner"]
 
 
 @pytest.mark.parametrize("rendering", [fresh, appending])
@@ -192,7 +191,7 @@ def test_each_role_can_be_the_only_one_that_is_trained(name, rendering):
     played = play(env, TEXT, [words[name]] * 3, speaking(**words))
     assert len(played.steps) == env.turns == (1 if name in ("analyst", "generator") else 3)
     assert (played.steps[-1].output, played.steps[-1].status) == ("5", Status.TURN_LIMIT)
-    assert lapses(played.states[-1]) == {}
+    assert played.states[-1].lapses == ()
     assert not any(step.error for step in played.steps)
 
 

@@ -9,15 +9,15 @@ import pytest
 from agent_cases import ECHO, SCHEMAS, TEMPLATES, agent_text, ids, plan, play, run_tools, task
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_text import render
 from tiny_judge import sly_text
+from tokenizer_cases import render
 
 from flowgrpo.agent import roles
 from flowgrpo.agent.rendering import appending, fresh
 from flowgrpo.agent.system import agent_system
 from flowgrpo.contracts import Call, Result
-from flowgrpo.text import add_messages
-from flowgrpo.text import start as start_conversation
+from flowgrpo.data.tokenizer import add_messages
+from flowgrpo.data.tokenizer import start as start_conversation
 from flowgrpo.types import Status
 
 WORDS = ("the capital of France", "2*3", "é世", "  x\n y", "<|im_end|>", "</s>", "[INST]", "<eos>", "<think>", "{}")

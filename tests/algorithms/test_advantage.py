@@ -21,7 +21,11 @@ from flowgrpo.algorithms.advantage import (
     row_group_advantage,
 )
 
-NORMALIZERS = {"group_zscore": fg.group_zscore, "group_center": fg.group_center, "leave_one_out": fg.leave_one_out}
+NORMALIZERS = {
+    "group_zscore": fg.group_zscore,
+    "group_center": fg.algorithms.group_center,
+    "leave_one_out": fg.algorithms.leave_one_out,
+}
 NAIVE = {"group_zscore": naive.zscores, "group_center": naive.centred, "leave_one_out": naive.others}
 N = 12  # one shape, compiled once
 
@@ -155,14 +159,14 @@ def test_gae_by_hand():
     """gamma 1/2, lambda 1/2, rewards 1 1, values 2 4, V after the end 8: the last delta is 1 + 4 - 4 = 1,
     the first 1 + 2 - 2 = 1 plus a quarter of the last."""
     stream = jnp.ones(2), jnp.array([2.0, 4.0]), jnp.zeros(2)
-    found = fg.gae(*stream, gamma=0.5, lam=0.5, last_value=8.0)
+    found = fg.algorithms.gae(*stream, gamma=0.5, lam=0.5, last_value=8.0)
     np.testing.assert_allclose(found, [[1.25, 1.0], [3.25, 5.0]])
-    np.testing.assert_allclose(fg.gae(*stream, gamma=0.5, lam=0.5)[0], [1 + 2 - 2 - 0.75, -3])
+    np.testing.assert_allclose(fg.algorithms.gae(*stream, gamma=0.5, lam=0.5)[0], [1 + 2 - 2 - 0.75, -3])
 
 
 @jax.jit
 def gae(reward_t, value_t, done_t, mask_t, lam):
-    return fg.gae(reward_t, value_t, done_t, gamma=0.9, lam=lam, last_value=0.5, mask_t=mask_t)
+    return fg.algorithms.gae(reward_t, value_t, done_t, gamma=0.9, lam=lam, last_value=0.5, mask_t=mask_t)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=8, max_size=8), st.sampled_from([0.0, 0.8, 1.0]))
@@ -185,13 +189,17 @@ def test_gae_equals_plain_loops_over_what_is_unmasked_from_end_to_end(flags, lam
 ONES, ZEROS, TURNS = np.ones(3, bool), np.zeros(3, int), np.ones((4, 2), bool)
 REFUSED = [
     (fg.group_zscore, (np.zeros(3), np.zeros(2, int), ONES), "group_n has 2 on axis n, but outcome_n has 3"),
-    (fg.group_center, (np.zeros((3, 1)), ZEROS, ONES), "outcome_n has shape (3, 1)"),
-    (fg.leave_one_out, (np.zeros(0), np.zeros(0, int), np.ones(0, bool)), "nothing on axis n"),
-    (fg.mixed_groups, (ONES, ZEROS, np.ones(4, bool)), "valid_n has 4 on axis n"),
+    (fg.algorithms.group_center, (np.zeros((3, 1)), ZEROS, ONES), "outcome_n has shape (3, 1)"),
+    (fg.algorithms.leave_one_out, (np.zeros(0), np.zeros(0, int), np.ones(0, bool)), "nothing on axis n"),
+    (fg.algorithms.mixed_groups, (ONES, ZEROS, np.ones(4, bool)), "valid_n has 4 on axis n"),
     (fg.multi_turn_group_advantage, (np.zeros(3), TURNS, ZEROS, ONES), "multi_turn_group_advantage: turns_nt has 4"),
     (row_group_advantage, (np.zeros(3), TURNS, ZEROS, ONES), "row_group_advantage: turns_nt has 4 on axis n"),
     (fg.flow_weights, (np.ones((4, 4, 5), bool), TURNS, ZEROS, ONES), "weights: turns_nt has 2 on axis t"),
-    (partial(fg.gae, gamma=1.0, lam=1.0), (np.zeros(3), np.zeros(2), np.zeros(3)), "gae: value_t has 2 on axis t"),
+    (
+        partial(fg.algorithms.gae, gamma=1.0, lam=1.0),
+        (np.zeros(3), np.zeros(2), np.zeros(3)),
+        "gae: value_t has 2 on axis t",
+    ),
 ]
 
 

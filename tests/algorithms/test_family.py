@@ -31,7 +31,7 @@ def assert_same(found, expected):
 
 def advantages(name: str, trajectories: fg.Trajectories) -> np.ndarray:
     """Compute advantages from the outcomes alone: at the reference, where KL is 0, and without a penalty on length."""
-    algorithm = fg.dapo() if name == "dapo" else MEMBERS[name]
+    algorithm = fg.algorithms.dapo() if name == "dapo" else MEMBERS[name]
     return np.asarray(signal(algorithm)(trajectories.replace(logp_ref=trajectories.logp_old))[0])
 
 
@@ -176,7 +176,7 @@ def test_F2_older_segments_and_earlier_turns_are_left_out_and_the_rest_keeps_its
     """`newest_segment_only` of two versions of the weights, and `last_turn_only`."""
     algorithm, trajectories = MEMBERS[name], make_case(11).trajectories
     version_ntl = np.broadcast_to(np.arange(4)[:, None] // 2, trajectories.tokens.shape)
-    partly = signal(fg.newest_segment_only(fg.last_turn_only(algorithm)))
+    partly = signal(fg.algorithms.newest_segment_only(fg.algorithms.last_turn_only(algorithm)))
     (whole_adv, whole, _), (adv, newest, _) = (
         signal(algorithm)(trajectories),
         partly(trajectories.replace(version=version_ntl)),
@@ -199,7 +199,7 @@ def test_F2_older_segments_and_earlier_turns_are_left_out_and_the_rest_keeps_its
 )
 def test_settings_can_be_vmapped(name, setting, values):
     """A number is not looked at with a Python `if`, so one program runs a whole sweep."""
-    case, build = make_case(22), getattr(fg, name)
+    case, build = make_case(22), getattr(fg.algorithms, name)
     batch = batch_of(MEMBERS[name], case.trajectories)
 
     def run(value):
@@ -243,12 +243,12 @@ PUBLISHED = {
     "reinforce_pp": {"clip_low": 0.2, "clip_high": 0.2, "gamma": 1.0, "baseline": None},
     "gigpo": {"omega": 1.0, "gamma": 0.95, "clip_low": 0.2, "clip_high": 0.2, "beta": 0.01, "eps": 1e-6},
     "kimi": {"tau": 0.1},
-    "ppo": {"credit": fg.token_gae, "clip_low": 0.2, "clip_high": 0.2, **PPO},
+    "ppo": {"credit": fg.algorithms.token_gae, "clip_low": 0.2, "clip_high": 0.2, **PPO},
     "dpo": {"beta": 0.1},
 }
 
 
 def test_defaults_are_the_published_settings():
     for name, published in PUBLISHED.items():
-        parameters = inspect.signature(getattr(fg, name)).parameters.values()
+        parameters = inspect.signature(getattr(fg.algorithms, name)).parameters.values()
         assert {p.name: p.default for p in parameters if p.default is not p.empty} == published, name

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import flowgrpo as fg
+from flowgrpo.algorithms import cispo, dpo_pairs, kl_estimate
 from flowgrpo.algorithms.options import read_options
 
 LN = np.log
@@ -39,7 +40,7 @@ def evaluated(algorithm, ratios, advantage, *, entropy=None, **fields):
 TURNS = {"turn": [0, 0, 1], "mismatch": LN([4.0, 2.0, 0.5]), "weight": 1.0}  # pi_old / mu is 4, 2 and 1/2
 ONCE, PAIR = [1, 1, 1], {"trajectory": [0, 0, 1], "weight": 1.0}
 SLOPE = 0.5 / (1 + 8**0.5)
-kimi, gspo = fg.kimi(tau=0.5), fg.gspo(clip_low=0.9, clip_high=9.0)
+kimi, gspo = fg.algorithms.kimi(tau=0.5), fg.algorithms.gspo(clip_low=0.9, clip_high=9.0)
 bonus = fg.flow_grpo(beta=0.0, entropy_bonus=0.1)
 
 
@@ -52,13 +53,13 @@ WORKED = {
     # A = 2: 1.5 clips to 1.2, 0.5 stays; A = -2: 0.5 clips to 0.8, 1.5 stays. Clipped tokens have no slope.
     "clip": (fg.flow_grpo(beta=0.0), [1.5, 0.5, 0.5, 1.5], [2, 2, -2, -2], {}, 0.3, [0, -0.25, 0, 0.75]),
     # dapo's 0.2 / 0.28: a ratio of 1.25 is inside above, 0.75 is outside below.
-    "clip higher": (fg.dapo(), [1.25, 0.75], [1, -1], {}, -0.225, [-0.625, 0]),
+    "clip higher": (fg.algorithms.dapo(), [1.25, 0.75], [1, -1], {}, -0.225, [-0.625, 0]),
     # A = -1, ratio 5, bound 3: the loss is 3 and flat; at ratio 2 it is 2 with its slope.
-    "dual clip": (fg.flow_grpo_released(beta=0.0), [5, 2], [-1, -1], {}, 2.5, [0, 1]),
-    "no clip": (fg.rloo(), [3.0, 0.1], [1, -2], {}, -1.4, [-1.5, 0.1]),
-    "no clip, dual clip": (fg.rloo(dual_clip=2.0), [3.0, 1.0], [-1, -1], {}, 1.5, [0, 0.5]),
+    "dual clip": (fg.algorithms.flow_grpo_released(beta=0.0), [5, 2], [-1, -1], {}, 2.5, [0, 1]),
+    "no clip": (fg.algorithms.rloo(), [3.0, 0.1], [1, -2], {}, -1.4, [-1.5, 0.1]),
+    "no clip, dual clip": (fg.algorithms.rloo(dual_clip=2.0), [3.0, 1.0], [-1, -1], {}, 1.5, [0, 0.5]),
     # cispo: the ratio, cut at 5, is a weight; even a clipped token keeps its slope -min(rho, 5) A w.
-    "weighted log pi": (fg.cispo(), [8, 0.5], [1, 2], {}, -(5 * (LN(8) - 1) + LN(0.5) - 1) / 2, [-2.5, -0.5]),
+    "weighted log pi": (cispo(), [8, 0.5], [1, 2], {}, -(5 * (LN(8) - 1) + LN(0.5) - 1) / 2, [-2.5, -0.5]),
     # gspo: two tokens of one turn at ratios 4 and 1 share exp(mean log) = 2; the other turn has its own.
     "sequence ratio": (gspo, [4, 1, 3], ONCE, {"turn": [0, 0, 1], "weight": 0.5}, -3.5, [-1, -1, -1.5]),
     # kimi: A sum log pi - tau/2 (sum log rho)^2 with sum log rho = log 6 gives the slope -(A - tau log 6).
@@ -98,16 +99,16 @@ def test_kl_kinds_by_hand_and_without_bias():
     logp, logp_ref = (logits - LN(np.exp(logits).sum(1, keepdims=True))).astype(np.float32)
     divergence = (np.exp(logp) * (logp - logp_ref)).sum()
     for kind, value in {"k1": -LN(2), "k2": LN(2) ** 2 / 2, "k3": 1 - LN(2)}.items():
-        assert float(fg.kl_estimate(np.float32(-2), np.float32(-2 + LN(2)), kind)) == pytest.approx(value, rel=1e-5)
-        assert float(fg.kl_estimate(np.float32(-2), np.float32(-2), kind)) == 0.0
-        mean = float((np.exp(logp) * fg.kl_estimate(logp, logp_ref, kind)).sum())
+        assert float(kl_estimate(np.float32(-2), np.float32(-2 + LN(2)), kind)) == pytest.approx(value, rel=1e-5)
+        assert float(kl_estimate(np.float32(-2), np.float32(-2), kind)) == 0.0
+        mean = float((np.exp(logp) * kl_estimate(logp, logp_ref, kind)).sum())
         assert kind == "k2" or mean == pytest.approx(divergence, rel=1e-5)
-    assert fg.kl_estimate(logp, logp_ref)[0] == fg.kl_estimate(logp, logp_ref, "k3")[0]
+    assert kl_estimate(logp, logp_ref)[0] == kl_estimate(logp, logp_ref, "k3")[0]
 
 
 def test_overlong_penalty_by_hand():
     """Limit 20, buffer 10: nothing up to 10 tokens, half at 15, all from 20 on."""
-    penalty_n = fg.overlong_penalty(np.array([1, 10, 15, 20, 50]), fg.Overlong(20, 10))
+    penalty_n = fg.algorithms.overlong_penalty(np.array([1, 10, 15, 20, 50]), fg.Overlong(20, 10))
     np.testing.assert_allclose(penalty_n, [0, 0, -0.5, -1, -1])
 
 
@@ -150,7 +151,7 @@ def test_dpo_pairs_best_and_worst_of_each_group():
     outcomes = [(1, 0.0), (1, 1.0), (1, 1.0), (2, 0.5), (2, 0.5), (3, 1.0), (3, None), (1, 0.0)]
     ends = {True: fg.Status.ABORTED, False: fg.Status.FINISHED}
     trajectories = fg.collate([fg.Trajectory([turn], r, g, status=ends[r is None]) for g, r in outcomes])
-    pairs, sides, weights = jax.jit(lambda x: (fg.dpo_pairs(x), *(part(x) for part in fg.dpo()[1:3])))(trajectories)
+    pairs, sides, weights = jax.jit(lambda x: (dpo_pairs(x), *(part(x) for part in fg.dpo()[1:3])))(trajectories)
     used = np.asarray(pairs.valid)
     assert (np.asarray(pairs.best)[used].tolist(), np.asarray(pairs.worst)[used].tolist()) == ([1], [0])
     np.testing.assert_allclose(sides[:, 0], [-1, 1, 0, 0, 0, 0, 0, 0])
@@ -173,15 +174,15 @@ REFUSED = {
     "grpo: kl is 'k4', but must be one of k1, k2, k3": lambda: fg.grpo(kl="k4"),
     "kl='k1' in the loss has zero expected on-policy gradient": lambda: fg.grpo(kl="k1"),
     "kl_in is 'bonus', but must be one of loss, reward": lambda: fg.grpo(kl_in="bonus"),
-    "there is none; set beta and kl_in": lambda: fg.dapo(kl_weighted=True),
+    "there is none; set beta and kl_in": lambda: fg.algorithms.dapo(kl_weighted=True),
     "there is none; set beta": lambda: fg.grpo(kl_in="reward", kl_weighted=True),
     "clip_low is 1.5, but a ratio is never below 0": lambda: fg.grpo(clip_low=1.5),
     "level is 'row', but must be one of token": lambda: fg.Correction(level="row"),
-    "overlong is (9, 3), but must be a fg.Overlong": lambda: fg.dapo(overlong=(9, 3)),
-    "cispo can't honour dual_clip": lambda: fg.cispo(dual_clip=3.0),
-    "kimi can't honour beta": lambda: fg.kimi(beta=jnp.float32(0.0)),
+    "overlong is (9, 3), but must be a fg.Overlong": lambda: fg.algorithms.dapo(overlong=(9, 3)),
+    "cispo can't honour dual_clip": lambda: cispo(dual_clip=3.0),
+    "kimi can't honour beta": lambda: fg.algorithms.kimi(beta=jnp.float32(0.0)),
     "dpo can't honour correction": lambda: fg.dpo(correction=fg.Correction()),
-    "kind is 'k9', but must be one of k1, k2, k3": lambda: fg.kl_estimate(jnp.zeros(1), jnp.zeros(1), "k9"),
+    "kind is 'k9', but must be one of k1, k2, k3": lambda: kl_estimate(jnp.zeros(1), jnp.zeros(1), "k9"),
 }
 
 
@@ -193,8 +194,8 @@ def test_bad_options_get_one_clear_sentence(words):
 
 def test_settings_at_the_edge_and_defaults_of_refused_ones_are_honoured():
     fg.grpo(clip_low=1.0, clip_high=0.0, beta=0.0, entropy_bonus=0.0, reference_every=1, overlong=fg.Overlong(1, 1))
-    fg.kimi(beta=0.0, dual_clip=None)
-    fg.dr_grpo(max_tokens=1)
+    fg.algorithms.kimi(beta=0.0, dual_clip=None)
+    fg.algorithms.dr_grpo(max_tokens=1)
     options = read_options("grpo", {"kl_in": "reward", "beta": 0.1})
     assert (options.kl_kind, options.kl_in_reward, options.kl_in_loss) == ("k1", True, False)
     assert read_options("grpo", {"kl": "k2"}).kl_kind == "k2"
@@ -206,7 +207,7 @@ LACKING = [
     ("Batch.logp_ref is missing, and its margin", fg.dpo().loss),
     ("Scores.entropy", fg.grpo(beta=0.0, entropy_bonus=0.1).loss),
     ("Scores.value", fg.ppo(beta=0.0).loss),
-    ("Trajectories.logp_ref", lambda *_: fg.rloo(beta=0.1, kl_in="reward").advantages(BARE)),
+    ("Trajectories.logp_ref", lambda *_: fg.algorithms.rloo(beta=0.1, kl_in="reward").advantages(BARE)),
     ("Trajectories.value", lambda *_: fg.ppo(beta=0.0).advantages(BARE)),
     ("Trajectories.last_value", lambda *_: fg.ppo(beta=0.0).advantages(BARE.replace(value=BARE.logp_sampled))),
     ("Trajectories.outcome has 3", lambda *_: fg.grpo().advantages(BARE.replace(outcome=np.ones(3)))),

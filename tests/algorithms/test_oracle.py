@@ -15,6 +15,7 @@ import pytest
 from family_cases import INVALID, Case, batch_of, make_case
 
 import flowgrpo as fg
+from flowgrpo.batching import place
 
 pytestmark = pytest.mark.oracle
 
@@ -53,7 +54,7 @@ def ours(algorithm: fg.Algorithm, case: Case) -> tuple:
     batch = batch_of(algorithm, case.trajectories)
 
     def loss(logp_ntl, entropy_ntl):
-        return algorithm.loss(fg.Scores(fg.place(logp_ntl, batch), fg.place(entropy_ntl, batch)), batch)[0]
+        return algorithm.loss(fg.Scores(place(logp_ntl, batch), place(entropy_ntl, batch)), batch)[0]
 
     value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(jnp.asarray(case.logp), jnp.asarray(case.entropy))
     return value, *gradients[: 1 + ("entropy" in algorithm.needs)]
@@ -190,10 +191,10 @@ ENTROPY, AS_ENTROPY = {"entropy_bonus": 0.02}, {"_entropy_bonus_enabled": True, 
 
 # The members, with their deviation's eps as TRL has it.
 grpo = partial(fg.grpo, eps=TRL_EPS, beta=0.0)
-dr_grpo = partial(fg.dr_grpo, max_tokens=20)
-dapo = partial(fg.dapo, dynamic_sampling=False, eps=TRL_EPS)  # TRL filters no groups
-cispo = partial(fg.cispo, clip_low=1.0, clip_high=0.2, eps=TRL_EPS)  # TRL bounds the ratio itself, and only above
-gspo = partial(fg.gspo, clip_low=0.1, clip_high=0.1, eps=TRL_EPS)
+dr_grpo = partial(fg.algorithms.dr_grpo, max_tokens=20)
+dapo = partial(fg.algorithms.dapo, dynamic_sampling=False, eps=TRL_EPS)  # TRL filters no groups
+cispo = partial(fg.algorithms.cispo, clip_low=1.0, clip_high=0.2, eps=TRL_EPS)  # TRL bounds the ratio, and only above
+gspo = partial(fg.algorithms.gspo, clip_low=0.1, clip_high=0.1, eps=TRL_EPS)
 
 # Each with the settings that make TRL's trainer the same one. A sequence is a turn's action here and the whole
 # completion there: the same where there is one turn.
@@ -232,8 +233,8 @@ def test_group_relative_members_equal_trl(oracle, turns, algorithm, settings):
     ("normalize", "kind", "settings"),
     [
         (partial(fg.group_zscore, eps=TRL_EPS), "grpo", {"scale_rewards": "group"}),
-        (fg.group_center, "grpo", {"scale_rewards": "none"}),
-        (fg.leave_one_out, "rloo", {}),
+        (fg.algorithms.group_center, "grpo", {"scale_rewards": "none"}),
+        (fg.algorithms.leave_one_out, "rloo", {}),
     ],
 )
 def test_advantages_equal_trl(oracle, normalize, kind, settings):
@@ -254,7 +255,7 @@ def test_advantages_equal_trl(oracle, normalize, kind, settings):
 def test_overlong_penalty_equals_trl(oracle, max_tokens, buffer):
     length_n = np.arange(max_tokens + buffer)
     expected_n = oracle.overlong(max_tokens, buffer)([[1] * int(length) for length in length_n])
-    check([(fg.overlong_penalty(length_n, fg.Overlong(max_tokens, buffer)),)], [(expected_n,)])
+    check([(fg.algorithms.overlong_penalty(length_n, fg.Overlong(max_tokens, buffer)),)], [(expected_n,)])
 
 
 # DPO ----------------------------------------------------------------------------------------------------------

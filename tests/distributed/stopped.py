@@ -6,7 +6,7 @@ import signal
 import time
 from pathlib import Path
 
-from flowgrpo.distributed.crew import Lost, RayCrew
+from flowgrpo.distributed.ray_backend import Lost, RayCrew
 
 
 class Sleeper:

@@ -5,14 +5,15 @@ import json
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from commands import run_module, xla_flags
 
-from experiments.cluster_kills import rest_for_an_update, run_cluster_soak, soak
-from flowgrpo.distributed.crew import RayCrew
 from flowgrpo.distributed.event_log import read_events
+from flowgrpo.distributed.kill_series import _await, run_cluster_soak, soak_cluster
+from flowgrpo.distributed.ray_backend import RayCrew
 from flowgrpo.types import BadInput
 
 ROOT = Path(__file__).parent.parent.parent
@@ -41,7 +42,12 @@ def test_S1_one_kill_of_each_kind_of_process_gives_the_bits_of_a_single_process(
     """With one process of each kind none goes on without the others: every kill meets an update. And S2: it replays."""
     sizes = [*TINY.split(), "--domains=drawing", "--updates=8", cache]  # in drawing it has some success at once
     command = [sys.executable, "-m", "experiments.cluster", *sizes, "--rollout_workers=1", "--reward_workers=any=1"]
-    met = soak(command, tmp_path / "killed", kills=4, chance=random.Random(0), rest=rest_for_an_update)
+
+    def rest(process: subprocess.Popen, folder: Path) -> None:
+        """Wait until the next update begins."""
+        _await(process, folder, "train", since=time.time())
+
+    met = soak_cluster(command, tmp_path / "killed", kills=4, chance=random.Random(0), rest=rest)
     assert sorted(victim.kind for victim in met if victim.recovered) == ["master", "reward", "rollout", "train"]
     assert_a_single_process_does_the_same(tmp_path, sizes)
     again = run("replay", str(tmp_path / "killed"), cache)
@@ -139,7 +145,7 @@ def test_without_ray_the_extra_is_named(monkeypatch):
 def test_a_replay_needs_a_clusters_run(tmp_path):
     ran = run("replay", str(tmp_path))
     assert ran.returncode == 1
-    assert "run.json can't be read" in ran.stderr
+    assert "holds no run: run.json is missing" in ran.stderr
 
 
 @pytest.mark.slow

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from cluster_cases import ThreadCrew, Work, task
 
-from flowgrpo import priorities, schedule, under_way
-from flowgrpo.distributed.crew import Lost
+from flowgrpo.data import task_sampling
+from flowgrpo.distributed import cluster_state, schedule
 from flowgrpo.distributed.event_log import read_events
-from flowgrpo.distributed.orders import Stretch
+from flowgrpo.distributed.messages import Stretch
+from flowgrpo.distributed.ray_backend import Lost
+from flowgrpo.distributed.schedule import REWARD, TRAIN
 from flowgrpo.rollout.hosted import hosted
-from flowgrpo.schedule import REWARD, TRAIN
 from flowgrpo.types import BadInput, Status
 
 SYNC = schedule.synchronous(3, 6)
@@ -156,7 +157,7 @@ def test_S1_tasks_that_are_chosen_by_what_is_known_are_the_same_after_faults(tmp
     """Four tasks only: what an update shows of one decides what the next one draws."""
 
     def choose(known, group):
-        return priorities.chosen(known, 0, group, 4)
+        return task_sampling.chosen(known, 0, group, 4)
 
     def drawn(work):
         return [one.task.id for _, found in sorted(work.batches.items()) for s in found for one in s.played[:1]]
@@ -231,9 +232,7 @@ def test_partial_rollouts_carry_tokens_over(tmp_path):
     master._on_play = lambda doing, slip: (reused.append(slip.reused), take_slip(doing, slip))
     master.run()
     assert sum(reused) > 0
-    turns = [
-        turn for found in work.batches.values() for s in found for one in s.played for turn in one.trajectory.turns
-    ]
+    turns = [turn for found in work.batches.values() for s in found for one in s.played for turn in one.turns]
     spoke = [set(np.asarray(turn.version).ravel().tolist()) for turn in turns]
     assert {len(versions) for versions in spoke} == {1, 2}  # actions too are of several versions, token by token
 
@@ -253,7 +252,7 @@ def test_R2_a_reward_that_hangs_is_ended_named_and_has_no_verdict_in_the_end(tmp
     finally:
         released.set()
     assert result["update"] == 2
-    refused = [one for s in work.batches[1] for one in s.played if one.trajectory.outcome is None]
+    refused = [one for s in work.batches[1] for one in s.played if one.outcome is None]
     assert {one.task.id for one in refused} == {"4"}
     assert all("did not return within 1.5 s" in one.reason for one in refused)
     assert [sentence.partition(" ")[0][:10] for sentence in told] == ["reward-any"] * len(told)
@@ -311,7 +310,7 @@ def test_what_takes_long_is_named_but_not_ended(tmp_path):
 def test_S2_the_events_give_the_same_updates_again(tmp_path):
     plan = schedule.asynchronous(3, 8, staleness=2)
     Work().master(ThreadCrew(), plan, tmp_path).run()
-    state, again, there = under_way.State(), [], []
+    state, again, there = cluster_state.ClusterState(), [], []
     for line in read_events(tmp_path / "events.jsonl"):
         if line["what"] == "event":
             state, commands = schedule.advance(plan, state, schedule.Event(**line["event"]))
@@ -363,5 +362,5 @@ def test_S3_a_tool_that_hangs_is_named_and_the_run_goes_on(tmp_path):
     assert any(re.match(named, sentence) for sentence in told), told
     played = [one for stretch in work.batches[1] for one in stretch.played]
     assert len(played) == 3 * work.samples
-    late = [(one.group, one.sample) for one in played if one.trajectory.status == Status.TIMEOUT]
+    late = [(one.group, one.sample) for one in played if one.status == Status.TIMEOUT]
     assert late == [(4, 1)]

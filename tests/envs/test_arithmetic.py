@@ -5,10 +5,20 @@ import numpy as np
 import pytest
 from env_cases import ENVS, at, play, played, player, repeated, talk, talks, tasks_of, to_numpy
 
-from flowgrpo.envs import expressions
-from flowgrpo.envs.arithmetic import FLAWS, Flaws, arithmetic
+from flowgrpo.envs.arithmetic import (
+    FLAWS,
+    LETTER,
+    MOST_LOOKUPS,
+    NUMBER,
+    OPERANDS,
+    TEMPLATES,
+    Expression,
+    Flaws,
+    arithmetic,
+    faultless,
+    make_plan,
+)
 from flowgrpo.envs.env import in_words
-from flowgrpo.envs.expressions import LETTER, NUMBER, TEMPLATES, Expression, faultless, make_plan
 
 ENV = ENVS["arithmetic"]
 WITHOUT_FLAWS = Flaws((0.0,) * 4, 0.0, 0.0, 0.0)
@@ -145,7 +155,7 @@ def test_tasks_are_evenly_dealt():
 
 def test_pointers_lead_out_of_the_expression_to_a_number():
     tasks = to_numpy(tasks_of(ENV))
-    assert (tasks.points.sum(axis=1) + expressions.OPERANDS[tasks.template] <= expressions.MOST_LOOKUPS).all()
+    assert (tasks.points.sum(axis=1) + OPERANDS[tasks.template] <= MOST_LOOKUPS).all()
     assert 0.2 < tasks.points[:, 0].mean() < 0.45
     there = np.take_along_axis(tasks.holds, tasks.letters[:, 4:], axis=1)
     here = np.take_along_axis(tasks.holds, tasks.letters[:, :4], axis=1)

@@ -9,9 +9,9 @@ import pytest
 from env_cases import ENVS, PLAYERS, TRACES, N, at, batched, keys, play, played, player, repeated, tasks_of, to_numpy
 
 import flowgrpo as fg
-from flowgrpo.envs.checks import _check_answer, _check_oracle, _check_play, _check_shapes
+from flowgrpo.envs.arithmetic import combination
+from flowgrpo.envs.contract_check import _check_answer, _check_oracle, _check_play, _check_shapes
 from flowgrpo.envs.env import SPLITS
-from flowgrpo.envs.expressions import combination
 
 
 class Case(NamedTuple):

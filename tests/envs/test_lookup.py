@@ -8,11 +8,11 @@ from commands import run_module
 from env_cases import ENVS, at, batched, keys, play, played, player, repeated, row, talk, talks, tasks_of, to_numpy
 
 import flowgrpo as fg
-from experiments.plays import tabulate
 from flowgrpo.envs.env import SPLITS, story
-from flowgrpo.envs.lookup import Task, World, is_right
+from flowgrpo.envs.lookup import LookupTask, World, calls_right_tool
 from flowgrpo.envs.play import transcript
-from flowgrpo.learner.warmstart import act_by_oracle, demonstrate
+from flowgrpo.learner.imitation import act_by_oracle, demonstrate
+from flowgrpo.recipes.pure import tabulate_plays
 
 ENV = ENVS["lookup"]
 WORLD = World(entities=8)  # ada bo cy dee eli fay gus hal
@@ -23,13 +23,13 @@ RIGHT = {"friend": "registry", "doctor": "registry", "boss": "archive", "tenant"
 RIGHT |= {"mentor": "gazette", "rival": "directory"}
 
 
-def question(start: str, *relations: str) -> Task:
+def question(start: str, *relations: str) -> LookupTask:
     """Everybody's relation number r is the person 1 + r places further on: ada's friend is bo, her boss is cy."""
     facts = (np.arange(8)[:, None] + 1 + np.arange(6)[None, :]) % 8
     chain = [LYING.words.index(relation) - WORLD.first_relation for relation in relations]
     start_index = np.int32(LYING.words.index(start) - WORLD.first_entity)
     chain_h = np.array([*chain, 0][:3], np.int32)
-    return Task(facts.astype(np.int32), start_index, chain_h, np.int32(len(chain)), np.int32(0))
+    return LookupTask(facts.astype(np.int32), start_index, chain_h, np.int32(len(chain)), np.int32(0))
 
 
 FRIENDS_BOSS = question("ada", "friend", "boss")
@@ -197,7 +197,7 @@ def test_demonstrations_choose_tools_nearly_at_chance():
     plays = play(
         ENV, player(ENV, "demonstrations"), jax.tree.map(lambda x: jnp.repeat(x[::8], 8, axis=0), tasks_of(ENV))
     )
-    found = tabulate(ENV, plays)
+    found = tabulate_plays(ENV, plays)
     assert 12 <= found["success"] <= 25
     assert 25 < found["right tool"] <= 1.5 * 25
     assert {2, 3, 4, 5, 6} <= set(plays.live.sum(axis=1).tolist())
@@ -214,7 +214,7 @@ def test_the_right_tool_is_what_makes_a_demonstration_succeed():
 
 def test_is_right_looks_at_the_relation_that_is_asked_for():
     lines = ["archive boss hal <end>", "registry boss hal <end>", "archive boss hal", "answer hal <end>"]
-    right = [bool(is_right(*map(jnp.asarray, row(LYING, line)), world=WORLD)) for line in lines]
+    right = [bool(calls_right_tool(*map(jnp.asarray, row(LYING, line)), world=WORLD)) for line in lines]
     assert right == [True, False, False, False]
 
 

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from env_cases import ENVS, play, played, player, talk, talks, tasks_of, to_numpy
 
-from flowgrpo.envs.grids import Maze, both_sides, furnish, neighbours
-from flowgrpo.envs.maze import maze
+from flowgrpo.envs.maze import Maze, both_sides, furnish, maze, neighbours
 
 ENV, SMALL, PAID = ENVS["maze"], maze(width=3), maze(by_turn=True)
 WAY = ["east", "east", "south", "north", "west", "south", "south"]  # the oracle's, by hand

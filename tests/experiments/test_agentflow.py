@@ -2,17 +2,18 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from experiments import agent_setups
-from experiments.dry_runs import hosted_job
-from experiments.recorded import read_trajectories
-from experiments.recorded_ratios import ratios_of
-from flowgrpo.learner.folder import START, read_run
+from flowgrpo.recipes.agent_config import preset
+from flowgrpo.recipes.dry_runs import hosted_job
+from flowgrpo.recipes.export import read_config
+from flowgrpo.recipes.pages import ratios_of, read_trajectories
 from flowgrpo.rollout.records import from_json
+from flowgrpo.run.run_dir import START
 from flowgrpo.types import BadInput
 from tests.experiments.conftest import last_line, metrics, result
 
@@ -47,7 +48,7 @@ def test_a_run_writes_what_it_says(whole):
     assert names == [*recorded, "test-after.jsonl", "test-before.jsonl"]
     played = [from_json(line) for line in (whole / "trajectories" / "test-after.jsonl").read_text().splitlines()]
     assert len(played) == 8
-    assert all(one.trajectory.turns for one in played)
+    assert all(one.turns for one in played)
 
 
 @pytest.mark.slow
@@ -55,13 +56,13 @@ def test_F7_its_trajectories_become_a_page_with_advantages_and_ratios(command, w
     """The policy that sampled scores its own tokens: their ratios are 1."""
     found = read_trajectories(whole)
     learned = [one for one in found if one.phase == "train"]
-    assert all(one.advantages is None or len(one.advantages) == len(one.played.trajectory.turns) for one in learned)
+    assert all(one.advantages is None or len(one.advantages) == len(one.played.turns) for one in learned)
     assert any(one.advantages for one in learned)
     before = [one.played for one in found if one.phase == "test before"]
-    update, ratios = ratios_of(read_run(whole)["settings"], whole, before, "start")
+    update, ratios = ratios_of(read_config(whole), whole, before, "start")
     assert update == 0
     for one, own in zip(before, ratios, strict=True):
-        for turn, ratio in zip(one.trajectory.turns, own, strict=True):
+        for turn, ratio in zip(one.turns, own, strict=True):
             np.testing.assert_allclose(ratio[turn.chosen], 1.0, atol=1e-4)
     said = command("view", f"--workdir={whole}", "--ratios=last").stdout
     assert f"{len(found)} trajectories of {whole}" in said
@@ -98,16 +99,16 @@ def test_a_dry_run_compiles_the_programs_of_the_run_and_leaves_nothing(command, 
 
 
 def test_what_is_compiled_is_what_the_settings_ask_for():
-    settings = agent_setups.settings_of("nowhere", queries=4, samples=2)
-    job = hosted_job(settings)  # contexts afresh: each of the three turns is a row
+    config = preset("nowhere", queries=4, samples=2)
+    job = hosted_job(config)  # contexts afresh: each of the three turns is a row
     assert (job.rows, job.length, job.prompt) == (24, 8192, 8192 - 2048)
     assert (job.dtype, job.compute_dtype, job.remat) == ("float32", "bfloat16", True)
-    adapted = hosted_job(settings | {"lora_rank": 4, "rendering": "append"})
+    adapted = hosted_job(replace(config, lora_rank=4, rendering="append"))
     assert (adapted.rows, adapted.dtype, adapted.compute_dtype) == (8, "bfloat16", None)
 
 
 def test_without_a_model_the_settings_are_offline_and_with_one_those_of_the_paper():
-    paper = agent_setups.settings_of("some/model")
+    paper = preset("some/model").to_json()
     names = (
         "queries",
         "samples",
@@ -120,6 +121,6 @@ def test_without_a_model_the_settings_are_offline_and_with_one_those_of_the_pape
         "max_tokens",
     )
     assert [paper[name] for name in names] == [32, 8, 1e-6, 0.001, 0.2, 0.5, 3, 10, 2048]
-    assert agent_setups.settings_of(None)["warm_steps"] > 0
+    assert preset().warm_steps > 0
     with pytest.raises(BadInput, match="is no setting"):
-        agent_setups.settings_of(None, colour="red")
+        preset(colour="red")

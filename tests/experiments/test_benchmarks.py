@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from experiments.benchmarks.rows import SHAPES, full_batch, shape_called
-from flowgrpo.learner.floor import count_parameters
+from experiments.benchmarks.ceilings import LEARNERS, full_batch, shape_called
+from flowgrpo.planning.cost_model import count_parameters
 from flowgrpo.types import check_axes
 from tests.experiments.conftest import last_line
 
 
 def test_shapes_have_the_sizes_that_are_reported():
-    sizes = {name: round(count_parameters(shape_called(name)) / 1e6, 1) for name in SHAPES}
+    sizes = {name: round(count_parameters(shape_called(name)) / 1e6, 1) for name in LEARNERS}
     assert sizes == {"prototype": 0.3, "small": 4.1, "medium": 20.7, "large": 75.1}
 
 

@@ -14,8 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from experiments import chat
+from flowgrpo.data.tokenizer import Conversation, add_action, add_messages, load_text, start
 from flowgrpo.models.hf import init_model, load_model, save_model
-from flowgrpo.text import Conversation, add_action, add_messages, load_text, start
 from tests.experiments.conftest import check_refused
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

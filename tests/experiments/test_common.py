@@ -9,11 +9,11 @@ EXPERIMENT = '''"""An experiment of a few lines."""
 
 import signal
 from absl import flags, logging
-from experiments import common
-from experiments.headings import heading
+from experiments.cli import app
+from experiments.cli.help import flag_heading
 from flowgrpo.types import BadInput
 
-heading("What is run")
+flag_heading("What is run")
 _WORD = flags.DEFINE_string("word", "hello", "What is said.")
 _TIMES = flags.DEFINE_integer("times", 1, "How often.", lower_bound=1)
 _RATE = flags.DEFINE_float("rate", None, "How fast.", lower_bound=0.0)
@@ -29,7 +29,7 @@ def main():
         signal.raise_signal(signal.Signals[_WORD.value])
 
 if __name__ == "__main__":
-    common.run(main)
+    app.run(main)
 '''
 
 

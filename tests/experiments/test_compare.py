@@ -8,14 +8,14 @@ import pytest
 from commands import run_module
 
 import flowgrpo as fg
-from experiments import arms, compare_page, compare_runs
-from experiments.arms import Arm
-from experiments.compare_runs import compare, read_runs, settings_of
-from experiments.studies import STUDIES, Study, chosen_arms
-from flowgrpo.learner.warmstart import demonstrate
-from flowgrpo.rollout.compiled import Rollout, repeat
-from flowgrpo.rollout.exam import draw_tasks
-from flowgrpo.statistics import iqm
+from flowgrpo.evaluation.statistics import iqm
+from flowgrpo.learner.imitation import demonstrate
+from flowgrpo.recipes import compare as module
+from flowgrpo.recipes import study_arms
+from flowgrpo.recipes.compare import read_runs, run_study, study_config
+from flowgrpo.recipes.studies import STUDIES, Study, chosen_arms
+from flowgrpo.recipes.study_arms import Arm
+from flowgrpo.rollout.compiled import draw_tasks, repeat
 from tests.experiments.conftest import check_refused, last_line, run_command
 
 TWO = Study("Is it so?", "one", {"one": Arm(), "other": Arm()}, worlds={"lookup": {}, "maze": {}})
@@ -36,7 +36,7 @@ def known_runs() -> dict:
 
 
 def test_a_row_has_estimate_interval_and_how_often_it_beats_the_baseline():
-    one, other = compare_page.tabulate(TWO, known_runs(), range(4))
+    one, other = module.tabulate_study(TWO, known_runs(), range(4))
     assert (one["iqm"], one["low"], one["high"], one["seeds"], one["start"]) == (0.5, 0.5, 0.5, 4, 0.2)
     assert "beats_baseline" not in one
     assert other["iqm"] == pytest.approx(iqm(np.array([0.6, 0.7, 0.8, 0.9, 0.4, 0.4, 0.4, 0.4])))
@@ -46,8 +46,8 @@ def test_a_row_has_estimate_interval_and_how_often_it_beats_the_baseline():
 
 def test_the_page_needs_nothing_beside_it_and_says_everything(tmp_path):
     study = TWO._replace(question="Is a < b & c?")
-    rows = compare_page.tabulate(study, known_runs(), range(4))
-    compare_page.write(tmp_path, study, rows, known_runs(), range(4), expected="a < b", name="mine")
+    rows = module.tabulate_study(study, known_runs(), range(4))
+    module.write_study(tmp_path, study, rows, known_runs(), range(4), expected="a < b", name="mine")
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {"curves.png", "curves.svg", "index.html", "table.jsonl", "table.md"}
     page = (tmp_path / "index.html").read_text()
@@ -59,7 +59,7 @@ def test_the_page_needs_nothing_beside_it_and_says_everything(tmp_path):
     assert [line["arm"] for line in lines] == ["one", "other"]
     assert {"arm", "iqm", "low", "high", "seeds"} <= set(lines[0])
     pictures = [(tmp_path / name).read_bytes() for name in ("curves.svg", "table.md")]
-    compare_page.write(tmp_path, study, rows, known_runs(), range(4), expected="a < b", name="mine")
+    module.write_study(tmp_path, study, rows, known_runs(), range(4), expected="a < b", name="mine")
     assert [(tmp_path / name).read_bytes() for name in ("curves.svg", "table.md")] == pictures
 
 
@@ -78,14 +78,14 @@ def test_every_study_is_built_and_says_what_to_expect(name):
 def test_pay_by_turn_is_for_calls_that_were_answered_and_the_outcome_at_the_end():
     env = fg.lookup(hops=(1, 1))
     rollout = _played(env)
-    paid = arms._with_pay(rollout).trajectories
+    paid = study_arms._with_pay(rollout)
     for n in range(len(paid.outcome)):
         turns = int(paid.turns[n].sum())
         for turn in range(turns):
             called = bool(rollout.tool[n, turn] >= 0) and not bool(rollout.error[n, turn])
             expected = float(called) + (float(paid.outcome[n]) if turn == turns - 1 else 0.0)
             assert float(paid.reward[n, turn]) == expected
-    adv_nt = np.asarray(arms.by_turn_zscore(paid, None, paid.valid, fg.Options()))
+    adv_nt = np.asarray(study_arms.by_turn_zscore(paid, None, paid.valid, fg.Options()))
     assert adv_nt.shape == paid.turns.shape
     assert (adv_nt[~np.asarray(paid.turns)] == 0).all()
     own = np.asarray(paid.group) == 0
@@ -101,15 +101,15 @@ def _played(env: fg.Env):
     calls = np.asarray(shown.turns) & (
         np.arange(shown.turns.shape[1])[None] < np.asarray(shown.turns).sum(1)[:, None] - 1
     )
-    return Rollout(shown, np.where(calls, 0, -1), np.zeros(calls.shape, bool))
+    return shown.replace(tool=np.where(calls, 0, -1), error=np.zeros(calls.shape, bool))
 
 
 def test_settings_are_the_studies_unless_others_are_chosen():
     study = STUDIES["credit"]()
-    assert settings_of(study, "lookup", {})["updates"] == study.settings["updates"]
-    assert settings_of(study, "lookup", {})["warm_steps"] == study.settings["warm_steps"]
-    chosen = settings_of(study, "lookup", {"updates": 7})
-    assert (chosen["updates"], chosen["decay_updates"]) == (7, 7)
+    assert study_config(study, "lookup", {}).updates == study.changes["updates"]
+    assert study_config(study, "lookup", {}).warm_steps == study.changes["warm_steps"]
+    chosen = study_config(study, "lookup", {"updates": 7})
+    assert (chosen.updates, chosen.decay_updates) == (7, 7)
 
 
 def test_some_arms_and_always_the_baseline():
@@ -128,26 +128,26 @@ def asked(monkeypatch) -> list:
     def run_arm(arm, _settings, _world, begun, **_):
         if arm is None:
             raise KeyboardInterrupt
-        asked.append((arm.settings["samples"], np.asarray(begun).tolist()))
+        asked.append((arm.changes["samples"], np.asarray(begun).tolist()))
         return [{"success": [0.0, 1.0]}] * len(begun)
 
-    monkeypatch.setattr(compare_runs, "begin_all", lambda _settings, _world, seeds, **_: np.array(seeds))
-    monkeypatch.setattr(compare_runs, "run_arm", run_arm)
+    monkeypatch.setattr(module, "begin_all", lambda _settings, _world, seeds, **_: np.array(seeds))
+    monkeypatch.setattr(module, "run_arm", run_arm)
     return asked
 
 
 def test_a_study_goes_on_where_it_was_stopped_and_takes_more_seeds(asked, tmp_path):
-    two, four = Arm(settings={"samples": 2}), Arm(settings={"samples": 4})
+    two, four = Arm(changes={"samples": 2}), Arm(changes={"samples": 4})
     study = TWO._replace(arms={"one": two, "other": four}, worlds={"lookup": {}})
     with pytest.raises(KeyboardInterrupt):
-        compare(study._replace(arms={"one": two, "other": None}), tmp_path, seeds=[0])
+        run_study(study._replace(arms={"one": two, "other": None}), tmp_path, seeds=[0])
     kept = (tmp_path / "runs.jsonl").read_text()
-    compare(study, tmp_path, seeds=[0])
-    compare(study._replace(arms={"one": two}), tmp_path, seeds=range(3))
-    runs = compare(study, tmp_path, seeds=range(4))
+    run_study(study, tmp_path, seeds=[0])
+    run_study(study._replace(arms={"one": two}), tmp_path, seeds=range(3))
+    runs = run_study(study, tmp_path, seeds=range(4))
     assert asked == [(2, [0]), (4, [0]), (2, [1, 2]), (2, [3]), (4, [1, 2, 3])]
     assert (tmp_path / "runs.jsonl").read_text().startswith(kept)
-    assert compare(study, tmp_path, seeds=range(4)) == runs == read_runs(tmp_path)
+    assert run_study(study, tmp_path, seeds=range(4)) == runs == read_runs(tmp_path)
     assert set(runs) == {(arm, "lookup", seed) for arm in study.arms for seed in range(4)}
     assert len(asked) == 5  # nothing was left to run
 

@@ -1,6 +1,7 @@
 """Export: the folder that is written opens, and computes what the run's planner computed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -9,27 +10,27 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import setups
-from experiments.agent_setups import START
-from experiments.lora_setup import LORA, lora_of
-from experiments.members import make_env
-from experiments.offline_model import write_model
-from experiments.planner_files import base_model, export, export_adapter, llama
 from flowgrpo import loop
-from flowgrpo.learner.checkpoint import Checkpoints, params_sha256
-from flowgrpo.learner.critic import ActorCritic
-from flowgrpo.learner.folder import check_run
-from flowgrpo.learner.trained import ADAPTER
 from flowgrpo.models.families import decoder_config
 from flowgrpo.models.hf import load_model, save_model
 from flowgrpo.models.lora import Adapted, init_adapter, lora_policy
 from flowgrpo.models.peft import load_adapter
+from flowgrpo.models.trainable import ADAPTER, ActorCritic
+from flowgrpo.recipes import agent_config, pure
+from flowgrpo.recipes.agent import START
+from flowgrpo.recipes.export import base_model, export, export_adapter, llama
+from flowgrpo.recipes.offline_start import write_model
+from flowgrpo.recipes.planner import lora_of
+from flowgrpo.recipes.registry import make_env
+from flowgrpo.run.checkpoints import Checkpoints, params_sha256
+from flowgrpo.run.config import RunConfig
+from flowgrpo.run.run_dir import check_run
 from flowgrpo.types import BadInput
 from tests.experiments.conftest import check_refused, last_line
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
-HOSTED = {"exam_turns": 4, "model": None, "dtype": "float32"}
-WORDS = setups.settings_of("lookup", d=32, layers=1)
+HOSTED = agent_config.preset()
+WORDS = pure.preset("lookup", d=32, layers=1)
 
 
 def moved(params, seed: int):
@@ -42,9 +43,9 @@ def moved(params, seed: int):
     return jax.tree.map(step, params)
 
 
-def write_run(folder: Path, settings: dict, start, *, trained: list) -> None:
+def write_run(folder: Path, config: RunConfig, start, *, trained: list) -> None:
     """A run with checkpoints of these parameters, of which the first was best."""
-    check_run(folder, settings)
+    check_run(folder, "pure" if isinstance(config, pure.Config) else "agent", config.to_json())
     checkpoints, host = Checkpoints(folder, keep=9), jax.device_get(start)
     for step, params in enumerate(trained, 1):
         run = loop.start_run(params, optax.sgd(0.1), jax.random.key(0))
@@ -89,9 +90,9 @@ def test_a_hosted_run_is_exported_with_its_tokenizer(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_given_model_keeps_its_own_tokenizer_and_dtype(started, tmp_path):
-    settings = HOSTED | {"model": str(started / START), "dtype": "bfloat16"}
+    config = replace(HOSTED, model=str(started / START), dtype="bfloat16")
     model = load_model(started / START, dtype="bfloat16")
-    write_run(tmp_path, settings, model.params, trained=[moved(model.params, 1)])
+    write_run(tmp_path, config, model.params, trained=[moved(model.params, 1)])
     export(tmp_path, tmp_path / "out")
     again = load_model(tmp_path / "out", dtype="bfloat16")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -111,11 +112,11 @@ def test_of_an_actor_and_its_critic_the_actor_is_written(run, tmp_path):
 
 @pytest.mark.slow
 def test_an_adapter_is_merged_or_written_alone(run, tmp_path):
-    settings = HOSTED | LORA | {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": "q,v,down"}
-    model, lora = load_model(run / START), lora_of(settings)
+    config = replace(HOSTED, lora_rank=3, lora_alpha=6.0, lora_targets="q,v,down")
+    model, lora = load_model(run / START), lora_of(config)
     assert lora is not None
     adapter = moved(init_adapter(jax.random.key(0), model.config, lora), 1)
-    check_run(run, settings)
+    check_run(run, "agent", config.to_json())
     whole = Adapted(model.params, adapter)
     state = loop.start_run(whole, optax.sgd(0.1), jax.random.key(0), trained=ADAPTER)
     part = state.replace(learner=state.learner.replace(params=adapter))  # as a session saves it
@@ -135,7 +136,7 @@ def test_an_adapter_is_merged_or_written_alone(run, tmp_path):
 @pytest.fixture
 def of_words(tmp_path):
     """A finished quickstart, and its policy, parameters and environment."""
-    setup = setups.build(WORDS)
+    setup = pure.open(WORDS)
     params = setup.policy.init(jax.random.key(3))
     (tmp_path / "run").mkdir()
     write_run(tmp_path / "run", WORDS, params, trained=[params])
@@ -173,18 +174,18 @@ def test_transformers_computes_the_same_from_an_exported_quickstart(of_words, tm
     assert np.abs(found - logits(policy, params)).max() < 1e-4
 
 
-@pytest.mark.parametrize("env", list(setups.PRESETS))
+@pytest.mark.parametrize("env", list(pure.PRESETS))
 def test_the_shape_of_every_preset_is_that_of_a_llama(env):
-    settings = setups.settings_of(env)
-    config = setups.shape(make_env(env), settings)
-    assert decoder_config(llama(config)) == config
-    assert base_model(settings, Path()).config == config
+    config = pure.preset(env)
+    decoder = pure.decoder_shape(make_env(env), config)
+    assert decoder_config(llama(decoder)) == decoder
+    assert base_model(config, Path()).config == decoder
 
 
 def test_what_can_not_be_exported_is_one_sentence(run, tmp_path):
-    with pytest.raises(BadInput, match=r"run.json can't be read"):
+    with pytest.raises(BadInput, match=r"holds no run: run.json is missing"):
         export(tmp_path / "nowhere", tmp_path / "out")
-    check_run(run, HOSTED)
+    check_run(run, "agent", HOSTED.to_json())
     with pytest.raises(BadInput, match="has no checkpoint yet: let the run go on"):
         export(run, tmp_path / "out")
     with pytest.raises(BadInput, match="trains all parameters and has no adapter: leave out --adapter"):

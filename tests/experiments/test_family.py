@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments import family
-from experiments.members import ALGORITHMS
+from flowgrpo.recipes.registry import ALGORITHMS
 
 
 @pytest.mark.slow
@@ -22,6 +22,6 @@ def test_default_run_shows_the_difference_between_paper_and_released_code(comman
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_pushes_wins_up_and_losses_down(name):
     trajectories = family.make_group([1.0, 0.0, 0.0], [2, 1, 3], 4)
-    rows = family.credit(family.build(name, 4, [2, 1, 3]), trajectories)
+    rows = family.credit_of(family.build(name, 4, [2, 1, 3]), trajectories)
     assert rows[0]["push"] > 0 > min(row["push"] for row in rows[1:])
     assert sum(row["share"] for row in rows) == pytest.approx(1.0)

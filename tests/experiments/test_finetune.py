@@ -1,18 +1,21 @@
 """Fine-tuning as a command: a folder in, a better folder out; it goes on where it was stopped, to the same bits."""
 
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import flowgrpo as fg
-from experiments import finetune_run
-from experiments.finetune_lessons import margins_of, split
-from experiments.finetune_run import batches, finetune
-from experiments.offline_model import write_model
-from flowgrpo.learner.written import preference_rows
+from flowgrpo.learner.conversations import preference_rows
+from flowgrpo.recipes import finetune as module
+from flowgrpo.recipes.finetune import Config, batches, margins_of, split_examples, train
+from flowgrpo.recipes.offline_start import write_model
+from flowgrpo.run.checkpoints import Checkpoints
 from tests.experiments.conftest import check_refused, last_line, metrics
 
 SMALL = ("--max_tokens=48", "--batch=8", "--learning_rate=0.003", "--checkpoint_every=4")
@@ -32,12 +35,17 @@ def conversation(size: int, group: int = 0, outcome: float = 1.0) -> fg.Trajecto
     return fg.Trajectory([fg.Turn(np.arange(size) + 1, chosen, np.zeros(size, np.float32))], outcome, group)
 
 
+def asked(max_tokens: int) -> Any:
+    """Settings of a file that needn't be there."""
+    return SimpleNamespace(max_tokens=max_tokens, held_out=0.3, seed=0, data="x.jsonl")
+
+
 def test_what_is_too_long_is_left_out_and_counted():
     examples = [conversation(size) for size in (4, 9, 5, 6)]
-    parts = split({"max_tokens": 6, "held_out": 0.3, "seed": 0, "data": "x.jsonl"}, examples)
+    parts = split_examples(asked(6), examples)
     assert (len(parts.learned), len(parts.held), parts.left_out) == (2, 1, 1)
     with pytest.raises(fg.BadInput, match=r"x.jsonl has 1 examples of at most 4 tokens, 1 of them held out: raise"):
-        split({"max_tokens": 4, "held_out": 0.3, "seed": 0, "data": "x.jsonl"}, examples)
+        split_examples(asked(4), examples)
 
 
 def test_a_margin_is_what_the_chosen_side_has_gained_above_the_rejected_one():
@@ -91,51 +99,43 @@ def test_demonstrations_are_learned_then_preferences_and_the_folder_opens(comman
 @pytest.mark.slow
 def test_S1_a_run_that_goes_on_ends_as_one_that_was_not_stopped(begun, tmp_path, monkeypatch):
     """Stopped by Ctrl-C in the middle of a step, between two checkpoints."""
-    settings = {
-        "method": "sft",
-        "data": str(begun / "sft.jsonl"),
-        "model": str(begun / "model"),
-        "seed": 0,
-        "epochs": 1.0,
-        "batch": 8,
-        "learning_rate": 0.003,
-        "beta": 0.1,
-        "max_tokens": 48,
-        "held_out": 0.1,
-        "micro_rows": 8,
-        "dtype": "float32",
-        "checkpoint_every": 4,
-    }
-    whole = finetune(settings, tmp_path / "whole")
+    config = Config(
+        method="sft",
+        data=str(begun / "sft.jsonl"),
+        model=str(begun / "model"),
+        batch=8,
+        learning_rate=0.003,
+        max_tokens=48,
+    )
+    whole = train(config, tmp_path / "whole", every=4)
 
-    def interrupted(*given):
-        for number, chosen in enumerate(batches(*given)):
-            if number == 6:
-                raise KeyboardInterrupt
-            yield chosen
+    def interrupted(count, size, seed, first, steps):
+        if first == 6:
+            raise KeyboardInterrupt
+        return batches(count, size, seed, first, steps)
 
     with monkeypatch.context() as patch:
-        patch.setattr(finetune_run, "batches", interrupted)
+        patch.setattr(module, "batches", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            finetune(settings, tmp_path / "parts")
-    validated = finetune_run._validated
+            train(config, tmp_path / "parts", every=4)
+    examined = module.FinetuneWork.examine
 
-    def at_the_end(place, *given):
-        if place.step == whole["steps"]:
+    def at_the_end(work, params):
+        if Checkpoints(tmp_path / "parts").latest() == 6:
             raise KeyboardInterrupt
-        return validated(place, *given)
+        return examined(work, params)
 
     with monkeypatch.context() as patch:  # and once more, in the last validation
-        patch.setattr(finetune_run, "_validated", at_the_end)
+        patch.setattr(module.FinetuneWork, "examine", at_the_end)
         with pytest.raises(KeyboardInterrupt):
-            finetune(settings, tmp_path / "parts")
-    again = finetune(settings, tmp_path / "parts")
-    assert again["resumed_at"] == [6]
+            train(config, tmp_path / "parts", every=4)
+    again = train(config, tmp_path / "parts", every=4)
+    assert again["resumed_at"][0] == 6
     assert again["params_sha256"] == whole["params_sha256"]
     for name in ("metrics.jsonl", "model/model.safetensors"):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     with pytest.raises(fg.BadInput, match=r"holds another run: learning_rate: there 0.003, here 0.1"):
-        finetune(settings | {"learning_rate": 0.1}, tmp_path / "parts")
+        train(replace(config, learning_rate=0.1), tmp_path / "parts")
 
 
 @pytest.mark.slow

@@ -6,13 +6,22 @@ from typing import Any
 import pytest
 from absl import flags
 
-from experiments import headings
-from experiments.headings import HEADINGS, heading, under_headings
-from experiments.help import complaint, described, flowing, is_required, page, written
+from experiments.cli import help as module
+from experiments.cli.help import (
+    HEADINGS,
+    complaint,
+    describe_flag,
+    flag_heading,
+    flowing,
+    help_page,
+    is_required,
+    under_headings,
+    written,
+)
 from tests.experiments.conftest import EXPERIMENTS
 
 DEFINING = [path for path in sorted(EXPERIMENTS.rglob("*.py")) if " = flags.DEFINE_" in path.read_text()]
-DEFINING.remove(EXPERIMENTS / "headings.py")  # which shows one in its docstring
+DEFINING.remove(EXPERIMENTS / "cli" / "help.py")  # which shows one in its docstring
 
 
 @pytest.fixture
@@ -20,13 +29,13 @@ def own(monkeypatch):
     """A world of flags of its own, with some under two headings, and one before any."""
     values = flags.FlagValues()
     monkeypatch.setattr(flags, "FLAGS", values)
-    monkeypatch.setattr(headings, "_begun", [])
+    monkeypatch.setattr(module, "_begun", [])
     into: dict[str, Any] = {"flag_values": values}
     flags.DEFINE_string("library", "x", "Of somebody else.", **into)
-    heading("Sizes")
+    flag_heading("Sizes")
     flags.DEFINE_integer("queries", 32, "Queries of an update.", lower_bound=1, **into)
     flags.DEFINE_float("share", None, "Of something.", lower_bound=0.5, **into)
-    heading("What is run")
+    flag_heading("What is run")
     flags.DEFINE_enum("env", "lookup", ["lookup", "maze"], "Environment.", **into)
     flags.DEFINE_enum("long", None, [f"algorithm_{i}" for i in range(9)], "Which.", **into)
     flags.DEFINE_bool("resume", True, "Go on.", **into)
@@ -49,7 +58,7 @@ def test_flags_stand_under_their_headings_in_one_order_everywhere(own):
 
 def test_a_heading_that_there_is_not_is_an_error():
     with pytest.raises(ValueError, match="'Szies' is none of the headings: What is run, "):
-        heading("Szies")
+        flag_heading("Szies")
 
 
 @pytest.mark.parametrize(
@@ -67,18 +76,18 @@ def test_a_heading_that_there_is_not_is_an_error():
 )
 def test_a_flag_is_shown_with_its_kind_sentence_bounds_and_default(own, name, left, right):
     assert written(own[name]) == left
-    assert described(own[name], 100) == f"  {left}".ljust(24) + right
+    assert describe_flag(own[name], 100) == f"  {left}".ljust(24) + right
 
 
 def test_many_choices_are_listed_behind_the_sentence_and_nothing_is_wider_than_the_page(own):
-    text = described(own["long"], 60)
+    text = describe_flag(own["long"], 60)
     assert text.startswith("  --long=NAME           Which. (one of algorithm_0,")
     assert max(map(len, text.splitlines())) <= 60
 
 
 def test_a_page_flows_and_leaves_what_is_indented(own):
     doc = "One line that is rather long, and another one.\n\n    python -m a.command --with=flags\n\nThe end."
-    text = page(doc, [own["queries"]], width=40)
+    text = help_page(doc, [own["queries"]], width=40)
     assert text.startswith(
         "One line that is rather long, and\nanother one.\n\n    python -m a.command --with=flags\n\nThe"
     )
@@ -120,7 +129,7 @@ def test_every_module_has_a_heading_before_its_first_flag():
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         named = [(ast.unparse(call.func), call.lineno) for call in calls]
         first = min(line for name, line in named if name.startswith("flags.DEFINE_"))
-        assert min((line for name, line in named if name == "heading"), default=first) < first, path
+        assert min((line for name, line in named if name == "flag_heading"), default=first) < first, path
 
 
 def test_a_command_that_takes_the_flags_of_two_modules_has_them_under_the_same_headings(command):

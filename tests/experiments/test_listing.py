@@ -9,7 +9,7 @@ import pytest
 
 from experiments import __main__ as all_commands
 from experiments.benchmarks import __main__ as all_benchmarks
-from experiments.listing import OTHERS, commands, grouped, page
+from experiments.cli.listing import OTHERS, commands, grouped, listing_page
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDERS = [(all_commands, ROOT / "experiments"), (all_benchmarks, ROOT / "experiments" / "benchmarks")]
@@ -39,7 +39,7 @@ def test_a_module_without_a_main_is_no_command():
 
 def test_a_command_that_is_in_no_group_is_shown_among_the_others():
     assert grouped(["a", "b"], {"Group": ("b", "gone")}) == {"Group": ["b"], OTHERS: ["a"]}
-    text = page("pack", {"a": "What a does.\n\nMore.", "b": "What b does."}, {"Group": ("b",)}, width=80)
+    text = listing_page("pack", {"a": "What a does.\n\nMore.", "b": "What b does."}, {"Group": ("b",)}, width=80)
     assert text.endswith("Group:\n  b             What b does.\n\nOthers:\n  a             What a does.")
 
 

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from agent_cases import SCHEMAS, agent_text, task
 
-from experiments.agent_setups import first_prompt
-from experiments.hosted_exam import judge
-from experiments.offline_model import write_tokenizer
-from experiments.planner_files import read_planner
 from flowgrpo.agent import roles
 from flowgrpo.agent.system import agent_system
 from flowgrpo.contracts import Result
+from flowgrpo.data.tokenizer import load_text
 from flowgrpo.models.hf import load_model
+from flowgrpo.recipes.agent import first_prompt
+from flowgrpo.recipes.export import read_planner
+from flowgrpo.recipes.hosted import played_metrics
+from flowgrpo.recipes.offline_start import write_tokenizer
 from flowgrpo.rollout.records import Played
-from flowgrpo.text import load_text
 from flowgrpo.tools.calculator import calculator
-from flowgrpo.types import BadInput, Status, Trajectory
+from flowgrpo.types import BadInput, Status
 from tests.experiments.conftest import metrics, result
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "agent.md").read_text()
@@ -59,7 +59,7 @@ def write_world(folder: Path) -> None:
 def commands() -> list[list[str]]:
     """The words of the page's commands from the dry run with one's own code on."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    (block,) = [block for block in blocks if "my_module" in block]
+    (block,) = [block for block in blocks if "--mcp" in block]
     return [shlex.split(line)[2:] for line in block.replace("\\\n", " ").splitlines()]
 
 
@@ -77,13 +77,10 @@ def test_the_first_prompt_is_shown_or_what_ended_the_episode_before_it():
 
 
 def test_trajectories_of_which_none_was_judged_say_why():
-    nothing = Trajectory(turns=[], outcome=None, group=0, correct=False, status=Status.ABORTED)
-    empty: dict[str, Any] = {"key": (), "group": 0, "sample": 0, "tools": (), "errors": (), "log": (), "lens": ()}
-    one = Played(
-        task=task(), trajectory=nothing, output=None, scored=None, reason="reset raised", seconds=None, **empty
-    )
+    empty: dict[str, Any] = {"turns": [], "group": 0, "key": (), "sample": 0, "tools": (), "errors": (), "lens": ()}
+    one = Played(task=task(), outcome=None, status=Status.ABORTED, reason="reset raised", **empty)
     with pytest.raises(BadInput, match="none of 2 trajectories came to an outcome; the first one: reset raised"):
-        judge([one, one], ("a",))
+        played_metrics([one, one], ("a",))
 
 
 @pytest.mark.oracle

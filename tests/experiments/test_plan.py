@@ -6,9 +6,17 @@ from dataclasses import replace
 import pytest
 
 import flowgrpo as fg
-from experiments.candidates import GIB, Machine, Run, candidates, expect, meshes
-from experiments.published import PUBLISHED, shape_of_model
-from flowgrpo.learner.floor import Job, count_parameters
+from flowgrpo.planning.cost_model import Workload, count_parameters
+from flowgrpo.planning.mesh_search import (
+    GIB,
+    PUBLISHED,
+    Machine,
+    MemorySettings,
+    candidates,
+    expect,
+    meshes,
+    shape_of_model,
+)
 from tests.experiments.conftest import last_line
 
 COUNTS = {
@@ -39,8 +47,8 @@ def test_a_folder_is_a_shape_too(tmp_path):
 
 
 def test_what_fits_comes_first_and_the_fastest_of_it_before_all():
-    config, job = shape_of_model("qwen2.5-7b"), Job(rows=64, slots=64, dtype="float32", compute_dtype="bfloat16")
-    found = candidates(config, job, Run(moved=True), MACHINE, list(meshes(config, 8)))
+    config, job = shape_of_model("qwen2.5-7b"), Workload(rows=64, slots=64, dtype="float32", compute_dtype="bfloat16")
+    found = candidates(config, job, MemorySettings(moved=True), MACHINE, list(meshes(config, 8)))
     fits = [x.needed <= MACHINE.memory for x in found]
     assert 0 < sum(fits) < len(fits)  # of both kinds, or else any order would pass
     assert fits == sorted(fits, reverse=True)
@@ -51,13 +59,16 @@ def test_what_fits_comes_first_and_the_fastest_of_it_before_all():
 
 
 def test_more_devices_and_fewer_rows_at_a_time_need_less_memory():
-    config, job = shape_of_model("qwen2.5-7b"), Job(rows=64, slots=64)
+    config, job = shape_of_model("qwen2.5-7b"), Workload(rows=64, slots=64)
     small, large = ({"data": 1, "fsdp": size, "tensor": 1} for size in (8, 64))
-    assert expect(config, job, Run(), MACHINE, large).needed < expect(config, job, Run(), MACHINE, small).needed
-    more = expect(config, replace(job, micro_rows=2), Run(), MACHINE, small)
-    assert more.update["activations"] == 2 * expect(config, job, Run(), MACHINE, small).update["activations"]
-    assert expect(config, job, Run(reference=True), MACHINE, small).update["reference"] > 0
-    assert expect(config, job, Run(decodes=False), MACHINE, small).rollout_seconds == 0
+    assert (
+        expect(config, job, MemorySettings(), MACHINE, large).needed
+        < expect(config, job, MemorySettings(), MACHINE, small).needed
+    )
+    more = expect(config, replace(job, micro_rows=2), MemorySettings(), MACHINE, small)
+    assert more.update["activations"] == 2 * expect(config, job, MemorySettings(), MACHINE, small).update["activations"]
+    assert expect(config, job, MemorySettings(reference=True), MACHINE, small).update["reference"] > 0
+    assert expect(config, job, MemorySettings(decodes=False), MACHINE, small).rollout_seconds == 0
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The quickstart as a command: one run in an environment from outside, and everything that opens it again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -8,15 +9,16 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import setups
-from experiments.members import ALGORITHMS, make_algorithm
-from experiments.pure_work import pure_work
-from experiments.recorded import read_trajectories
-from experiments.same_run import differences
-from experiments.session import Session
 from flowgrpo import loop
-from flowgrpo.learner.critic import ActorCritic, with_critic
+from flowgrpo.learner.critic import with_critic
+from flowgrpo.models.trainable import ActorCritic
+from flowgrpo.recipes import pure
+from flowgrpo.recipes.pages import read_trajectories
+from flowgrpo.recipes.pure import PureWork
+from flowgrpo.recipes.registry import ALGORITHMS, make_algorithm
 from flowgrpo.report.metrics import Metrics
+from flowgrpo.run.kill_series import differences
+from flowgrpo.run.session import Session
 from flowgrpo.types import BadInput
 from tests.experiments.conftest import check_refused, last_line, metrics, result
 
@@ -81,8 +83,8 @@ def test_another_run_is_refused_with_what_differs(command, whole):
 
 @pytest.mark.slow
 def test_S1_an_actor_and_its_critic_come_back_as_they_were_saved(tmp_path):
-    setup = setups.build(setups.settings_of("lookup", algorithm="ppo", updates=1, d=32, layers=1))
-    work, key = pure_work(setup), jax.random.key(0)
+    setup = pure.open(pure.preset("lookup", "ppo", updates=1, d=32, layers=1))
+    work, key = PureWork(setup), jax.random.key(0)
     session, other = Session(work, tmp_path), Session(work, tmp_path)
     session.begin(with_critic(setup.critic, key, setup.policy.init(key)), {"metrics.jsonl": 0})
     session.save()
@@ -95,15 +97,15 @@ def test_S1_an_actor_and_its_critic_come_back_as_they_were_saved(tmp_path):
 @pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_it_with_the_last_good_checkpoint(tmp_path):
     """The first step breaks the parameters; the second update sees it, and says which checkpoint is whole."""
-    setup = setups.build(setups.settings_of("lookup", updates=4, queries=2, samples=2, d=32, layers=1))
+    setup = pure.open(pure.preset("lookup", updates=4, queries=2, samples=2, d=32, layers=1))
     broken = optax.scale(jnp.nan)
 
     def paid(trajectories, _key):
         return trajectories.replace(outcome=jnp.arange(4.0))
 
     parts = (setup.env, setup.policy, setup.algorithm, broken, setup.sizes)
-    iteration = loop.make_iteration(*parts, judge=paid, mesh=setup.mesh)
-    session = Session(pure_work(setup._replace(iteration=iteration, optimizer=broken)), tmp_path)
+    iteration = loop.make_iteration(*parts, judge=paid)
+    session = Session(PureWork(setup._replace(iteration=iteration, optimizer=broken)), tmp_path)
     session.begin(setup.policy.init(jax.random.key(0)), {})
     session.save()
     said = r"update 2 is not finite: lower --learning_rate; the last good checkpoint is that of update 0"
@@ -116,25 +118,25 @@ def test_a_loss_that_is_no_number_stops_it_with_the_last_good_checkpoint(tmp_pat
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("env", list(setups.PRESETS))
+@pytest.mark.parametrize("env", list(pure.PRESETS))
 def test_every_preset_builds_with_every_algorithm(env, algorithm):
-    setup = setups.build(setups.settings_of(env, algorithm=algorithm))
+    setup = pure.open(pure.preset(env, algorithm))
     named = make_algorithm(algorithm, beta=0.1, clip_high=0.2, max_tokens=9).name
     assert (setup.env.name, setup.algorithm.name) == (env, named)
 
 
-@pytest.mark.parametrize("env", list(setups.PRESETS))
+@pytest.mark.parametrize("env", list(pure.PRESETS))
 def test_flow_grpo_is_what_an_environment_gets(env):
-    assert setups.settings_of(env)["algorithm"] == "flow_grpo"
+    assert pure.preset(env).algorithm == "flow_grpo"
 
 
-@pytest.mark.parametrize("name", list(setups.BY_ALGORITHM))
+@pytest.mark.parametrize("name", list(pure.BY_ALGORITHM))
 def test_what_fits_an_algorithm_is_taken_unless_something_else_is_chosen(name):
-    settings = setups.settings_of("lookup", algorithm=name, learning_rate=0.5)
-    assert settings | setups.BY_ALGORITHM[name] | {"learning_rate": 0.5} == settings
-    assert setups.build(settings).algorithm.name == name
+    config = pure.preset("lookup", name, learning_rate=0.5)
+    assert config == replace(config, **{**pure.BY_ALGORITHM[name], "learning_rate": 0.5})
+    assert pure.open(config).algorithm.name == name
 
 
 def test_a_critic_of_no_kind_is_refused():
-    with pytest.raises(BadInput, match="critic 'both' is unknown; choose from own, shared"):
-        setups.build(setups.settings_of("lookup", algorithm="ppo", critic="both"))
+    with pytest.raises(BadInput, match="--critic=both is unknown; choose from own, shared"):
+        pure.preset("lookup", "ppo", critic="both")

@@ -11,9 +11,10 @@ import pytest
 from commands import run_module
 from tiny_judge import SPELLINGS, id_of, judge_text
 
-from experiments import domains, score
+from experiments import score
 from flowgrpo.contracts import Reward, Scored
 from flowgrpo.models.hf import init_model, save_model
+from flowgrpo.recipes import registry
 from flowgrpo.report.progress import Progress
 from flowgrpo.sandbox import Sandbox
 from flowgrpo.types import BadInput, Task
@@ -125,7 +126,7 @@ def test_a_bad_answer_is_named_and_can_be_left_out(tmp_path, line, words):
 def test_a_file_that_holds_no_scores_is_refused_and_left_as_it_is(tmp_path):
     for content in ('{"id": "a", "output": "x"}\n', "notes\n", '{"id": "a", "value": "1"}\n'):
         (tmp_path / "out.jsonl").write_text(content)
-        with pytest.raises(BadInput, match=r"line 1: isn't"):
+        with pytest.raises(BadInput, match=r"line 1: isn't|:1 is not a JSON object"):
             score.read_scores(tmp_path / "out.jsonl")
         assert (tmp_path / "out.jsonl").read_text() == content
 
@@ -163,14 +164,16 @@ def test_parts_that_are_no_numbers_are_null_and_the_line_stays_ascii():
 def test_the_summary_counts_what_is_invalid_and_what_is_unanswered_and_cuts_no_word():
     tasks = [Task(name, "?", (), domain) for name, domain in zip("abcde", "xxyyx", strict=True)]
     values = {"a": (1.0, ""), "b": (0.0, "wrong"), "c": (None, "lost " * 50), "d": (None, "lost " * 50)}
-    found = score.summary({i: {"value": value, "reason": reason} for i, (value, reason) in values.items()}, tasks)
+    found = score.summarize_scores(
+        {i: {"value": value, "reason": reason} for i, (value, reason) in values.items()}, tasks
+    )
     assert (found["mean"], found["valid"], found["invalid"], found["unanswered"]) == (0.5, 2, 2, 1)
     assert found["domains"] == {
         "x": {"mean": 0.5, "valid": 2, "invalid": 0, "unanswered": 1},
         "y": {"mean": None, "valid": 0, "invalid": 2, "unanswered": 0},
     }
     assert found["reasons"] == {"invalid": [("lost " * 50, 2)], "zero": [("wrong", 1)]}
-    table = score.report(found).splitlines()
+    table = score.format_summary(found).splitlines()
     assert table[:5] == [
         "domain     mean   valid  invalid  unanswered",
         "x        0.5000       2        0           1",
@@ -215,22 +218,22 @@ def test_scores_of_other_tasks_answers_or_settings_are_refused_and_what_has_no_v
 
 def test_every_domain_has_a_reward_that_answers():
     with Sandbox(unsafe=True) as sandbox:
-        means = domains.Means(sandbox=sandbox, tolerance=0.1)
-        for name in set(domains.DOMAINS) - {"math", "mathematics", "reasoning_gym"}:
-            scored = domains.DOMAINS[name].make(means)
+        means = registry.Means(sandbox=sandbox, tolerance=0.1)
+        for name in set(registry.DOMAINS) - {"math", "mathematics", "reasoning_gym"}:
+            scored = registry.DOMAINS[name].make(means)
             task = Task("t", "?", ("1",), name, {"tests": ["assert f() == 1"]})
-            assert isinstance(domains.route(means).score(task, "1"), Scored)
+            assert isinstance(registry.route(means).score(task, "1"), Scored)
             assert isinstance(scored, Reward)
-        assert domains.route(means).score(Task("t", "?", ("100",), "answer"), "104").value == 1.0
-        assert domains.route(means).score(Task("t", "?", ("100",), "poem"), "104").value is None
-        assert domains.route(means, default="answer").score(Task("t", "?", ("100",), "poem"), "104").value == 1.0
+        assert registry.route(means).score(Task("t", "?", ("100",), "answer"), "104").value == 1.0
+        assert registry.route(means).score(Task("t", "?", ("100",), "poem"), "104").value is None
+        assert registry.route(means, default="answer").score(Task("t", "?", ("100",), "poem"), "104").value == 1.0
 
 
 def test_a_missing_extra_is_named(monkeypatch):
-    monkeypatch.setattr(domains, "find_spec", lambda _name: None)
+    monkeypatch.setattr(registry, "find_spec", lambda _name: None)
     with pytest.raises(BadInput, match=r"needs math_verify: pip install 'flowgrpo\[math\]'"):
-        domains.preload(["math", "code"])
-    assert domains.preload(["code", "poem"]) == ()
+        registry.preload(["math", "code"])
+    assert registry.preload(["code", "poem"]) == ()
 
 
 def write_judge(folder: Path) -> None:

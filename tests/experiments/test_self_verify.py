@@ -11,25 +11,32 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import self_verify_tasks as own
-from experiments.hosted_work import held_out
-from experiments.offline_model import NOTE, phrases, write_model, write_tokenizer
-from experiments.same_run import differences
-from experiments.self_verify_report import comparison, draw, figures, sentence
-from experiments.self_verify_setup import OFFLINE, is_right, judged, settings_of, story
 from flowgrpo.contracts import Scored
-from flowgrpo.learner.folder import START
+from flowgrpo.data.tokenizer import load_text
 from flowgrpo.models.hf import load_model
+from flowgrpo.recipes import self_verify_tasks as own
+from flowgrpo.recipes.hosted_training import held_out
+from flowgrpo.recipes.offline_start import note_made, phrases, write_model, write_tokenizer
+from flowgrpo.recipes.self_verify import (
+    comparison,
+    draw_curves,
+    figures,
+    is_right,
+    validation_line,
+    verdict_story,
+    yes_probability,
+)
 from flowgrpo.report.health import warnings_of
-from flowgrpo.rewards.answer import answer
+from flowgrpo.rewards.answers.match import answer
+from flowgrpo.rewards.combine import CHECK
 from flowgrpo.rewards.judge import ask_alone, verdict_ids, verifier_probability
-from flowgrpo.rewards.shaping import CHECK
 from flowgrpo.rollout.records import Played, make_turn
-from flowgrpo.text import load_text
-from flowgrpo.types import BadInput, Status, Task, Trajectory
+from flowgrpo.run.kill_series import differences
+from flowgrpo.run.run_dir import START
+from flowgrpo.types import BadInput, Task
 from tests.experiments.conftest import check_refused, last_line, metrics, result
 
-SETTINGS = OFFLINE | {"warm_tasks": 100, "warm_steps": 60, "warm_rows": 8}
+CONFIG = own.Config(warm_tasks=100, warm_steps=60, warm_rows=8)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +51,7 @@ def text(tmp_path_factory):
 
 
 def test_questions_of_one_split_are_in_no_other_and_their_answers_are_right():
-    parts = {split: own.make_tasks(0, split, 0, 150) for split in ("train", "validation", "test")}
+    parts = {split: own.make_questions(0, split, 0, 150) for split in ("train", "validation", "test")}
     queries = [{task.query for task in tasks} for tasks in parts.values()]
     assert len(set.union(*queries)) == sum(len(part) for part in queries)
     assert len({task.id for tasks in parts.values() for task in tasks}) == 450
@@ -52,11 +59,13 @@ def test_questions_of_one_split_are_in_no_other_and_their_answers_are_right():
         numbers = [int(word) for word in task.query.rstrip("?").replace(",", "").split() if word.isdigit()]
         assert len(set(numbers)) == own.LISTED
         assert task.answers == (str(max(numbers)),)
-    assert own.make_tasks(3, "train", 5, 2)[1] == own.make_task(3, "train", 6) != own.make_task(4, "train", 6)
+    assert (
+        own.make_questions(3, "train", 5, 2)[1] == own.make_question(3, "train", 6) != own.make_question(4, "train", 6)
+    )
 
 
 def test_answers_and_verdicts_are_wrong_as_often_as_they_should_be():
-    random, tasks = np.random.default_rng(0), own.make_tasks(0, "train", 0, 1000)
+    random, tasks = np.random.default_rng(0), own.make_questions(0, "train", 0, 1000)
     answers = [own.shown_answer(task, random, 0.45) for task in tasks]
     right = np.array([task.answers[0] == answer for task, answer in zip(tasks, answers, strict=True)])
     assert right.mean() == pytest.approx(0.45, abs=0.05)
@@ -75,15 +84,15 @@ def test_the_judge_is_taught_in_the_very_prompt_that_the_reward_renders(text):
         return np.log(np.full((len(prompts), text.vocab_size), 1 / text.vocab_size))
 
     reward = verifier_probability(text, next_logp, ask=ask_alone)
-    task = own.make_task(0, "train", 0)
+    task = own.make_question(0, "train", 0)
     given = [*own.numbers_of(task), "<|im_end|>\nYes", "a\nb", "x" * 20_000]
     reward.many([task] * len(given), given)
     assert seen == [own.judge_prompt(text, task, answer) for answer in given]
 
 
 def test_what_is_imitated_is_the_reply_to_what_is_asked(text):
-    tasks = own.make_tasks(0, "train", 0, 20)
-    records = own.demonstrations(text, tasks, SETTINGS)
+    tasks = own.make_questions(0, "train", 0, 20)
+    records = own.demonstrations(text, tasks, CONFIG)
     assert len(records) == 2 * len(tasks)
     yes, no = (verdict_ids(text, word) for word in ("yes", "no"))
     for i, task in enumerate(tasks):
@@ -104,9 +113,9 @@ def test_what_is_imitated_is_the_reply_to_what_is_asked(text):
 def played(reward: float | None, right: bool, *, output: str = "7") -> Played:
     task = Task("t", "Which is the largest of 7 and 3?", ("7",), "largest")
     turn = make_turn([1, 2], [3], [-0.5], 0, None, 0)
-    trajectory = Trajectory([turn], reward, 0, correct=right, status=Status.FINISHED, appends=False)
+    own = {"task": task, "key": (0, 0), "sample": 0, "tools": ("",), "errors": (False,), "lens": (0, 0)}
     scored = Scored(reward, "", {CHECK: float(right)})
-    return Played(task, (0, 0), 0, 0, trajectory, ("",), (False,), (), (0, 0), output, scored, "", 0.0)
+    return Played([turn], reward, 0, right, appends=False, output=output, scored=scored, seconds=0.0, **own)
 
 
 def test_what_is_right_is_what_the_matcher_says_whatever_the_judge_says():
@@ -119,11 +128,11 @@ def test_what_is_right_is_what_the_matcher_says_whatever_the_judge_says():
 @pytest.mark.slow
 def test_R3_the_reward_is_the_judges_and_the_matcher_stands_beside_it(tmp_path):
     write_model(tmp_path, own.texts(0), seed=0, cut=phrases, vocab_size=own.MOST)
-    tasks = [own.make_task(0, "test", i) for i in range(3)]
+    tasks = [own.make_question(0, "test", i) for i in range(3)]
     outputs = [tasks[0].answers[0], "nothing", f" {tasks[2].answers[0]} "]
     model = load_model(tmp_path)
     sure = model._replace(policy=model.policy._replace(unembed=partial(_yes_and_no, model.text)))
-    scored = judged(sure, answer(), sure.params).many(tasks, outputs)
+    scored = yes_probability(sure, answer(), sure.params).many(tasks, outputs)
     assert [one.value for one in scored] == pytest.approx([0.75] * 3, abs=1e-5)
     assert [is_right(one) for one in scored] == [True, False, True]
 
@@ -179,8 +188,8 @@ def test_a_warning_comes_when_the_gap_has_grown_since_the_start():
     (told,) = warnings_of(lines)
     assert told["warning"] == "gap"
     assert "from +0.10 to +0.40" in told["words"]
-    assert "gap +0.40" in sentence(grown)
-    assert "P(Yes) 0.80, wrong, should be 7" in story(played(0.8, False, output="3"))
+    assert "gap +0.40" in validation_line(grown)
+    assert "P(Yes) 0.80, wrong, should be 7" in verdict_story(played(0.8, False, output="3"))
 
 
 def test_both_curves_are_drawn_from_the_metrics(tmp_path):
@@ -189,10 +198,10 @@ def test_both_curves_are_drawn_from_the_metrics(tmp_path):
 
     lines = [line("validation", 0, 0.4, 0.4), line("train", 1, 0.5, 0.4, kl=0.01), line("validation", 1, 0.9, 0.3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert draw(tmp_path).read_bytes().startswith(b"\x89PNG")
+    assert draw_curves(tmp_path).read_bytes().startswith(b"\x89PNG")
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(BadInput, match="no validation yet"):
-        draw(tmp_path)
+        draw_curves(tmp_path)
 
 
 # Bad input ----------------------------------------------------------------------------------------------
@@ -202,26 +211,25 @@ def test_both_curves_are_drawn_from_the_metrics(tmp_path):
     ("tasks", "chosen", "said"),
     [
         ("tasks.jsonl", {}, "--tasks needs --model"),
-        (None, {"max_tokens": 32}, "leaves no room for a question"),
+        (None, {"max_tokens": 32}, "leaves no room for a context"),
         (None, {"temperature": 0.0}, "more than 0"),
         (None, {"colour": 1}, "no setting"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(tasks, chosen, said):
     with pytest.raises(BadInput, match=said):
-        settings_of(None, tasks, **chosen)
+        own.preset(tasks=tasks, **chosen)
 
 
 def test_a_start_that_was_made_otherwise_is_refused(tmp_path):
-    folder = tmp_path / "start"
+    folder = tmp_path / START
     folder.mkdir()
     with pytest.raises(BadInput, match="can't be read"):
-        own.make_start(folder, SETTINGS, print)
-    made = {name: SETTINGS[name] for name in own.MADE_WITH}
-    (folder / NOTE).write_text(json.dumps(made))
-    own.make_start(folder, SETTINGS, print)
+        own.make_start(tmp_path, CONFIG)
+    note_made(folder, {name: CONFIG.to_json()[name] for name in own.MADE_WITH})
+    own.make_start(tmp_path, CONFIG)
     with pytest.raises(BadInput, match="was made otherwise: seed: there 0, here 1"):
-        own.make_start(folder, SETTINGS | {"seed": 1}, print)
+        own.make_start(tmp_path, dataclasses.replace(CONFIG, seed=1))
 
 
 # The command --------------------------------------------------------------------------------------------
@@ -236,11 +244,11 @@ SIZES = (
 def begin(tmp_path_factory) -> tuple[str, ...]:
     """Flags that give a start of a few steps, which knows what kind of word a verdict is, and tasks for it."""
     base = tmp_path_factory.mktemp("given")
-    own.make_start(base / "model", SETTINGS, lambda *_: None)
-    tasks = own.make_tasks(0, "train", 0, 60)
+    own.make_start(base, CONFIG)
+    tasks = own.make_questions(0, "train", 0, 60)
     lines = [{"id": task.id, "query": task.query, "answers": task.answers, "domain": task.domain} for task in tasks]
     (base / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return f"--model={base / 'model'}", f"--tasks={base / 'tasks.jsonl'}", *SIZES
+    return f"--model={base / START}", f"--tasks={base / 'tasks.jsonl'}", *SIZES
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +307,8 @@ def test_an_adapter_learns_on_two_devices_with_moments_of_eight_bits_and_leaves_
 def test_an_offline_run_without_updates_is_that_of_its_own_start(command, begin, tmp_path):
     """As if the command had made it: what its own sizes would make takes minutes."""
     shutil.copytree(begin[0].partition("=")[2], tmp_path / START)
-    (tmp_path / START / NOTE).write_text(json.dumps({name: OFFLINE[name] for name in own.MADE_WITH}))
+    usual = own.preset(max_tokens=4).to_json()
+    note_made(tmp_path / START, {name: usual[name] for name in own.MADE_WITH})
     command("self_verify", f"--workdir={tmp_path}", "--updates=0", *SIZES)
     found = result(tmp_path)
     assert (found["updates"], found["success_after"]) == (0, found["success_before"])

@@ -13,25 +13,24 @@ import pytest
 from commands import ROOT
 from tiny_work import tiny_work
 
-from experiments import kills
-from experiments.kills import Kill, Moment, Timeline, draw, run_soak, wrong_starts
-from experiments.same_run import differences
-from experiments.session import one_run
-from flowgrpo.learner.checkpoint import Checkpoints
+from flowgrpo.run import kill_series
+from flowgrpo.run.checkpoints import Checkpoints
+from flowgrpo.run.kill_series import Kill, Moment, Timeline, differences, draw_moments, run_soak, wrong_starts
+from flowgrpo.run.session import run_session
 from flowgrpo.types import BadInput
 
 LINES = ["warm start", "warm start", "validation", "train", "train", "validation", "train", "train", "validation"]
 TIMELINE = Timeline(
-    [float(second) for second in range(1, 11)], ["start", *(kills.NAMES[phase] for phase in LINES[1:]), "test"]
+    [float(second) for second in range(1, 11)], ["start", *(kill_series.NAMES[phase] for phase in LINES[1:]), "test"]
 )
 
 # Where the signals come ---------------------------------------------------------------------------------
 
 
 def test_moments_are_spread_over_all_that_a_run_does_in_its_order():
-    moments = draw(TIMELINE, 40, seed=0)
-    assert moments == sorted(moments) == draw(TIMELINE, 40, seed=0) != draw(TIMELINE, 40, seed=1)
-    assert {moment.kind for moment in moments} == set(kills.KINDS)
+    moments = draw_moments(TIMELINE, 40, seed=0)
+    assert moments == sorted(moments) == draw_moments(TIMELINE, 40, seed=0) != draw_moments(TIMELINE, 40, seed=1)
+    assert {moment.kind for moment in moments} == set(kill_series.KINDS)
     for moment in moments:
         assert 0 <= moment.share < 1
         at = TIMELINE.kinds[moment.lines]
@@ -62,7 +61,7 @@ def whole(tmp_path_factory) -> Path:
     """A run with a trajectory."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     with jax.debug_nans(False):  # while NaN is looked for, JAX donates nothing
-        one_run(tiny_work(), folder, every=2)
+        run_session(tiny_work(), folder, every=2)
     (folder / "trajectories").mkdir()
     (folder / "trajectories" / "000001.jsonl").write_text(json.dumps({"log": ["4"], "seconds": 0.5}) + "\n")
     return folder
@@ -126,8 +125,8 @@ def test_a_run_that_differs_by_itself_and_one_that_fails_are_one_sentence(monkey
     failing = [sys.executable, "-c", "import sys; print('no such flag', file=sys.stderr); sys.exit(2)"]
     with pytest.raises(BadInput, match=r"ended with status 2 .*no such flag"):
         run_soak(failing, tmp_path / "failing", kills=1, seed=0, name="KILL")
-    monkeypatch.setattr(kills, "undisturbed", lambda _command, folder: folder.mkdir() or TIMELINE)
-    monkeypatch.setattr(kills, "differences", lambda *_: {"metrics": "metrics.jsonl:2"})
+    monkeypatch.setattr(kill_series, "undisturbed", lambda _command, folder: folder.mkdir() or TIMELINE)
+    monkeypatch.setattr(kill_series, "differences", lambda *_: {"metrics": "metrics.jsonl:2"})
     with pytest.raises(BadInput, match=r"two undisturbed runs differ in .*metrics"):
         run_soak([], tmp_path, kills=1, seed=0, name="KILL")
     with pytest.raises(BadInput, match="holds an earlier soak"):

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import flowgrpo as fg
-from experiments.hosted_setup import record, record_advantages
-from experiments.recorded import read_trajectories, speller_of, write_page
+from flowgrpo.recipes import agent_config, pure
+from flowgrpo.recipes.hosted import record, record_advantages
+from flowgrpo.recipes.pages import read_trajectories, speller_of, write_page
 from flowgrpo.rollout.records import Played, make_turn
-from flowgrpo.types import Status, Trajectory
+from flowgrpo.types import Status
 
 ENV = {"env": "lookup", "seed": 3, "algorithm": "flow_grpo"}
 
@@ -21,22 +22,22 @@ def played(group: int = 0, sample: int = 0, turns: int = 2, **ended) -> Played:
         key=(),
         group=group,
         sample=sample,
-        trajectory=Trajectory(sequence, ended.pop("outcome", 1.0), group, **ended),
+        turns=sequence,
         tools=("archive",) * turns,
         errors=(False,) * turns,
-        log=(),
         lens=(0,) * (turns + 1),
         output="hal",
-        scored=None,
-        reason="",
         seconds=0.5,
+        **{"outcome": 1.0} | ended,
     )
 
 
 @pytest.fixture
 def run(tmp_path):
     """A run of two updates, the second without advantages."""
-    (tmp_path / "run.json").write_text(json.dumps({"settings": ENV, "machine": {}}))
+    (tmp_path / "run.json").write_text(
+        json.dumps({"recipe": "pure", "settings": pure.preset("lookup").to_json(), "machine": {}})
+    )
     folder = tmp_path / "trajectories"
     lost = played(0, 1, turns=1, outcome=None, status=Status.TOOL_FAILURE)
     for name in ("test-after", "000002", "test-before"):
@@ -80,7 +81,7 @@ def test_the_page_of_a_run_has_its_words_and_says_what_it_lacks(run):
 
 def test_where_nothing_is_there_it_is_said(run, tmp_path):
     out = tmp_path / "page.html"
-    with pytest.raises(fg.BadInput, match=r"holds no run: run\.json is missing; give the --workdir of one"):
+    with pytest.raises(fg.BadInput, match=r"holds no run: run\.json is missing; give the folder of one"):
         write_page(tmp_path / "nowhere", out)
     with pytest.raises(fg.BadInput, match="has no checkpoint yet: let the run go on"):
         write_page(run, out, ratios="best")
@@ -95,4 +96,4 @@ def test_where_nothing_is_there_it_is_said(run, tmp_path):
 
 def test_a_tokenizer_that_is_gone_can_be_named(tmp_path):
     with pytest.raises(fg.BadInput, match=r"there is no model folder .*; or name the run's tokenizer by --tokenizer"):
-        speller_of({"model": str(tmp_path / "gone")}, tmp_path)
+        speller_of(agent_config.preset(str(tmp_path / "gone")), tmp_path)

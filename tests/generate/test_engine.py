@@ -10,7 +10,7 @@ from tiny_models import BANNED, CONFIG, POLICY, tiny_params
 
 import flowgrpo as fg
 from flowgrpo.generate.engine import Engine
-from flowgrpo.generate.sampler import logprobs
+from flowgrpo.generate.sampler import logprobs, margin
 
 pytestmark = pytest.mark.slow
 
@@ -76,11 +76,13 @@ def test_E3_between_widths_only_near_ties_differ(engine):
     requests = make_requests(16, seed=4)
     with Engine(POLICY, tiny_params(), **{**SETTINGS, "slots": 1}) as narrow:
         pairs = zip(engine.generate(requests), narrow.generate(requests), strict=True)
-    for one, two in pairs:
+    for request, (one, two) in zip(requests, pairs, strict=True):
         same = min(len(one.tokens), len(two.tokens))
         parted = next((j for j in range(same) if one.tokens[j] != two.tokens[j]), same)
-        np.testing.assert_allclose(one.logp[:parted], two.logp[:parted], atol=1e-5)
-        assert parted == same or min(one.margin[parted], two.margin[parted]) < 1e-4
+        np.testing.assert_allclose(one.logp_sampled[:parted], two.logp_sampled[:parted], atol=1e-5)
+        if parted < same:
+            tokens = np.array([*request.tokens, *one.tokens[: parted + 1]])
+            assert margin(POLICY, tiny_params(), tokens, request.key, parted, banned=BANNED) < 1e-4
 
 
 def test_F7_scoring_gives_what_the_engine_sampled(engine):
@@ -96,7 +98,7 @@ def test_F7_scoring_gives_what_the_engine_sampled(engine):
     scores = logprobs(POLICY, tiny_params(), tokens, None, segments, temperature=0.7, banned=BANNED)
     for request, completion, logp in zip(requests, completions, np.asarray(scores.logp), strict=True):
         own = slice(len(request.tokens), len(request.tokens) + len(completion.tokens))
-        np.testing.assert_allclose(logp[own], completion.logp, atol=1e-5)
+        np.testing.assert_allclose(logp[own], completion.logp_sampled, atol=1e-5)
 
 
 # How requests end -------------------------------------------------------------------------------------
@@ -123,7 +125,7 @@ def test_a_stop_string_ends_where_its_last_token_is():
         stopped = engine.generate(asked)
         lost = engine.lost.check()
     for completion, one, stop, end in zip(free, stopped, stops, ends, strict=True):
-        assert whole(one)[:4] == tuple(column[:end] for column in whole(completion)[:4])
+        assert whole(one)[:3] == tuple(column[:end] for column in whole(completion)[:3])
         assert (one.finish_reason == "stop") == (stop in text_of(one.tokens) or one.tokens[-1] == 7)
     assert lost.fates == {fg.Fate.DROPPED_AFTER_STOP: sum(counts) - sum(ends)}
     assert lost.generated > 0

@@ -36,7 +36,10 @@ def test_weights_swap_in_flight(at_swap):
         at_stretch(engine, lambda number, _: actions.get(number, str)())
         completions = engine.generate([fg.Request(PROMPT, jax.random.key(i), 60) for i in range(4)])
     assert [list(c.version) for c in completions] == [[0] * 24 + [1] * 24 + [2] * 12] * 4
-    tokens, logp = np.array([[*PROMPT, *c.tokens] for c in completions]), np.array([c.logp for c in completions])
+    tokens, logp = (
+        np.array([[*PROMPT, *c.tokens] for c in completions]),
+        np.array([c.logp_sampled for c in completions]),
+    )
     for version, (begin, end) in enumerate([(0, 24), (24, 48), (48, 60)]):
         scores = np.asarray(logprobs(POLICY, PARAMS[version], tokens, banned=BANNED).logp)[:, 40 + begin : 40 + end]
         assert np.allclose(scores, logp[:, begin:end], atol=1e-5) == (at_swap == "recompute" or version == 0)

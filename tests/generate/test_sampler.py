@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from flowgrpo.contracts import Policy
-from flowgrpo.generate.sampler import decode, draw, feed, kept_set, logprobs, prefill, sampling, start_rows
+from flowgrpo.generate.sampler import (
+    decode,
+    draw_token,
+    feed,
+    kept_set,
+    logprobs,
+    margin,
+    prefill,
+    sampling,
+    start_rows,
+)
 
 V, D, ROWS, PROMPT, STEPS = 600, 8, 4, 5, 12
 BANNED, WARM = (1, 3), 0.7
@@ -37,15 +47,15 @@ KEY_R = jax.random.split(jax.random.key(2), ROWS)
 
 
 def naive_draw(logits_v, uniform, width=512):
-    """Token, log-probability, entropy and margin, where the vocabulary is met column by column, `width` columns."""
+    """Token, log-probability and margin, where the vocabulary is met column by column, `width` columns."""
     p_v = np.exp(logits_v - np.max(logits_v))
     p_v /= p_v.sum()
     order = np.array([i for column in range(width) for i in range(column, len(p_v), width)])
     ends = np.cumsum(p_v[order])
     place = np.argmax(ends > uniform)
-    token, possible = order[place], p_v[p_v > 0]
+    token = order[place]
     margin = min(ends[place] - uniform, uniform - ends[place] + p_v[token])
-    return token, np.log(p_v[token]), -(possible * np.log(possible)).sum(), margin
+    return token, np.log(p_v[token]), margin
 
 
 def cooled(logits_v, banned=BANNED):
@@ -80,13 +90,12 @@ def test_a_draw_inverts_the_cumulated_distribution_in_a_fixed_order(size, banned
     """The last number lies past all edges, as rounding may have it: its column's last entry that is possible."""
     logits_v = RANDOM.normal(0, 2, size).astype("f")
     uniform_r = np.append((np.arange(500) + 0.5) / 500, 1.0).astype("f")
-    drawing = jax.jit(partial(draw, banned=banned, width=0))
-    drawn = drawing(np.tile(logits_v, (501, 1)), uniform_r, sampling(501, temperature=WARM))
+    drawing = jax.jit(partial(draw_token, banned=banned, width=0))
+    drawn = drawing(np.tile(logits_v, (501, 1)), uniform_r, sampling(501, temperature=WARM), np.ones(501, bool))
     expected = [naive_draw(cooled(logits_v, banned), u, min(512, size)) for u in uniform_r[:-1]]
-    for found, column in zip(drawn, zip(*expected, strict=True), strict=False):
+    for found, column in zip((drawn.token, drawn.logp_sampled), zip(*expected, strict=True), strict=False):
         np.testing.assert_allclose(found[:-1], column, atol=2e-5)
     assert int(drawn.token[-1]) == (512 if size > 512 else 0)
-    assert float(drawn.margin[-1]) == 0.0
     assert drawn.kept is None
 
 
@@ -100,9 +109,9 @@ def test_kept_sets_by_hand():
     )
     expected = [[1, 3, 0, -1], [1, 3, -1, -1], [1, 3, -1, -1], [1, -1, -1, -1], [1, -1, -1, -1]]
     np.testing.assert_array_equal(kept_set(cooled_rv, settings, 4), expected)
-    drawn = draw(cooled_rv, jnp.array([0.99] * 5), settings, banned=(), width=4)
+    drawn = draw_token(cooled_rv, jnp.array([0.99] * 5), settings, jnp.ones(5, bool), banned=(), width=4)
     np.testing.assert_array_equal(drawn.token, [0, 3, 3, 1, 1])
-    np.testing.assert_allclose(jnp.exp(drawn.logp), [0.15 / 0.9, 1 / 3, 1 / 3, 1.0, 1.0], rtol=1e-5)
+    np.testing.assert_allclose(jnp.exp(drawn.logp_sampled), [0.15 / 0.9, 1 / 3, 1 / 3, 1.0, 1.0], rtol=1e-5)
     assert [float(x[0]) for x in sampling(1)] == [1.0, 64, 1.0, 0.0]  # what cuts nothing
 
 
@@ -129,8 +138,15 @@ FREE = sampling(ROWS, temperature=WARM)
 
 @pytest.fixture(scope="module")
 def draws():
-    """Of each row: token, log-probability, entropy and margin, step by step."""
+    """Of each row: token, log-probability and margin, step by step."""
     return [naive_row(row, STEPS) for row in range(ROWS)]
+
+
+def test_E3_the_margin_of_a_draw_is_its_distance_to_another_token(draws):
+    for row, count in ((0, 0), (1, 4), (3, STEPS - 1)):
+        tokens = np.array([*PROMPT_RS[row], *(one[0] for one in draws[row][: count + 1])])
+        found = margin(TOY, PARAMS, tokens, KEY_R[row], count, temperature=WARM, banned=BANNED)
+        np.testing.assert_allclose(found, draws[row][count][2], atol=2e-5)
 
 
 @pytest.mark.parametrize("leave", [{}, {"leave": True}])
@@ -142,7 +158,7 @@ def test_rows_draw_by_their_own_keys_and_end_by_stop_token_and_budget(draws, lea
     live_r = [0, 3, 3, 3] if leave else [0, 7, 3, STEPS]
     for row, size in enumerate(live_r):
         assert sampled.live[:, row].tolist() == [True] * size + [False] * (STEPS - size)
-        for found, column in zip(jax.tree.leaves(sampled)[:4], zip(*draws[row], strict=True), strict=True):
+        for found, column in zip((sampled.token, sampled.logp_sampled), zip(*draws[row], strict=True), strict=False):
             np.testing.assert_allclose(found[:size, row], column[:size], atol=2e-4)
         expected = [*PROMPT_RS[row], *[one[0] for one in draws[row][:size]]]
         assert int(rows.token[row]) == expected[-1]
@@ -182,8 +198,8 @@ def test_F7_scoring_gives_what_was_sampled(width):
         kept = jnp.concatenate([given, jnp.swapaxes(sampled.kept, 0, 1)], axis=1)
     scores = jax.jit(partial(logprobs, TOY, temperature=WARM, banned=BANNED, chunk=64))(PARAMS, tokens_rs, kept=kept)
     assert sampled.live.all()
-    np.testing.assert_allclose(scores.logp[:, PROMPT:], sampled.logp.T, atol=2e-5)
-    np.testing.assert_allclose(scores.entropy[:, PROMPT:], sampled.entropy.T, atol=2e-5)
+    np.testing.assert_allclose(scores.logp[:, PROMPT:], sampled.logp_sampled.T, atol=2e-5)
+    assert not width or 0.1 < float(scores.entropy[:, PROMPT:].mean()) < np.log(width)
     assert bool((scores.logp[:, 1:PROMPT] == 0).all()) == bool(width)
 
 

@@ -5,7 +5,7 @@ from engine_cases import BYTES, text_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flowgrpo.generate.stops import find_stop, stops_of
+from flowgrpo.generate.requests import find_stop, stops_of
 from flowgrpo.types import BadInput
 
 TOKENS = st.lists(st.integers(0, len(BYTES) - 1), min_size=1, max_size=80)

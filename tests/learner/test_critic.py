@@ -23,9 +23,6 @@ from tiny_learner import (
 
 import flowgrpo as fg
 from flowgrpo.learner.critic import (
-    ActorCritic,
-    acting,
-    actor_critic,
     by_part,
     explained_variance,
     make_value_score,
@@ -34,10 +31,10 @@ from flowgrpo.learner.critic import (
     with_critic,
     without_critic,
 )
-from flowgrpo.learner.trained import ADAPTER
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.critic import Critic, before
 from flowgrpo.models.lora import Adapted
+from flowgrpo.models.trainable import ADAPTER, ActorCritic, acting, actor_critic
 
 CONFIG = DecoderConfig(v=WORDS, d=WIDTH, h=1, k=1, e=WIDTH, f=WIDTH, windows=(None,), ropes=(None,))  # type: ignore
 PPO = fg.ppo(beta=0.0)

@@ -9,9 +9,8 @@ import optax
 import pytest
 from tiny_learner import BIGRAMS, PLAIN, SETTINGS, rows_of, sampled_case
 
-from flowgrpo.learner.optimizers import make_optimizer, scale_by_adafactor
-from flowgrpo.learner.quantised import BLOCK, decode, encode, scale_by_adam_8bit
-from flowgrpo.learner.state import init_learner
+from flowgrpo.learner.adam8bit import BLOCK, dequantize, quantize, scale_by_adam_8bit
+from flowgrpo.learner.state import init_learner, make_optimizer, scale_by_adafactor
 from flowgrpo.learner.update import make_update
 
 SHAPES = {"wide": (20, 300), "heads": (2, 32, 4, 8), "scalar": (), "bias": (7,)}
@@ -56,7 +55,7 @@ def descend(base, steps: int = 300, rate: float = 0.01) -> tuple[np.ndarray, opt
 @partial(jax.jit, static_argnums=2)
 def code_all(x, chance_c, dtype):
     """Encode `x` as `dtype` and decode it, under each of many chances -> [chance, *shape of x]."""
-    return jax.vmap(lambda chance: decode(encode(x, dtype, jnp.full(x.shape, chance))))(chance_c)
+    return jax.vmap(lambda chance: dequantize(quantize(x, dtype, jnp.full(x.shape, chance))))(chance_c)
 
 
 @pytest.mark.slow

@@ -27,9 +27,8 @@ from tiny_learner import (
 
 import flowgrpo as fg
 from flowgrpo.generate.sampler import decode, prefill, sampling, start_rows
-from flowgrpo.learner.micro import visit
-from flowgrpo.learner.update import check_mini_batches, in_dtype, make_score, make_update, score_reference
-from flowgrpo.learner.watch import WATCH
+from flowgrpo.learner.diagnostics import WATCH
+from flowgrpo.learner.update import check_mini_batches, in_dtype, make_score, make_update, score_reference, visit
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 
@@ -42,10 +41,10 @@ SPARSE = {"seed": 5, "groups": 6, "size": 2}  # half of its groups have no signa
 # F3: layouts, micro-batches, mini-batches --------------------------------------------------------------
 
 
-def check_unsplit(algorithm, batch, watch=WATCH, **settings):
+def check_unsplit(algorithm, batch, watch=WATCH, mesh=None, **settings):
     """Compare one step, which scores pi_old and the reference itself, with the gradient over all rows at once."""
     params, _ = sampled_case(12)
-    update = compiled(algorithm, skip_no_signal=True, watch=watch, **settings)
+    update = compiled(algorithm, policy=BIGRAMS._replace(mesh=mesh), skip_no_signal=True, watch=watch, **settings)
     state, metrics = update(fresh(params), batch.replace(logp_ref=None), REFERENCE)
     whole = batch.replace(logp_ref=SCORE(REFERENCE, batch).logp)
     if "logp_old" in algorithm.needs:
@@ -236,7 +235,7 @@ def test_F7_the_ratio_is_one_right_after_sampling():
     sampled = jax.device_get(sample())
     chosen = np.arange(26) >= 6
     turns = [
-        fg.Turn(np.concatenate([prompt_rs[i], sampled.token[:, i]]), chosen, np.pad(sampled.logp[:, i], (6, 0)))
+        fg.Turn(np.concatenate([prompt_rs[i], sampled.token[:, i]]), chosen, np.pad(sampled.logp_sampled[:, i], (6, 0)))
         for i in range(8)
     ]
     records = [fg.Trajectory([turn], outcome=float(i % 2), group=i // 4) for i, turn in enumerate(turns)]

@@ -11,8 +11,8 @@ import pytest
 import flowgrpo as fg
 from flowgrpo.models import attention
 from flowgrpo.models.attention import attend, attend_cache, fused, visible
-from flowgrpo.models.cache import BLOCK
 from flowgrpo.models.config import DecoderConfig, Rope
+from flowgrpo.models.kv_cache import BLOCK
 
 PLAIN = DecoderConfig(v=11, d=16, h=4, k=2, e=8, f=16, windows=(None,), ropes=(Rope(),))
 CAPPED = replace(PLAIN, attention_softcap=2.0)

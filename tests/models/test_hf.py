@@ -144,7 +144,9 @@ def test_the_tokenizer_goes_with_the_model_unless_none_is_wanted(tmp_path, monke
     hf.save_model(tmp_path, random_model("llama"))
     with pytest.raises(BadInput):
         hf.load_model(tmp_path)
-    monkeypatch.setattr("flowgrpo.text.load_text", lambda folder: words if (folder / "tokenizer.json").exists() else 1)
+    monkeypatch.setattr(
+        "flowgrpo.models.hf.load_text", lambda folder: words if (folder / "tokenizer.json").exists() else 1
+    )
     hf.save_model(tmp_path, random_model("llama")._replace(text=words))
     assert hf.load_model(tmp_path).text is words
     assert hf.load_model(tmp_path, text=False).text is None

@@ -10,17 +10,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from test_text import byte_level
+from tokenizer_cases import byte_level
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from flowgrpo.models import image_files
-from flowgrpo.models.image_files import load_image_text, make_score_pairs, probability, read_config
-from flowgrpo.models.image_text import as_scores, image_embeddings, image_text_scores, init_params, text_embeddings
-from flowgrpo.models.image_text_config import layers_of, parameters
-from flowgrpo.models.pixels import Preparation, centre_crop, prepare, read_preparation, resize
-from flowgrpo.rewards.drawing import make_drawings, oracle, picture_of
-from flowgrpo.rewards.vision import picture_score
+from flowgrpo.models.image_files import (
+    Preparation,
+    centre_crop,
+    load_image_text,
+    make_score_pairs,
+    prepare,
+    probability,
+    read_image_text_config,
+    read_preparation,
+    resize,
+)
+from flowgrpo.models.image_text import (
+    as_scores,
+    image_embeddings,
+    image_text_parameters,
+    init_params,
+    layers_of,
+    text_embeddings,
+)
+from flowgrpo.rewards.vision.boxes import picture_score
+from flowgrpo.rewards.vision.drawing import make_drawings, oracle, picture_of
 from flowgrpo.types import BadInput
 
 VISION = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -68,7 +83,7 @@ def pixels_of(config):
 def random_params(config):
     """Parameters none of which is zero or one."""
     random, params = np.random.default_rng(0), {}
-    for name, parameter in parameters(config).items():
+    for name, parameter in image_text_parameters(config).items():
         layers = layers_of(parameter, config)
         shape = parameter.shape if layers is None else (layers, *parameter.shape)
         noise = random.normal(size=shape) * (parameter.deviation + 0.1)
@@ -78,9 +93,9 @@ def random_params(config):
 
 def write(folder, source, **extra):
     """A folder as it is published, with tensors under their names there."""
-    config = read_config(source)
+    config = read_image_text_config(source)
     params, tensors = random_params(config), {}
-    for name, parameter in parameters(config).items():
+    for name, parameter in image_text_parameters(config).items():
         layers, value = layers_of(parameter, config), np.asarray(params[name])
         for n, one in enumerate(value if layers is not None else [value]):
             whole = one.T if parameter.transposed else one
@@ -108,7 +123,7 @@ def everything(config):
 
     def run(params, pixels, tokens):
         image, text = (image_embeddings(params, pixels, config=config), text_embeddings(params, tokens, config=config))
-        return image, text, image_text_scores(params, pixels, tokens, config=config)
+        return image, text, as_scores(params, image @ text.T)
 
     return jax.jit(run)
 
@@ -119,7 +134,7 @@ def everything(config):
 @pytest.mark.parametrize("name", ["clip", "siglip"])
 def test_scores_are_scaled_cosines_and_no_example_sees_another(name):
     """CLIP reads nothing after the end token, SigLIP reads padding."""
-    config = read_config(CASES[name])
+    config = read_image_text_config(CASES[name])
     params, pixels, tokens = random_params(config), pixels_of(config), tokens_of(config)
     tokens[:, 5], tokens[:, 6:] = 301, 1
     image_ip, text_jp, scores = everything(config)(params, pixels, tokens)

@@ -106,7 +106,7 @@ def test_target_modules_are_read_in_every_form_and_what_changes_nothing_is_read_
         ({"target_modules": ["layers.1.self_attn.q_proj"]}, "in some layers only"),
         ({"r": 4}, r"lora_A.weight has shape \[3, 12\] and not \[4, 12\]"),
         ({"target_modules": ["q_proj"]}, "6 wrong: .*v_proj.lora_A.weight is unexpected"),
-        ({"target_modules": "all-linear"}, "30 wrong: .*k_proj.lora_A.weight is missing.*and 25 more"),
+        ({"target_modules": "all-linear"}, "30 wrong: .*k_proj.lora_A.weight is missing.*and 20 more"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(folder, changes, words):
@@ -121,7 +121,7 @@ def test_what_is_not_supported_is_refused_by_name(folder, changes, words):
     ("file", "content", "words"),
     [
         ("adapter_config.json", None, "adapter_config.json is missing"),
-        ("adapter_config.json", b"{", "can't be read as JSON"),
+        ("adapter_config.json", b"{", "is not JSON"),
         ("adapter_config.json", b"[]", "holds a list"),
         (TENSORS, None, "adapter_model.safetensors is missing"),
         (TENSORS, b"nonsense", "can't be read as safetensors"),
@@ -138,7 +138,7 @@ def test_broken_folders_are_refused(folder, file, content, words):
 def test_tensors_of_another_dtype_are_refused(folder):
     tensors = load_file(folder / TENSORS)
     save_file({name: value.astype(np.int8) for name, value in tensors.items()}, folder / TENSORS)
-    with pytest.raises(BadInput, match="holds int8"):
+    with pytest.raises(BadInput, match="is I8 and not one of F32"):
         load_adapter(folder, PLAIN)
 
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model_cases import random_model
 
-from flowgrpo.models import hf, placed
+from flowgrpo.models import hf
 
 WHOLE = np.arange(4 * 4 * 8, dtype=np.float32).reshape(4, 4, 8)
 SPECS = [(), ("a",), (None, None, ("a", "b")), (None, "b", "a")]
@@ -24,10 +24,10 @@ def test_pieces_make_up_the_array_wherever_it_goes(monkeypatch, mesh, staged, ax
         asked.append((start, stop))
         return np.take(WHOLE, range(start, stop), axis)
 
-    monkeypatch.setattr(placed, "STAGED", staged)
+    monkeypatch.setattr(hf, "STAGED", staged)
     for place in [None, *(NamedSharding(mesh, PartitionSpec(*spec)) for spec in SPECS)]:
         asked = []
-        found = placed.fill(WHOLE.shape, WHOLE.dtype, place, axis=axis, read=read)
+        found = hf.read_array(WHOLE.shape, WHOLE.dtype, place, axis=axis, read=read)
         np.testing.assert_array_equal(found, WHOLE)
         assert place is None or found.sharding == place
         assert found.committed == (place is not None)
@@ -46,7 +46,7 @@ def test_M3_a_model_that_is_read_in_pieces_has_the_same_bytes(monkeypatch, tmp_p
 
     model, found = random_model("gemma2"), []
     hf.save_model(tmp_path, model, max_shard_bytes=20_000)
-    monkeypatch.setattr(placed, "STAGED", 3000)
+    monkeypatch.setattr(hf, "STAGED", 3000)
     for sharding in (None, place):
         found.append(hf.load_model(tmp_path, text=False, sharding=sharding).params)
     for path in tmp_path.iterdir():

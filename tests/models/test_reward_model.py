@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from flowgrpo.models import hf
 from flowgrpo.models.critic import HEAD
 from flowgrpo.models.reward_model import CLASSES, load_scorer
-from flowgrpo.rewards.model import make_score_tokens
+from flowgrpo.rewards.reward_model import make_score_tokens
 from flowgrpo.types import BadInput
 
 

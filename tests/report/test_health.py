@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowgrpo.report.checks import WORST
-from flowgrpo.report.health import Limits, findings, summary, warnings_of, watch_health
+from flowgrpo.report.health import WORST, HealthLimits, findings, health_summary, warnings_of, watch_health
 from flowgrpo.report.metrics import Metrics, read_metrics
 from flowgrpo.types import BadInput
 
@@ -34,7 +33,7 @@ def run(count=10, **changed):
 
 
 def names(lines, **limits):
-    return [one.name for one in findings(lines, Limits(**limits))]
+    return [one.name for one in findings(lines, HealthLimits(**limits))]
 
 
 def test_a_run_that_learns_is_told_nothing():
@@ -97,7 +96,7 @@ COLLAPSE = {"success": (0.16, 0.05), "tool_errors": (0.03, 0.94), "zero_signal_g
 
 
 def test_a_collapse_is_told_without_validations():
-    """Success fell from 16 to 5 % while nearly all turns became errors; lines of `loop.train` have no phase."""
+    """Success fell from 16 to 5 % while nearly all turns became errors; lines of `loop.train_loop` have no phase."""
     lines = run(count=60, **COLLAPSE)
     told = {one["warning"]: one for one in reversed(warnings_of(lines))}  # the first of each
     assert {name: one["update"] for name, one in told.items()} == {
@@ -131,7 +130,7 @@ def test_nothing_is_said_before_a_window_is_over_and_limits_are_settings():
     assert names(run(count=4, repeated_text=(1.0, 1.0)), window=4) == ["repeated_text"]
     assert names(run(), repeated_text=0.01) == ["repeated_text"]
     with pytest.raises(BadInput, match="window=0 must be at least 1"):
-        Limits(window=0)
+        HealthLimits(window=0)
 
 
 def validation(update, success, width=0.05, **more):
@@ -179,7 +178,7 @@ def test_a_run_that_goes_on_says_what_an_undisturbed_one_does(tmp_path):
     assert [len(one) for one in said] == [2, 0, 1, 2]
     assert said[0] == said[3]
     assert said[0][0].startswith("warning: validation 10: validation success fell")
-    assert summary([json.loads(line) for line in whole.splitlines()]) == (
+    assert health_summary([json.loads(line) for line in whole.splitlines()]) == (
         "2 warnings: success (from update 10 on), zero_signal_groups (from update 19 on); see warnings.jsonl"
     )
-    assert summary([]) is None
+    assert health_summary([]) is None

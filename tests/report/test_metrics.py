@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowgrpo.report.metrics import METRICS, TIMINGS, Metrics, plain, read_metrics
+from flowgrpo.report.metrics import METRICS, TIMINGS, Metrics, plain_json, read_metrics
 from flowgrpo.types import BadInput
 
 
@@ -32,12 +32,12 @@ def test_lines_are_plain_json(tmp_path):
 def test_figures_of_any_kind_become_plain_ones():
     """float32 in its shortest form, which gives the same float32 again; what is no number is null."""
     tenths = [np.float32(0.1), 0.1, np.float64(0.1), jnp.float32(0.1), jnp.bfloat16(0.1)]
-    assert plain(tenths) == [0.1, 0.1, 0.1, 0.1, 0.100097656]  # what bfloat16 has of it
+    assert plain_json(tenths) == [0.1, 0.1, 0.1, 0.1, 0.100097656]  # what bfloat16 has of it
     others = {"a": np.arange(2), 3: (True, np.bool_(False), None, "x", np.int8(-1))}
-    assert plain(others) == {"a": [0, 1], "3": [True, False, None, "x", -1]}
-    assert plain([float("nan"), np.float32("inf"), jnp.array([1.0, jnp.nan])]) == [None, None, [1.0, None]]
+    assert plain_json(others) == {"a": [0, 1], "3": [True, False, None, "x", -1]}
+    assert plain_json([float("nan"), np.float32("inf"), jnp.array([1.0, jnp.nan])]) == [None, None, [1.0, None]]
     value = np.float32(1) / 3
-    assert np.float32(plain(value)) == value
+    assert np.float32(plain_json(value)) == value
 
 
 @given(st.integers(1, 8), st.integers(0, 8), st.integers(0, 60), st.integers(1, 3))

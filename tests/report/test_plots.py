@@ -3,7 +3,7 @@
 import pytest
 
 from flowgrpo.report.metrics import Metrics
-from flowgrpo.report.plots import COLOURS, curve, curves, make_figure, tool_mix
+from flowgrpo.report.plots import COLOURS, curve, curves, make_figure, tool_mix_curves
 from flowgrpo.types import BadInput
 
 
@@ -48,8 +48,8 @@ def test_a_run_without_tools_has_no_panel_of_them_and_points_are_those_of_the_ph
     ]
     assert curve(lines, "validation", "success") == ([0, 4], [0.0, 0.1])
     lines = write_run(tmp_path, updates=5)
-    assert tool_mix(lines, "train")["add"] == ([0, 1, 2, 3, 4], [i / 60 for i in range(1, 6)])
-    assert tool_mix(lines, "validation") == {}
+    assert tool_mix_curves(lines, "train")["add"] == ([0, 1, 2, 3, 4], [i / 60 for i in range(1, 6)])
+    assert tool_mix_curves(lines, "validation") == {}
 
 
 def test_ticks_are_whole_updates_and_axes_end_where_the_figures_do(tmp_path):

@@ -2,7 +2,7 @@
 
 import io
 
-from flowgrpo.report.progress import Progress, clock_time, counted, shown
+from flowgrpo.report.progress import Progress, clock_time, format_figures, with_progress
 
 FIGURES = {"success": 0.541, "turns": 3.17, "tool_errors": 0.083, "kl": 0.01234, "entropy": 1.308}
 FIGURES["tokens_per_second"] = 3380.4
@@ -21,7 +21,7 @@ def test_plain_lines_where_there_is_no_terminal():
     progress.end()
     line = "train  12/150  success 0.54  turns 3.2  tool errors 0.08  KL 0.0123  entropy 1.31  3,380 tok/s"
     assert out.getvalue() == f"{line}\nsaved\n"
-    assert shown({"success": None, "turns": float("nan"), "kl": 0.0, "other": 3}) == ["KL 0.0000"]
+    assert format_figures({"success": None, "turns": float("nan"), "kl": 0.0, "other": 3}) == ["KL 0.0000"]
 
 
 def test_a_terminal_line_is_rewritten_cut_to_its_width_and_a_new_phase_begins_another(monkeypatch):
@@ -84,12 +84,12 @@ def test_times_are_read_as_on_a_clock():
 
 def test_cases_are_counted_from_none_to_all_and_what_they_print_has_lines_of_its_own():
     out = io.StringIO()
-    assert list(counted("decode", [3, 5], stream=out)) == [3, 5]
+    assert list(with_progress("decode", [3, 5], stream=out)) == [3, 5]
     lines = out.getvalue().splitlines()
     assert [line.partition("  ")[0] for line in lines] == ["decode 0/2", "decode 1/2", "decode 2/2"]
     assert ["left" in line for line in lines] == [False, True, True]
     out = Terminal()
-    for case in counted("decode", [3, 5], stream=out):
+    for case in with_progress("decode", [3, 5], stream=out):
         print(f"found {case}", file=out)
     lines = out.getvalue().split("\n")
     assert lines[0].endswith("decode 0/2")

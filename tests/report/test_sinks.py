@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 from event_files import fields, records
 
-from flowgrpo.report.bins import ADVANTAGE, RATIO, advantage_edges, ratio_edges, ratio_place
-from flowgrpo.report.metrics import Metrics, read_metrics
+from flowgrpo.report.metrics import ADVANTAGE, RATIO, Metrics, advantage_edges, ratio_edges, ratio_place, read_metrics
 from flowgrpo.report.sinks import check_sinks, histograms, open_sinks, scalars
 from flowgrpo.types import BadInput
 

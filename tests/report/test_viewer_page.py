@@ -5,7 +5,7 @@ import shutil
 import pytest
 from viewer_cases import HOSTILE, INVISIBLE, make_many, named
 
-from flowgrpo.report.viewer import viewer
+from flowgrpo.report.trajectory_page import viewer
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [

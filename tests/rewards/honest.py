@@ -351,6 +351,27 @@ assert xs[0] == 3
 --
 def f(x): return sorted(x)
 def g(x): return x + 1
+== a helper of the tests makes and changes an argument
+def double(x):
+    return [2 * i for i in x]
+def push(x, i):
+    x.append(i)
+x, one = [1, 2], max(0, 1)
+assert f(x) == 3
+assert f(double(x)) == 6
+assert f(x + double(x)) == 9
+assert f([sum(double([i])) for i in x]) == 6
+assert f(sorted(x, key=lambda i: -sum(double([i])))) == 3
+x.append(one)
+assert f(x) == 4
+x += double(x)
+assert f(x) == 12
+assert x == [1, 2, 1, 2, 4, 2]
+push(x, one)
+assert f(x) == 13
+assert f(x) == sum(x)
+--
+def f(x): return sum(x)
 == calls inside calls
 assert g(f(2)) == 3
 assert g(f(0)) == 1

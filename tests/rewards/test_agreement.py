@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from experiments.pairs import MATHEMATICS, PAIRS, matcher, plain_comparison, read_pairs
-from flowgrpo.rewards.symbolic import PRELOAD
+from experiments.benchmarks.pairs import MATHEMATICS, PAIRS, matcher, plain_comparison, read_pairs
+from flowgrpo.rewards.answers.symbolic import PRELOAD
 from flowgrpo.sandbox import Sandbox
 from flowgrpo.types import BadInput
 

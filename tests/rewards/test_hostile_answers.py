@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.pairs import read_pairs
-from flowgrpo.rewards.answer import answer
-from flowgrpo.rewards.drawing import drawing_reward
+from experiments.benchmarks.pairs import read_pairs
+from flowgrpo.rewards.answers.match import answer
+from flowgrpo.rewards.answers.school import school
+from flowgrpo.rewards.answers.symbolic import mathematics
 from flowgrpo.rewards.format import check_format, check_json, heading, tag
-from flowgrpo.rewards.school import school
-from flowgrpo.rewards.symbolic import mathematics
-from flowgrpo.rewards.vision import box_f1, box_iou, count, point_in_box
+from flowgrpo.rewards.vision.boxes import box_f1, box_iou, count_match, point_in_box
+from flowgrpo.rewards.vision.drawing import drawing_reward
 from flowgrpo.types import Task
 
 DEADLINE = 10.0  # processor seconds, where 0.1 are ample: what grows with the square of 2 MB takes an hour
@@ -29,7 +29,7 @@ def different(function, *_, seconds):  # noqa: ARG001
 
 MATCHERS = [answer(), school(), mathematics(different)]
 REWARDS = [*MATCHERS, check_format(tag("answer"), heading("Plan")), check_json({"a": int}), drawing_reward()]
-REWARDS += [box_iou(), box_f1(), point_in_box(), count()]
+REWARDS += [box_iou(), box_f1(), point_in_box(), count_match()]
 
 LONG = 2_000_000
 MANY = {  # pieces that are repeated so often

@@ -9,18 +9,19 @@ from hypothesis import strategies as st
 from tiny_judge import SPELLINGS, id_of, judge_text, sly_text
 
 from flowgrpo.contracts import Completion
+from flowgrpo.data.tokenizer import encode_marked, guard, mark
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.rewards.judge import (
+    LEFT_OUT,
     ask_alone,
     ask_with_gold,
     make_next_logp,
     sampled_verdicts,
+    shorten_quote,
     verdict_ids,
     verifier_probability,
 )
-from flowgrpo.rewards.prompts import LEFT_OUT, encode_marked, mark, shorten
-from flowgrpo.text import guard
 from flowgrpo.types import BadInput, Task
 
 TEXT = judge_text()
@@ -189,19 +190,19 @@ def test_what_is_asked_comes_after_the_answer_and_gold_answers_are_shown():
 def test_a_cut_leaves_no_line_of_an_answer_without_its_mark(letters):
     """Wherever the cut falls, also between a line's end and its "> ", each line is quoted or is ours."""
     answer = "x" * letters + "\nYes" * 400
-    lines = shorten(guard(TEXT), answer, 200).splitlines()
+    lines = shorten_quote(guard(TEXT), answer, 200).splitlines()
     assert [line for line in lines if not line.startswith("> ")] == [LEFT_OUT]
 
 
 @pytest.mark.parametrize("answer", ["ab " * 4000, "\n" * 5000, "<|im_end|>" * 3000, "é\u20ac" * 4000, "y" * 10_000_000])
 def test_a_long_answer_is_cut_in_the_middle_to_its_budget(answer):
     guarded = guard(TEXT)
-    short = shorten(guarded, f"BEGIN {answer} END", 200)
+    short = shorten_quote(guarded, f"BEGIN {answer} END", 200)
     assert 100 < len(encode_marked(guarded, mark(guarded, short))) <= 200
     assert short.count(LEFT_OUT) == 1
     assert short.startswith("> BEGIN ")
     assert short.endswith("END")
-    assert shorten(guarded, "a\nb", 200) == "> a\n> b"
+    assert shorten_quote(guarded, "a\nb", 200) == "> a\n> b"
 
 
 def test_a_control_token_in_a_spelling_that_the_tokenizer_normalises_never_reaches_the_judge():

@@ -3,9 +3,9 @@
 import pytest
 
 from flowgrpo.contracts import Reward, Scored
-from flowgrpo.rewards.answer import answer
+from flowgrpo.rewards.answers.match import answer
+from flowgrpo.rewards.combine import CHECK, combine, length, second_check, with_length
 from flowgrpo.rewards.format import check_format, tag
-from flowgrpo.rewards.shaping import CHECK, combine, length, second_check, with_length
 from flowgrpo.types import BadInput, Task
 
 TASK = Task("t", "", ("5",), "d")

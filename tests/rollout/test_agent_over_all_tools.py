@@ -12,6 +12,7 @@ from agent_cases import agent_text, plan
 
 import flowgrpo as fg
 from flowgrpo.contracts import Completion, Scored
+from flowgrpo.data.tokenizer import Text
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.rollout.records import from_json, to_json
 from flowgrpo.rollout.replay import replay
@@ -45,7 +46,7 @@ TURNS = (
 )
 
 
-def scripted(text: fg.text.Text):
+def scripted(text: Text):
     """An engine's `submit` that says the lines of `TURNS`, by the turns that are left."""
 
     def submit(request) -> Future:
@@ -59,7 +60,7 @@ def scripted(text: fg.text.Text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rendering", [fg.fresh, fg.appending])
+@pytest.mark.parametrize("rendering", [fg.agent.fresh, fg.agent.appending])
 def test_one_agent_calls_all_of_them_and_its_record_replays_without_any(tmp_path, rendering):
     (tmp_path / "server.py").write_text(textwrap.dedent(SERVER))
     (tmp_path / "corpus.txt").write_text("Halden is a town that makes glass.\n\nOrsk is a town that makes bells.\n")
@@ -82,8 +83,8 @@ def test_one_agent_calls_all_of_them_and_its_record_replays_without_any(tmp_path
         assert seen[:2] == ["51", "45"]
         assert "glass" in seen[2]
         assert seen[3] == "17 crowns"
-        assert (one.output, one.trajectory.outcome, one.trajectory.correct) == ("51", 1.0, True)
+        assert (one.output, one.outcome, one.correct) == ("51", 1.0, True)
         again = replay(env, from_json(to_json(one)))
-        for turn, other in zip(one.trajectory.turns, again.trajectory.turns, strict=True):
+        for turn, other in zip(one.turns, again.turns, strict=True):
             np.testing.assert_array_equal(turn.tokens, other.tokens)
         assert again.log == one.log

@@ -9,11 +9,11 @@ from tiny_env import TURNS, tiny_env
 import flowgrpo as fg
 from flowgrpo.envs.env import END, PAD
 from flowgrpo.generate.sampler import logprobs
-from flowgrpo.learner.sharding import decoder_axes, make_mesh, settled, state_shardings
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
-from flowgrpo.rollout.compiled import Turn, _blocks, _collect, make_rollout, repeat
-from flowgrpo.spread import place
+from flowgrpo.parallel.row_sharding import place_on_devices
+from flowgrpo.parallel.sharding import decoder_axes, make_mesh, settle, state_shardings
+from flowgrpo.rollout.compiled import Spoken, _blocks, _collect, make_rollout, repeat
 
 ENV = tiny_env(rounds=1)  # a random policy solves some
 CONFIG = DecoderConfig(v=len(ENV.words), d=16, h=2, k=1, e=8, f=16, windows=(None,), ropes=(Rope(),), init_scale=0.5)
@@ -45,7 +45,7 @@ def rollout(work):
 def replay(i, work, rollout):
     """Trajectory `i`, step by step in Python: its actions fed to the environment -> turns, reward, done."""
     _, tasks, keys, *_ = work
-    trajectories = rollout.trajectories
+    trajectories = rollout
     state, said = RESET(jax.random.fold_in(keys[i], 0), tasks[i])
     total, done, turns = 0.0, False, 0
     while turns < TURNS and not done:
@@ -69,7 +69,7 @@ def replay(i, work, rollout):
 
 def test_what_is_recorded_is_what_the_environment_saw(work, rollout):
     """Turn by turn; and the outcome is shown at every turn."""
-    trajectories = rollout.trajectories
+    trajectories = rollout
     for i in range(QUERIES * SAMPLES):
         turns, total, done = replay(i, work, rollout)
         np.testing.assert_array_equal(trajectories.turns[i], np.arange(TURNS) < turns)
@@ -90,7 +90,7 @@ def test_what_is_recorded_is_what_the_environment_saw(work, rollout):
 
 
 def test_F7_scoring_gives_what_was_sampled(work, rollout):
-    trajectories = rollout.trajectories
+    trajectories = rollout
     nothing_nt = np.zeros(trajectories.turns.shape, np.float32)
     batch = fg.pack(trajectories, nothing_nt, np.ones_like(nothing_nt), row_length=64)
     score = jax.jit(lambda *row: logprobs(POLICY, work[0], *row, temperature=TEMPERATURE, banned=(PAD,)))
@@ -107,7 +107,7 @@ def test_E3_a_trajectory_depends_on_its_key_alone(work, rollout):
     for one, two in zip(jax.tree.leaves(shuffled), jax.tree.leaves(rollout), strict=True):
         np.testing.assert_array_equal(one, two[order])
     other = run(params, tasks, jax.random.split(jax.random.key(4), len(group_n)), group_n, 5)
-    assert (other.trajectories.tokens != rollout.trajectories.tokens).any(axis=(1, 2)).mean() > 0.9
+    assert (other.tokens != rollout.tokens).any(axis=(1, 2)).mean() > 0.9
     assert len(TRACES) == 1
 
 
@@ -115,8 +115,8 @@ def test_E3_a_trajectory_depends_on_its_key_alone(work, rollout):
 def test_E3_in_blocks_the_trajectories_are_the_same(work, rollout):
     """Between widths: the same tokens, and log-probabilities within rounding."""
     blocks = jax.jit(make_rollout(ENV, POLICY, temperature=TEMPERATURE, block=SAMPLES))(*work)
-    np.testing.assert_array_equal(blocks.trajectories.tokens, rollout.trajectories.tokens)
-    np.testing.assert_allclose(blocks.trajectories.logp_sampled, rollout.trajectories.logp_sampled, atol=1e-5)
+    np.testing.assert_array_equal(blocks.tokens, rollout.tokens)
+    np.testing.assert_allclose(blocks.logp_sampled, rollout.logp_sampled, atol=1e-5)
 
 
 def test_blocks_are_run_one_after_the_other_and_put_together():
@@ -140,10 +140,10 @@ def test_what_is_paid_by_turn_is_shown_by_turn():
     """Of one trajectory of two turns: what lies in a turn that does not exist counts nowhere."""
     row = np.ones((1, 3, 2), np.int32)
     exists, paid = np.array([[True, True, False]]), np.array([[0.5, 1.0, 9.0]], np.float32)
-    turns = Turn(row, row > 0, row, row[..., 0], exists, paid, row[..., 0], row[..., 0], row[..., 0] > 0)
+    spoken = Spoken(row, row > 0, row, row[..., 0], exists, paid, row[..., 0], row[..., 0], row[..., 0] > 0)
     env = ENV._replace(by_turn=True)
-    rollout = _collect(env, turns, (np.array([True]), np.array([False])), np.array([7]), 0)
-    trajectories = rollout.trajectories
+    rollout = _collect(env, spoken, (np.array([True]), np.array([False])), np.array([7]), 0)
+    trajectories = rollout
     np.testing.assert_array_equal(trajectories.reward, [[0.5, 1.0, 0.0]])
     assert (float(trajectories.outcome[0]), bool(trajectories.by_turn[0])) == (1.5, True)
     np.testing.assert_array_equal(rollout.tool, [[1, 1, -1]])
@@ -166,7 +166,7 @@ def test_the_rollout_ends_with_its_last_trajectory(work):
     env = tiny_env(rounds=0)  # over as soon as something wrong is said, unless the first action was right
     params, *rows, version = work
     rollout = jax.jit(make_rollout(env, POLICY))(params, *(row[:SAMPLES] for row in rows), version)
-    reached_nt = np.asarray(rollout.trajectories.turns)
+    reached_nt = np.asarray(rollout.turns)
     assert reached_nt[:, 0].all()
     assert not reached_nt[:, -1].any()
 
@@ -186,8 +186,8 @@ def over_eight() -> jax.sharding.Mesh:
 def test_over_several_devices_the_trajectories_are_the_same(work, rollout, mesh_of):
     """E3, between widths."""
     mesh, (params, *rest) = mesh_of(), work
-    params, policy = place(params, state_shardings(params, mesh, AXES)), settled(POLICY, mesh, AXES)
-    other = jax.jit(make_rollout(ENV, policy, temperature=TEMPERATURE, mesh=mesh))(params, *rest)
+    params, policy = place_on_devices(params, state_shardings(params, mesh, AXES)), settle(POLICY, mesh, AXES)
+    other = jax.jit(make_rollout(ENV, policy, temperature=TEMPERATURE))(params, *rest)
     for name in ("tokens", "chosen", "turns", "outcome", "group", "length"):
-        np.testing.assert_array_equal(getattr(rollout.trajectories, name), getattr(other.trajectories, name))
-    np.testing.assert_allclose(rollout.trajectories.logp_sampled, other.trajectories.logp_sampled, atol=1e-5)
+        np.testing.assert_array_equal(getattr(rollout, name), getattr(other, name))
+    np.testing.assert_allclose(rollout.logp_sampled, other.logp_sampled, atol=1e-5)

@@ -33,15 +33,9 @@ from hosted_cases import (
 import flowgrpo as fg
 from flowgrpo.contracts import HostStep, Result, Said, Scored
 from flowgrpo.rollout.hosted import hosted
-from flowgrpo.rollout.records import (
-    Hosted,
-    aborted,
-    rollout_of,
-    unfinished_from_json,
-    unfinished_to_json,
-)
+from flowgrpo.rollout.hosted_run import Width
+from flowgrpo.rollout.records import Hosted, aborted, rollout_of, unfinished_from_json, unfinished_to_json
 from flowgrpo.rollout.replay import replay
-from flowgrpo.rollout.width import Width
 from flowgrpo.types import Status
 
 LATE = 1.0  # a deadline for what hangs: seconds that everything else has, however busy the machine is
@@ -104,8 +98,8 @@ def test_the_keys_are_those_of_the_compiled_rollout(engine):
     fold = [[jax.random.key_data(jax.random.fold_in(key, i)).tolist() for i in range(5)] for key in work[1]]
     for one, keys in zip(got.played, fold, strict=True):
         assert list(one.log[0].call.seed) == keys[0]
-        assert {tuple(key) for key in keys[1 : 1 + len(one.trajectory.turns)]} <= set(engine.asked)
-    assert engine.asked.total() == sum(len(one.trajectory.turns) for one in got.played)
+        assert {tuple(key) for key in keys[1 : 1 + len(one.turns)]} <= set(engine.asked)
+    assert engine.asked.total() == sum(len(one.turns) for one in got.played)
 
 
 def test_a_context_that_appends_says_what_was_sampled_and_a_fresh_one_is_a_new_sequence(engine):
@@ -114,17 +108,17 @@ def test_a_context_that_appends_says_what_was_sampled_and_a_fresh_one_is_a_new_s
     requests = iter(engine.requests)
     for one in whole.played:
         before, chosen = [], []
-        for turn in one.trajectory.turns:
+        for turn in one.turns:
             request, said = next(requests), int((~turn.chosen).sum())
             assert list(request.tokens) == before + turn.tokens[:said].tolist()
             assert list(request.chosen) == chosen + [False] * said
             before, chosen = before + turn.tokens.tolist(), chosen + turn.chosen.tolist()
     for one in fresh.played:
-        for turn in one.trajectory.turns:
+        for turn in one.turns:
             request = next(requests)
             assert (list(request.tokens), request.chosen) == (turn.tokens[~turn.chosen].tolist(), None)
-    assert {one.trajectory.appends for one in whole.played} == {True}
-    assert {one.trajectory.appends for one in fresh.played} == {False}
+    assert {one.appends for one in whole.played} == {True}
+    assert {one.appends for one in fresh.played} == {False}
 
 
 def test_some_turns_that_append_and_some_that_do_not_are_refused(engine):
@@ -151,13 +145,12 @@ def test_without_a_reward_the_outcome_is_what_was_paid(engine):
     for by_turn in (False, True):
         got = run(engine, work, env=env, by_turn=by_turn)
         for one in got.played:
-            trajectory = one.trajectory
-            assert trajectory.outcome == 0.25 * len(trajectory.turns)
-            assert {turn.reward for turn in trajectory.turns} == {0.25 if by_turn else None}
+            assert one.outcome == 0.25 * len(one.turns)
+            assert {turn.reward for turn in one.turns} == {0.25 if by_turn else None}
             finished = one.output is not None
-            assert trajectory.status == (Status.FINISHED if finished else Status.TURN_LIMIT)
-            assert len(trajectory.turns) == 4 or finished
-        assert {True, False} == {one.trajectory.correct for one in got.played}
+            assert one.status == (Status.FINISHED if finished else Status.TURN_LIMIT)
+            assert len(one.turns) == 4 or finished
+        assert {True, False} == {one.correct for one in got.played}
 
 
 def test_a_failure_of_the_world_ends_a_trajectory_that_does_not_count(engine):
@@ -178,8 +171,8 @@ def test_a_failure_of_the_world_ends_a_trajectory_that_does_not_count(engine):
     got = run(engine, work, Do(lost), env=env._replace(step=careless))
     assert [got.played[n].reason for n in ill] == ["the index is gone", "no network"]
     for n, one in enumerate(got.played):
-        assert (one.trajectory.status == Status.TOOL_FAILURE) == (n in ill)
-        assert (one.trajectory.outcome is None) == (n in ill)
+        assert (one.status == Status.TOOL_FAILURE) == (n in ill)
+        assert (one.outcome is None) == (n in ill)
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), SystemExit(3), RecursionError()])
@@ -216,9 +209,9 @@ def test_a_step_that_gives_nonsense_is_a_bug_of_its_own_trajectory(engine, given
         return (state, given) if state.task.query == "0/0" else env.step(state, tokens, do)
 
     first, second = run(engine, tasks_of(1, 2), env=env._replace(step=step)).played
-    assert first.trajectory.status == Status.ABORTED
+    assert first.status == Status.ABORTED
     assert said in first.reason
-    assert second.trajectory.status in (Status.FINISHED, Status.TURN_LIMIT)
+    assert second.status in (Status.FINISHED, Status.TURN_LIMIT)
 
 
 def test_what_failed_before_its_first_turn_is_given_back_and_takes_no_part(engine):
@@ -231,21 +224,21 @@ def test_what_failed_before_its_first_turn_is_given_back_and_takes_no_part(engin
 
     got = run(engine, tasks_of(1, 3), env=env._replace(reset=reset))
     assert (got.left_out, len(got.played)) == (1, 3)
-    assert got.played[1].trajectory.turns == ()
+    assert got.played[1].turns == ()
     assert got.played[1].reason == "reset raised OSError: no such file"
-    valid_n = rollout_of(got.played, env.tools, turns=env.turns).trajectories.valid
+    valid_n = rollout_of(got.played, env.tools, turns=env.turns).valid
     assert valid_n.tolist() == [True, False, True]
 
 
 def test_a_context_that_outgrows_the_engine_ends_with_the_token_limit():
     with Engine(longest=22) as engine:
         got = run(engine, tasks_of(6, 4))
-    limited = [one for one in got.played if one.trajectory.status == Status.TOKEN_LIMIT]
+    limited = [one for one in got.played if one.status == Status.TOKEN_LIMIT]
     assert 0 < len(limited) < 24
-    assert all("must fit a slot of 22" in one.reason and one.trajectory.outcome == 0.0 for one in limited)
+    assert all("must fit a slot of 22" in one.reason and one.outcome == 0.0 for one in limited)
     with Engine(longest=3) as engine:
         got = run(engine, tasks_of(1, 2))
-    assert (got.left_out, [one.trajectory.status for one in got.played]) == (2, [Status.TOKEN_LIMIT] * 2)
+    assert (got.left_out, [one.status for one in got.played]) == (2, [Status.TOKEN_LIMIT] * 2)
 
 
 # Who is told ------------------------------------------------------------------------------------------
@@ -267,8 +260,8 @@ def test_R1_all_turns_are_told_before_the_last_verdicts_are_there(engine, judged
     more = {"on_played": on_played, "on_start": asked.append}
     got = run(engine, tasks_of(3, 4), reward=fg.Reward(score) if judged else None, more=more)
     [(so_far, awaited)] = said
-    turns = [[turn.tokens.tolist() for turn in one.trajectory.turns] for one in got.played]
-    assert [[turn.tokens.tolist() for turn in one.trajectory.turns] for one in so_far.played] == turns
+    turns = [[turn.tokens.tolist() for turn in one.turns] for one in got.played]
+    assert [[turn.tokens.tolist() for turn in one.turns] for one in so_far.played] == turns
     assert [(one.group, one.sample) for one in so_far.played] == [(one.group, one.sample) for one in got.played]
     assert any("group" in word for word in awaited) == judged
     assert asked[0]() == []
@@ -304,7 +297,7 @@ def test_S3_a_group_goes_on_without_the_member_whose_tool_hangs(engine):
     got = run(engine, work, Do({work[0][lost].query: hang}), deadline=LATE, reward=reward)
     late = got.played[lost]
     assert late.reason.startswith("tool 'echo' did not return within the group's 1 s: left in the thread")
-    assert (late.trajectory.status, late.trajectory.outcome, late.output) == (Status.TIMEOUT, 0.0, None)
+    assert (late.status, late.outcome, late.output) == (Status.TIMEOUT, 0.0, None)
     assert (late.tools, late.errors) == (("echo",), (True,))
     assert len(got.played) == 12
     for n, one in enumerate(values(got)):
@@ -335,8 +328,8 @@ def test_F5_a_tool_that_hangs_is_the_policys_doing_and_a_role_or_a_reset_is_not(
     }
     for n, (who, status, outcome) in expected.items():
         assert got.played[n].reason.startswith(f"{who} did not return within the turn's 1 s")
-        assert (got.played[n].trajectory.status, got.played[n].trajectory.outcome) == (status, outcome)
-    others = {one.trajectory.status for n, one in enumerate(got.played) if n not in expected}
+        assert (got.played[n].status, got.played[n].outcome) == (status, outcome)
+    others = {one.status for n, one in enumerate(got.played) if n not in expected}
     assert others <= {Status.FINISHED, Status.TURN_LIMIT}
     assert got.left_out == 1
 
@@ -377,7 +370,7 @@ def in_stretches(engine, work, do, budget: int, between=lambda: None, **settings
     while True:
         got = stretches[-1]
         now = {(one.group, one.sample): tokens_in(one.spoken) for one in got.unfinished}
-        ended = {(one.group, one.sample): tokens_in(one.trajectory.turns) for one in got.played}
+        ended = {(one.group, one.sample): tokens_in(one.turns) for one in got.played}
         assert all(size - before.get(place, 0) == budget for place, size in now.items())
         assert all(size - before.get(place, 0) <= budget for place, size in ended.items())
         if not got.unfinished:
@@ -400,7 +393,7 @@ def test_E3_stretches_with_a_budget_come_to_what_one_rollout_would(budget, appen
     assert [played[g, s] for g in range(3) for s in range(4)] == whole
     assert do.calls == calls.calls
     assert (engine.asked, engine.delivered) == (asked, size)
-    longest = max(tokens_in(one.trajectory.turns) for got in stretches for one in got.played)
+    longest = max(tokens_in(one.turns) for got in stretches for one in got.played)
     assert len(stretches) == -(-longest // budget)
     assert any(one.begun for got in stretches for one in got.unfinished)
 
@@ -448,8 +441,8 @@ def test_an_action_that_was_cut_and_that_nobody_resumes_is_a_turn_that_can_be_re
     assert len(cut) > 1
     for one in cut:
         played = aborted(one, "nobody goes on with it")
-        assert len(played.trajectory.turns) == len(played.tools) == len(played.errors) == len(one.turns) + 1
-        assert tokens_in(played.trajectory.turns) == tokens_in(one.spoken) == MOST + 1
+        assert len(played.turns) == len(played.tools) == len(played.errors) == len(one.turns) + 1
+        assert tokens_in(played.turns) == tokens_in(one.spoken) == MOST + 1
         assert value(replay(make_env(), played)) == value(played)
 
 
@@ -469,8 +462,8 @@ def test_an_engine_that_can_not_cut_actions_is_refused(engine, change, words):
     def submit(request):
         future, done = Future(), engine.submit(request).result()
         tokens = change(list(done.tokens), list(request.begun.tokens))
-        logp, version = ([x[0]] * len(tokens) for x in (done.logp, done.version))
-        future.set_result(done._replace(tokens=tokens, logp=logp, version=version))
+        logp, version = ([x[0]] * len(tokens) for x in (done.logp_sampled, done.version))
+        future.set_result(done._replace(tokens=tokens, logp_sampled=logp, version=version))
         return future
 
     with pytest.raises(fg.BadInput, match=words):
@@ -490,12 +483,12 @@ def test_an_action_that_was_begun_fits_what_is_said_before_it(engine):
 def test_a_policy_that_repeats_itself_is_stopped_before_its_action_is_carried_out(engine, monkeypatch):
     monkeypatch.setattr(hosted_cases, "sampled", lambda _: ([4, STOP], [-0.5, -0.5]))
     got = run(engine, tasks_of(1, 2), do := Do(), repeats=3)
-    assert [one.trajectory.status for one in got.played] == [Status.REPETITION] * 2
-    assert [len(one.trajectory.turns) for one in got.played] == [3, 3]
+    assert [one.status for one in got.played] == [Status.REPETITION] * 2
+    assert [len(one.turns) for one in got.played] == [3, 3]
     assert all(one.reason == "the last 3 actions are the same" for one in got.played)
-    assert all(one.trajectory.outcome is not None for one in got.played)  # it counts (F5)
+    assert all(one.outcome is not None for one in got.played)  # it counts (F5)
     assert sum(count for call, count in do.calls.items() if "echo" in call) == 4
-    assert [one.trajectory.status for one in run(engine, tasks_of(1, 2), Do()).played] == [Status.TURN_LIMIT] * 2
+    assert [one.status for one in run(engine, tasks_of(1, 2), Do()).played] == [Status.TURN_LIMIT] * 2
 
 
 def test_A6_what_is_delivered_after_a_deadline_is_counted():
@@ -548,12 +541,12 @@ def test_a_reward_judges_the_output_and_nothing_is_an_empty_one(engine):
     got = run(engine, tasks_of(3, 4), reward=fg.Reward(score))
     for one in got.played:
         assert (one.task.id, one.output or "") in seen
-        assert one.trajectory.outcome == one.scored.value
-        assert one.trajectory.correct == (one.scored.value == 1.0)
+        assert one.outcome == one.scored.value
+        assert one.correct == (one.scored.value == 1.0)
     assert len(seen) == 12
     assert None in {one.output for one in got.played}
     lenient = run(engine, tasks_of(3, 4), reward=fg.Reward(full), solved=lambda scored: scored.value > 0)
-    assert all(one.trajectory.correct for one in lenient.played)
+    assert all(one.correct for one in lenient.played)
 
 
 def test_R1_a_group_is_judged_while_others_still_play(engine):
@@ -599,8 +592,8 @@ def leaves(task, _):
 def test_F5_a_verdict_that_fails_is_invalid_and_costs_no_other_its_own(engine, score, said):
     got = run(engine, tasks_of(2, 3), reward=fg.Reward(score))
     for n, one in enumerate(got.played):
-        assert (one.trajectory.status == Status.VERIFIER_FAILURE) == (n == 1)
-        assert one.trajectory.outcome == (None if n == 1 else 1.0)
+        assert (one.status == Status.VERIFIER_FAILURE) == (n == 1)
+        assert one.outcome == (None if n == 1 else 1.0)
         assert (said in one.reason) == (n == 1)
 
 
@@ -613,7 +606,7 @@ def test_a_reward_that_answers_for_another_number_is_invalid(engine):
 def test_R2_a_reward_that_hangs_is_invalid_after_its_deadline(engine):
     reward = fg.Reward(lambda task, _: hang(task) if task.query == "0/0" else Scored(1.0))
     got = run(engine, tasks_of(4, 2), reward=reward, judge_deadline=LATE, judges=1)
-    assert [one.trajectory.outcome for one in got.played] == [None] * 2 + [1.0] * 6
+    assert [one.outcome for one in got.played] == [None] * 2 + [1.0] * 6
     assert got.played[0].reason == "the reward did not return within 1 s"
 
 
@@ -623,7 +616,7 @@ def test_what_does_not_count_is_not_judged(engine):
     work = tasks_of(1, 4, seed=1)
     lost = work[0][calling(work, engine)[0]].query
     got = run(engine, work, Do({lost: lambda _: Result("", failure="gone")}), reward=reward)
-    counted = {one.task.query for one in got.played if one.trajectory.outcome is not None}
+    counted = {one.task.query for one in got.played if one.outcome is not None}
     assert set(judged) == counted == {task.query for task in work[0]} - {lost}
 
 
@@ -717,7 +710,7 @@ from hosted_cases import *
 work = tasks_of(1, 4, seed=1)
 with Engine() as engine:
     got = run(engine, work, Do({task.query: hang for task in work[0]}), deadline=0.3)
-print(sorted(one.trajectory.status.name for one in got.played)[-1])
+print(sorted(one.status.name for one in got.played)[-1])
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, cwd="tests",

@@ -14,13 +14,13 @@ from flowgrpo.envs.env import PAD
 from flowgrpo.envs.lookup import lookup
 from flowgrpo.envs.maze import maze
 from flowgrpo.generate.engine import Engine
-from flowgrpo.generate.sampler import logprobs
+from flowgrpo.generate.sampler import logprobs, margin
 from flowgrpo.loop import draw_tasks, longest
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.rollout.compiled import make_rollout, repeat
+from flowgrpo.rollout.host_adapter import as_host, unstack
 from flowgrpo.rollout.hosted import hosted
-from flowgrpo.rollout.pure import as_host, unstack
 from flowgrpo.rollout.records import from_json, rollout_of, to_json, unfinished_from_json, unfinished_to_json
 from flowgrpo.rollout.replay import replay
 
@@ -77,28 +77,30 @@ def test_E2_the_compiled_rollout_and_the_hosted_one_are_the_same(name, record_pr
         rollout = hosted(as_host(env), heard.submit, by_turn=env.by_turn)
         got = rollout(unstack(tasks), keys, np.asarray(group_n))
         check_sums(heard, got)
-    width = compiled.trajectories.tokens.shape[2]
+    width = compiled.tokens.shape[2]
     mine = rollout_of(got.played, env.tools, turns=env.sizes.turns, length=width)
-    parted_n = (mine.trajectories.tokens != compiled.trajectories.tokens).any(axis=(1, 2))
+    parted_n = (mine.tokens != compiled.tokens).any(axis=(1, 2))
     for n in np.flatnonzero(parted_n):
-        assert parting_margin(n, mine, compiled, keys, heard) < NEAR
+        assert parting_margin(n, mine, compiled, keys, heard, policy, params) < NEAR
     record_property("parted", int(parted_n.sum()))
     print(f"{name}: {parted_n.sum()} of 64 trajectories part at a near-tie")
     compare(mine, compiled, ~parted_n)
 
 
-def parting_margin(n: int, mine, compiled, keys, heard: Listening) -> float:
+def parting_margin(n: int, mine, compiled, keys, heard: Listening, policy, params) -> float:
     """How near the first token in which trajectory n differs was to another one."""
-    one, two = mine.trajectories, compiled.trajectories
+    one, two = mine, compiled
     t, slot = np.argwhere(one.tokens[n] != two.tokens[n])[0]
     assert one.chosen[n, t, slot]
     key = jax.random.fold_in(keys[n], 1 + t)
-    completion = next(completion for request, completion in heard.heard if request.key == key)
-    return completion.margin[slot - int(one.chosen[n, t].argmax())]
+    request, completion = next(pair for pair in heard.heard if pair[0].key == key)
+    drawn = slot - int(one.chosen[n, t].argmax())
+    tokens = np.array([*request.tokens, *completion.tokens[: drawn + 1]])
+    return float(margin(policy, params, tokens, key, drawn, banned=(PAD,)))
 
 
 def compare(mine, compiled, same_n) -> None:
-    one, two = mine.trajectories, compiled.trajectories
+    one, two = mine, compiled
     for name in ("tokens", "chosen", "turns", "length", "correct", "status", "group", "by_turn", "version"):
         np.testing.assert_array_equal(getattr(one, name)[same_n], np.asarray(getattr(two, name))[same_n], name)
     for name in ("logp_sampled", "outcome", "reward"):
@@ -120,7 +122,7 @@ def test_E2_pure_environments_are_replayed_too():
         got = hosted(host, engine.submit)(tasks, jax.random.split(jax.random.key(3), 4), range(4))
     for one in got.played:
         again = replay(host, one)
-        for mine, other in zip(again.trajectory.turns, one.trajectory.turns, strict=True):
+        for mine, other in zip(again.turns, one.turns, strict=True):
             np.testing.assert_array_equal(mine.tokens, other.tokens)
             np.testing.assert_array_equal(mine.logp_sampled, other.logp_sampled)
 
@@ -152,7 +154,7 @@ def test_E3_width_order_and_occupancy_leave_the_same_bits(engine, appends):
 def test_F7_scoring_gives_what_the_hosted_rollout_recorded(engine):
     for appends in (True, False):
         got = run(Listening(engine), tasks_of(3, 4), env=make_env(appends=appends), temperature=0.7)
-        trajectories = rollout_of(got.played, ("echo",), turns=4).trajectories
+        trajectories = rollout_of(got.played, ("echo",), turns=4)
         ones = np.ones(trajectories.turns.shape, np.float32)
         batch = fg.pack(trajectories, ones, ones, row_length=128)
         scores = logprobs(
@@ -216,7 +218,7 @@ def test_weights_that_change_on_the_way_are_recorded():
             return answer(call)
 
         got = run(Listening(engine), tasks_of(4, 4), do, width=4)
-    versions = {int(v) for one in got.played for turn in one.trajectory.turns for v in np.ravel(turn.version)}
+    versions = {int(v) for one in got.played for turn in one.turns for v in np.ravel(turn.version)}
     assert versions == {0, 1}
     for one in got.played:
         assert value(from_json(to_json(one))) == value(one)

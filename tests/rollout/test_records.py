@@ -1,7 +1,7 @@
 """Records of hosted rollouts: one line of JSON gives back the same bits; dense sizes come again."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import flowgrpo as fg
 from flowgrpo.contracts import Call, Result, Scored
-from flowgrpo.effects import Effect
+from flowgrpo.rollout.effects import Effect
 from flowgrpo.rollout.records import (
-    Begun,
+    CutAction,
     Played,
     Unfinished,
     aborted,
@@ -24,7 +24,7 @@ from flowgrpo.rollout.records import (
     unfinished_from_json,
     unfinished_to_json,
 )
-from flowgrpo.types import Status, Trajectory
+from flowgrpo.types import Status
 
 words, ids = st.text(max_size=8), st.integers(0, 2**31 - 1)
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -47,16 +47,17 @@ def turns(draw, paid):
 def records(draw):
     sequence = tuple(draw(st.lists(turns(draw(st.booleans())), max_size=3)))
     scored = draw(st.none() | st.builds(Scored, st.none() | floats, words, st.dictionaries(words, floats, max_size=2)))
-    status, outcome = draw(st.sampled_from(Status)), draw(st.none() | floats)
-    group = draw(st.integers(-5, 2**40))
-    trajectory = Trajectory(sequence, outcome, group, draw(st.booleans()), status, draw(st.booleans()))
     task = draw(st.builds(fg.Task, words, words, st.lists(words).map(tuple), words, objects) | objects | words | ids)
     return Played(
         task=task,
         key=tuple(draw(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=4))),
-        group=group,
+        group=draw(st.integers(-5, 2**40)),
         sample=draw(st.integers(0, 9)),
-        trajectory=trajectory,
+        turns=sequence,
+        outcome=draw(st.none() | floats),
+        correct=draw(st.booleans()),
+        status=draw(st.sampled_from(Status)),
+        appends=draw(st.booleans()),
         tools=tuple(draw(words) for _ in sequence),
         errors=tuple(draw(st.booleans()) for _ in sequence),
         log=tuple(draw(st.lists(st.builds(Effect, calls, results), max_size=3))),
@@ -74,12 +75,9 @@ def test_A2_a_line_of_json_gives_back_the_same_trajectory(played):
     assert "\n" not in line
     again = from_json(line)
     assert to_json(again) == line
-    for name in ("task", "key", "group", "sample", "tools", "errors", "log", "lens", "output", "scored", "reason"):
+    for name in {item.name for item in fields(Played)} - {"turns"}:
         assert getattr(again, name) == getattr(played, name)
-    one, two = again.trajectory, played.trajectory
-    for name in ("outcome", "group", "correct", "status", "appends"):
-        assert getattr(one, name) == getattr(two, name)
-    for mine, other in zip(one.turns, two.turns, strict=True):
+    for mine, other in zip(again.turns, played.turns, strict=True):
         for name in ("tokens", "chosen", "logp_sampled", "version"):
             a, b = np.asarray(getattr(mine, name)), np.asarray(getattr(other, name))
             assert a.shape == b.shape
@@ -97,18 +95,16 @@ def actions(draw):
         draw(column["float"]),
         draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)),
         "budget",
-        draw(column["float"]),
-        draw(st.sampled_from([None, np.arange(size * 3, dtype=np.int32).reshape(size, 3)])),
         draw(st.integers(0, 9)),
     )
-    return Begun(tuple(draw(st.lists(ids, min_size=1, max_size=4))), draw(st.integers(-(2**70), 2**70)), sampled)
+    return CutAction(tuple(draw(st.lists(ids, min_size=1, max_size=4))), draw(st.integers(-(2**70), 2**70)), sampled)
 
 
 @given(records(), st.none() | actions())
 def test_S1_a_line_of_json_gives_back_the_same_unfinished_trajectory(played, begun):
     names = ("task", "key", "group", "sample", "tools", "errors", "log", "lens", "seconds")
     shared = {name: getattr(played, name) for name in names}
-    left = Unfinished(**shared, turns=tuple(played.trajectory.turns), begun=begun)
+    left = Unfinished(**shared, turns=tuple(played.turns), begun=begun)
     line = unfinished_to_json(left)
     assert "\n" not in line
     again = unfinished_from_json(line)
@@ -117,9 +113,7 @@ def test_S1_a_line_of_json_gives_back_the_same_unfinished_trajectory(played, beg
     assert to_json(aborted(again, "x")) == to_json(aborted(left, "x"))  # all turns, and the action as one
     assert (again.begun is None) == (begun is None)
     if again.begun is not None and begun is not None:
-        np.testing.assert_array_equal(again.begun.sampled.kept, begun.sampled.kept)
-        one, two = (x._replace(sampled=x.sampled._replace(kept=None)) for x in (again.begun, begun))
-        assert one == two
+        assert again.begun == begun
     with pytest.raises(fg.BadInput, match="is no recorded trajectory"):
         from_json(line)
     with pytest.raises(fg.BadInput, match="is no recorded trajectory"):
@@ -131,7 +125,7 @@ def test_a_rollout_is_recorded_and_read_back():
         got = run(engine, tasks_of(3, 4), reward=fg.Reward(lambda _, output: Scored(len(output) / 7, "", {"a": 0.1})))
     again = [from_json(to_json(one)) for one in got.played]
     assert [value(one) for one in again] == [value(one) for one in got.played]
-    one, two = (rollout_of(played, ("echo",), turns=4).trajectories for played in (again, got.played))
+    one, two = (rollout_of(played, ("echo",), turns=4) for played in (again, got.played))
     np.testing.assert_array_equal(one.logp_sampled, two.logp_sampled)
 
 
@@ -166,15 +160,15 @@ def test_a_task_that_is_no_json_is_refused():
 def of(*lengths: int, tools=()) -> Played:
     """A trajectory of turns of these lengths."""
     sequence = tuple(make_turn([7] * (n - 1), [2], [-0.5], 0, None, 0) for n in lengths)
-    trajectory = Trajectory(sequence, 0.0 if lengths else None, 0)
-    return Played("task", (0, 1), 0, 0, trajectory, tuple(tools), (True,) * len(tools), (), (), None, None, "", 0.0)
+    own = {"tools": tuple(tools), "errors": (True,) * len(tools), "lens": (), "seconds": 0.0}
+    return Played(sequence, 0.0 if lengths else None, 0, task="task", key=(0, 1), sample=0, **own)
 
 
 def test_sizes_come_again():
-    assert rollout_of([of(3, 5)], (), turns=6).trajectories.tokens.shape == (1, 6, 8)
-    assert rollout_of([of(8)], (), turns=2).trajectories.tokens.shape == (1, 2, 8)
-    assert rollout_of([of(9), of(2)], (), turns=2).trajectories.tokens.shape == (2, 2, 16)
-    assert rollout_of([of(3)], (), turns=1, length=5).trajectories.tokens.shape == (1, 1, 5)
+    assert rollout_of([of(3, 5)], (), turns=6).tokens.shape == (1, 6, 8)
+    assert rollout_of([of(8)], (), turns=2).tokens.shape == (1, 2, 8)
+    assert rollout_of([of(9), of(2)], (), turns=2).tokens.shape == (2, 2, 16)
+    assert rollout_of([of(3)], (), turns=1, length=5).tokens.shape == (1, 1, 5)
     with pytest.raises(fg.BadInput, match="length=4, but the records need 5"):
         rollout_of([of(5)], (), turns=1, length=4)
 
@@ -184,25 +178,25 @@ def test_calls_are_numbered_and_what_has_no_turn_keeps_its_place():
     rollout = rollout_of(played, ("a", "b"), turns=4)
     np.testing.assert_array_equal(rollout.tool, [[1, -1, -1, -1], [-1, -1, -1, -1], [0, -1, -1, -1]])
     np.testing.assert_array_equal(rollout.error[0], [True, True, True, False])
-    np.testing.assert_array_equal(rollout.trajectories.turns.sum(axis=1), [3, 0, 1])
-    np.testing.assert_array_equal(rollout.trajectories.valid, [True, False, True])
-    assert not rollout_of([of()], ("a",), turns=1).trajectories.turns.any()
+    np.testing.assert_array_equal(rollout.turns.sum(axis=1), [3, 0, 1])
+    np.testing.assert_array_equal(rollout.valid, [True, False, True])
+    assert not rollout_of([of()], ("a",), turns=1).turns.any()
 
 
 def test_an_unfinished_trajectory_that_nobody_resumes_takes_part_in_nothing():
     whole = of(2, 2, tools=("a", "b"))
     names = ("task", "key", "group", "sample", "tools", "errors", "log", "lens", "seconds")
-    left = Unfinished(**{name: getattr(whole, name) for name in names}, turns=tuple(whole.trajectory.turns))
+    left = Unfinished(**{name: getattr(whole, name) for name in names}, turns=tuple(whole.turns))
     played = aborted(left, "its time was over")
-    assert (played.trajectory.status, played.trajectory.outcome) == (Status.ABORTED, None)
+    assert (played.status, played.outcome) == (Status.ABORTED, None)
     rollout = rollout_of([whole, played], ("a", "b"), turns=2)
-    np.testing.assert_array_equal(rollout.trajectories.valid, [True, False])
-    assert rollout.trajectories.chosen[1].sum() == rollout.trajectories.chosen[0].sum()
+    np.testing.assert_array_equal(rollout.valid, [True, False])
+    assert rollout.chosen[1].sum() == rollout.chosen[0].sum()
 
 
 def test_the_ledger_counts_each_chosen_token_of_a_record():
     with Engine() as engine:
         got = run(engine, tasks_of(2, 2), env=make_env(appends=False))
     rollout = rollout_of(got.played, ("echo",), turns=4)
-    assert rollout.trajectories.chosen.sum() == engine.delivered
-    assert not rollout.trajectories.appends.any()
+    assert rollout.chosen.sum() == engine.delivered
+    assert not rollout.appends.any()

@@ -40,7 +40,7 @@ def played():
 
 
 def test_A2_the_record_alone_gives_the_same_trajectory(played):
-    assert {one.trajectory.status for one in played} == set(Status) - {Status.REPETITION}
+    assert {one.status for one in played} == set(Status) - {Status.REPETITION}
     for one in played:
         assert value(replay(ENV, one)) == value(one)
         assert value(replay(ENV, from_json(to_json(one)))) == value(one)
@@ -59,15 +59,15 @@ def test_A2_fresh_contexts_and_paid_turns_are_replayed_too():
 
 
 def long_one(played):
-    return next(one for one in played if len(one.trajectory.turns) == 4 and one.trajectory.status == Status.TURN_LIMIT)
+    return next(one for one in played if len(one.turns) == 4 and one.status == Status.TURN_LIMIT)
 
 
 def with_turns(one, turns):
-    return replace(one, trajectory=replace(one.trajectory, turns=turns))
+    return replace(one, turns=turns)
 
 
 def action_changed(one):
-    first, *rest = one.trajectory.turns
+    first, *rest = one.turns
     tokens = first.tokens.copy()
     tokens[-1] = 9 if tokens[-1] != 9 else 8
     return with_turns(one, (replace(first, tokens=tokens), *rest))
@@ -81,12 +81,12 @@ def action_changed(one):
         (lambda one: replace(one, log=one.log[:-1]), "are of no one trajectory"),
         (lambda one: replace(one, lens=(2, 0, *one.lens[2:])), "asked for 1 effects after turn 0, the record has 2"),
         (lambda one: replace(one, lens=(0, 2, *one.lens[2:])), "the record ends before"),
-        (lambda one: with_turns(one, one.trajectory.turns[:2]), "are of no one trajectory"),
+        (lambda one: with_turns(one, one.turns[:2]), "are of no one trajectory"),
         (lambda one: replace(one, tools=("", *one.tools[1:])), "the replay's tools are"),
         (lambda one: replace(one, output="42"), "the replay's output are"),
         (lambda one: replace(one, key=(1, 2)), "the record has"),
         (lambda one: replace(one, task=replace(one.task, query="else")), "the record has"),
-        (lambda one: replace(one, trajectory=replace(one.trajectory, status=Status.FINISHED)), "status"),
+        (lambda one: replace(one, status=Status.FINISHED), "status"),
     ],
 )
 def test_a_changed_record_is_refused(played, change, said):

@@ -207,7 +207,7 @@ def test_as_many_run_at_once_as_there_are_workers_and_the_others_wait(monkeypatc
             meeting.wait(60)
             busy.remove(self)
             meeting.wait(60)
-        return worker.Answer("ended", 0, (b"", b""), 0.0)
+        return worker.RequestEnd("ended", 0, (b"", b""), 0.0)
 
     monkeypatch.setattr(worker.Worker, "exchange", meet)
     with Sandbox(workers=3) as three, ThreadPoolExecutor(9) as threads:

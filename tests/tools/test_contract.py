@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from flowgrpo.contracts import Call, Result, Tool
 from flowgrpo.sandbox import Limits, Sandbox
 from flowgrpo.tools.calculator import calculator
-from flowgrpo.tools.corpus import Corpus, Document
 from flowgrpo.tools.llm import llm
 from flowgrpo.tools.python import python
 from flowgrpo.tools.schema import check_arguments, tool
-from flowgrpo.tools.search import search
+from flowgrpo.tools.search import Corpus, Document, search
 from flowgrpo.tools.toolset import toolset
 
 
@@ -70,12 +69,10 @@ def test_the_schema_is_json_schema_and_says_what_the_tool_takes(tools, name):
 @pytest.mark.parametrize("name", MEMBERS)
 def test_equal_calls_give_equal_observations(tools, name):
     arguments, text = MEMBERS[name]
-    before = tools.counts[name]
     for seed in ((), (1, 2)):
         assert tools.do(Call("tool", name, json.loads(json.dumps(arguments)), seed=seed)) == Result(text)
     assert of(tools, name).pure
     assert str(of(tools, name).call(arguments)) == text
-    assert (tools.counts[name].calls, tools.counts[name].errors) == (before.calls + 2, before.errors)
 
 
 HOSTILE = [

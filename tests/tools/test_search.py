@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowgrpo.contracts import Call
-from flowgrpo.tools.corpus import Corpus, Document, passages_of
-from flowgrpo.tools.search import read_corpus, search, words_of
+from flowgrpo.tools.search import Corpus, Document, passages_of, read_corpus, search, words_of
 from flowgrpo.tools.toolset import toolset
 from flowgrpo.types import BadInput
 
@@ -55,14 +54,14 @@ def test_a_folder_holds_records_and_paragraphs_with_their_places(folder):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{"text": "a"}\n{"text": }', "line 2: this is no JSON"),
-        (b'{"text": "a"}\n\n[1]', "line 3: this is no object"),
+        (b'{"text": "a"}\n{"text": }', "line 2: isn't JSON"),
+        (b'{"text": "a"}\n\n[1]', "line 3: isn't a JSON object"),
         (b'{"title": "a"}', "line 1: field 'text'"),
         (b'{"text": "  "}', "line 1: field 'text'"),
         (b'{"text": 3}', "line 1: field 'text'"),
         (b'{"text": "a", "title": 3}', "line 1: field 'title'"),
-        (b'{"text": "a"}\n{"text": "\xff"}', "line 2: this is not UTF-8"),
-        (b"[" * 100_000, "line 1: this is no JSON"),
+        (b'{"text": "a"}\n{"text": "\xff"}', "line 2: isn't UTF-8"),
+        (b"[" * 100_000, "line 1: isn't JSON"),
         (b"\n\n", "no text"),
     ],
 )
@@ -174,7 +173,7 @@ def test_the_index_starts_no_jax_and_prints_nothing():
     program = """
 import logging
 logging.basicConfig(level=logging.DEBUG)
-from flowgrpo.tools.corpus import Corpus, Document
+from flowgrpo.tools.search import Corpus, Document
 from flowgrpo.tools.search import search
 tool = search(Corpus((Document("", "a b c", "file", 1, False),)))
 assert tool.call({"query": "b"}) == "[1] a b c (file:1)"

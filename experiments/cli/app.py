@@ -1,0 +1,105 @@
+"""Common frame of every experiment: the flags that all have, and how a run begins and ends.
+
+    if __name__ == "__main__":
+        common.run(main)
+
+`run` parses the flags, sets up JAX before its backend starts, and calls `main()`. How a command ends, everywhere:
+
+    0      it did what was asked, or printed the help that was asked for
+    1      bad input, which is one sentence on stderr, or a bug, which alone shows its traceback
+    2      flags that can't be read, which is one sentence on stderr; nothing has run
+    130    Ctrl-C, one line; a run was saved where that is possible, and the same command goes on
+    143    SIGTERM, likewise
+
+Results are on stdout, the last line of it one of JSON; how far it is, and what was said, are on stderr.
+"""
+
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Never
+
+from absl import app, flags, logging
+
+from experiments.cli.help import USAGE, complaint, flag_heading, show_help
+from flowgrpo import launch
+from flowgrpo.run.signals import BY_SIGNAL, listening, number_of
+from flowgrpo.types import BadInput
+
+flag_heading("Every command")
+_CACHE = flags.DEFINE_string("compilation_cache", None, "Folder that keeps compiled programs from run to run.")
+_PROFILE = flags.DEFINE_string("profile_dir", None, "Folder for a trace of the run, for XProf or Perfetto.")
+_DEVICES = flags.DEFINE_integer(
+    "cpu_devices", None, "CPU devices that work side by side; by default what suits the experiment.", lower_bound=1
+)
+_DETERMINISTIC = flags.DEFINE_bool("deterministic", False, "Let XLA use deterministic operations only.")
+flags.disclaim_key_flags()  # `run` adopts them for the command
+
+STOPPED = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+
+
+def run(main: Callable[[], None], *, cpu_devices: int = 1) -> None:
+    """Run an experiment as a command; doesn't return. It suits it to have so many CPU devices."""
+
+    def guarded(_argv: Sequence[str]) -> None:
+        with listening(signal.SIGTERM):  # to the end: the signal may come twice, and the sentence is still to be said
+            try:
+                launch.configure(
+                    compilation_cache=_CACHE.value,
+                    deterministic=_DETERMINISTIC.value,
+                    cpu_devices=_DEVICES.value or cpu_devices,
+                )
+                with launch.profile(_PROFILE.value):
+                    main()
+            except BadInput as error:
+                sys.exit(f"{_name()}: {error}")
+            except KeyboardInterrupt as stop:
+                number = number_of(stop)
+                print(f"\n{_name()}: {STOPPED[number]}", file=sys.stderr)
+                _leave(BY_SIGNAL + number)
+
+    flags.adopt_module_key_flags(sys.modules[__name__])  # so that --help lists them
+    # Of transformers only tokenizers and configurations are used, which need no PyTorch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    app.run(guarded, flags_parser=_parse)
+
+
+def _leave(status: int) -> Never:
+    """End at once: while an interpreter ends in order, XLA's threads may crash over what was interrupted."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    """absl's parsing, with our help, and one sentence for bad flags; libraries log warnings only, or --verbosity's."""
+    show_help(argv)
+    try:
+        rest = flags.FLAGS(argv)
+    except flags.Error as error:
+        unreadable(complaint(error))
+    if len(rest) > 1:
+        unreadable(f"{rest[1]!r} is not a flag: settings are given as --name=value (--help lists them)")
+    for name in flags.FLAGS:
+        value = flags.FLAGS[name].value
+        if isinstance(value, float) and not math.isfinite(value):
+            unreadable(f"--{name}={value} must be a finite number")
+    if not flags.FLAGS["verbosity"].present:
+        flags.FLAGS.verbosity = logging.WARNING
+    return rest
+
+
+def unreadable(sentence: str) -> Never:
+    """End a command whose words can't be read."""
+    print(f"{_name()}: {sentence}", file=sys.stderr)
+    sys.exit(USAGE)
+
+
+def _name() -> str:
+    """The module that runs, as it was called: `experiments.family`."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    return spec.name if spec else Path(str(getattr(main, "__file__", "experiments"))).stem

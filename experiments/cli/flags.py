@@ -1,0 +1,75 @@
+"""Flags of a recipe: one for each setting of its Config, and those of how a run goes on.
+
+define_config(Config)                    flags, by the fields of a Config
+preset(**given(Config))                  values of those that were given, by their names
+define_run("runs/NAME-SEED")             --workdir, --resume, --checkpoint_every, --loggers
+folder, options = chosen_run("runs/...") for `train(config, folder, **options)`
+"""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from experiments.cli.help import flag_heading
+from flowgrpo.report.sinks import TENSORBOARD, check_sinks
+from flowgrpo.run.config import RunConfig, kind_of, setting_infos
+
+flags.disclaim_key_flags()  # what is defined here belongs to the command that runs, so that its --help lists it
+
+
+def define_config(config: type[RunConfig]) -> None:
+    """Define a flag for each setting that has a heading; one that is not given is left to the preset."""
+    for one in fields(config):
+        own = setting_infos(config)[one.name]
+        if own.heading is None:
+            continue
+        flag_heading(own.heading)
+        default = ",".join(one.default) if isinstance(one.default, tuple) else one.default
+        words = f"{own.help} [{default}]" if default not in (None, "") else own.help
+        kind, _ = kind_of(config, one)
+        if own.choices:
+            flags.DEFINE_enum(one.name, None, list(own.choices), words)
+        elif kind is tuple:
+            (flags.DEFINE_multi_string if own.repeated else flags.DEFINE_list)(one.name, None, words)
+        elif kind is bool:
+            flags.DEFINE_bool(one.name, None, words)
+        elif kind is int:
+            low, high = (None if x is None else int(x) for x in (own.at_least, own.at_most))
+            flags.DEFINE_integer(one.name, None, words, lower_bound=low, upper_bound=high)
+        elif kind is float:
+            flags.DEFINE_float(one.name, None, words, lower_bound=own.at_least, upper_bound=own.at_most)
+        else:
+            flags.DEFINE_string(one.name, None, words)
+
+
+def given(config: type[RunConfig]) -> dict[str, Any]:
+    """The settings whose flags were given, by their names."""
+    values = {one.name: flags.FLAGS[one.name].value for one in fields(config) if one.name in flags.FLAGS}
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items() if x is not None}
+
+
+def define_run(workdir: str, *, every: int = 10, what: str = "Updates") -> None:
+    """Define the flags of how a run goes on; `workdir` says where it lies by default."""
+    flag_heading("Files and resuming")
+    flags.DEFINE_string("workdir", None, f"Where results lie; {workdir} by default.")
+    flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins again.")
+    words = f"{what} between validations and checkpoints."
+    flags.DEFINE_integer("checkpoint_every", every, words, lower_bound=1)
+    flags.DEFINE_list(
+        "loggers", [TENSORBOARD], "Where figures go, too, by commas: tensorboard, wandb, trackio; or none."
+    )
+
+
+def chosen_run(workdir: str) -> tuple[Path, dict[str, Any]]:
+    """The work directory, and the options of `train` that the flags choose."""
+    values = flags.FLAGS
+    options = {"every": values["checkpoint_every"].value, "resume": values["resume"].value, "loggers": chosen_loggers()}
+    return Path(values["workdir"].value or workdir), options
+
+
+def chosen_loggers() -> tuple[str, ...]:
+    """Read the names that --loggers gives, checked before anything is trained; () for `none`."""
+    names = [name.strip() for name in flags.FLAGS["loggers"].value or () if name.strip()]
+    return () if names == ["none"] else check_sinks(names)

@@ -1,0 +1,121 @@
+"""Lay dense trajectories out plainly, in programs that compile: one row per trajectory or per turn.
+
+They take more room than `pack` and give the same loss (F3). `place` and `unpack` carry per-token values
+between the trajectories' [n, t, l] and a batch's [r, s].
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from flowgrpo import masked
+from flowgrpo.types import AnyArray, Batch, Trajectories, check_axes
+
+
+def rows_by_trajectory(trajectories: Trajectories, adv, weights, target=None) -> Batch:
+    """One trajectory per row of t * l tokens, its turns moved together; jits. `target` is what a critic is to say."""
+    num, num_turns, slots = jnp.shape(trajectories.tokens)
+    turn_rts = jnp.broadcast_to(jnp.arange(num_turns)[:, None], (num, num_turns, slots))
+    own_rt = jnp.ones((num, num_turns), bool)
+    return _plain(trajectories, (adv, weights, target), jnp.arange(num), turn_rts, own_rt)
+
+
+def rows_by_turn(trajectories: Trajectories, adv, weights, target=None) -> Batch:
+    """One turn per row, after the turns before it where the context appends; jits."""
+    num, num_turns, slots = jnp.shape(trajectories.tokens)
+    trajectory_r = jnp.repeat(jnp.arange(num), num_turns)
+    turn_rts = jnp.broadcast_to(jnp.arange(num_turns)[:, None], (num * num_turns, num_turns, slots))
+    own_rt = jnp.tile(jnp.eye(num_turns, dtype=bool), (num, 1))
+    return _plain(trajectories, (adv, weights, target), trajectory_r, turn_rts, own_rt)
+
+
+def _plain(trajectories: Trajectories, credit: tuple, trajectory_r, turn_rts, own_rt) -> Batch:
+    """Rows that hold turns of one trajectory each; `own` says which turns are trained in a row."""
+    check_axes(trajectories)
+    length_nt, appends_n = filled(trajectories)
+    num_rows, num_turns, slots = turn_rts.shape
+    appends_r = appends_n[trajectory_r]
+    later_rt = jnp.cumsum(own_rt[:, ::-1], axis=1)[:, ::-1] > 0  # an own turn stands here or later
+    shown_rt = own_rt | (later_rt & appends_r[:, None])
+    slot_rts = jnp.broadcast_to(jnp.arange(slots), turn_rts.shape)
+    exists_rts = (slot_rts < length_nt[trajectory_r][:, :, None]) & shown_rt[:, :, None]
+    exists_rs = exists_rts.reshape(num_rows, -1)
+    order_rs = jnp.argsort(~exists_rs, axis=1, stable=True)  # what exists comes first
+    turn_rs, slot_rs, exists_rs = (
+        jnp.take_along_axis(x.reshape(num_rows, -1), order_rs, axis=1) for x in (turn_rts, slot_rts, exists_rs)
+    )
+    segment_rs = jnp.where(appends_r[:, None], 1, turn_rs + 1)
+    position_rs = jnp.where(appends_r[:, None], jnp.arange(num_turns * slots)[None, :], slot_rs)
+    index = (
+        jnp.where(exists_rs, trajectory_r[:, None], -1),
+        jnp.where(exists_rs, turn_rs, -1),
+        jnp.where(exists_rs, slot_rs, -1),
+    )
+    trained_rs = exists_rs & jnp.take_along_axis(own_rt, turn_rs, axis=1)
+    return _gathered(
+        trajectories, credit, index, trained_rs, *(jnp.where(exists_rs, x, 0) for x in (segment_rs, position_rs))
+    )
+
+
+def _gathered(trajectories: Trajectories, credit: tuple, index, trained_rs, segment_rs, position_rs) -> Batch:
+    """The batch whose token at [r, s] is the trajectories' at `index`; credit is advantage, weight, target or None."""
+    adv, weights, target = credit
+    exists_rs = segment_rs > 0
+    chosen_rs = trained_rs & jnp.asarray(trajectories.chosen)[index]
+    fields = token_fields(trajectories, lambda x_ntl: masked.fill(jnp.asarray(x_ntl)[index], exists_rs))
+    if target is not None:
+        fields["target"] = masked.fill(jnp.asarray(target)[index[: jnp.ndim(target)]], chosen_rs)
+    return Batch(
+        tokens=jnp.where(exists_rs, jnp.asarray(trajectories.tokens)[index], 0),
+        positions=position_rs,
+        segments=segment_rs,
+        trajectory=index[0],
+        turn=index[1],
+        slot=index[2],
+        group=jnp.where(exists_rs, jnp.asarray(trajectories.group)[index[0]], -1),
+        chosen=chosen_rs,
+        advantage=masked.fill(jnp.asarray(adv)[index[: jnp.ndim(adv)]], chosen_rs),
+        weight=masked.fill(jnp.asarray(weights)[index[: jnp.ndim(weights)]], chosen_rs),
+        **fields,
+    )
+
+
+def place(x_ntl: AnyArray, batch: Batch) -> Array:
+    """Per-token values of the trajectories, laid out as the batch is; 0 on padding -> x_rs."""
+    value_rs = jnp.asarray(x_ntl)[batch.trajectory, batch.turn, batch.slot]
+    return jnp.where(jnp.asarray(batch.segments) > 0, value_rs, 0)
+
+
+def unpack(x_rs: AnyArray, batch: Batch, shape: tuple[int, ...]) -> Array:
+    """Per-token values of the chosen tokens, back in the trajectories' [n, t, l]; 0 elsewhere -> x_ntl."""
+    own_rs = jnp.asarray(batch.chosen) & (jnp.asarray(batch.segments) > 0)
+    outside = shape[0]  # an index past the end, which `mode="drop"` leaves out
+    trajectory_rs = jnp.where(own_rs, batch.trajectory, outside)
+    return jnp.zeros(shape, jnp.asarray(x_rs).dtype).at[trajectory_rs, batch.turn, batch.slot].set(x_rs, mode="drop")
+
+
+def filled(trajectories: Trajectories) -> tuple[Array, Array]:
+    """`length` and `appends` with their defaults worked out: (length_nt, appends_n)."""
+    slots = trajectories.chosen.shape[2]
+    ends_nt = jnp.max(jnp.where(trajectories.actions, jnp.arange(1, slots + 1)[None, None, :], 0), axis=2)
+    length_nt = ends_nt if trajectories.length is None else trajectories.length
+    length_nt = jnp.where(jnp.asarray(trajectories.turns), length_nt, 0)
+    appends_n = trajectories.appends
+    return length_nt, jnp.ones(len(length_nt), bool) if appends_n is None else jnp.asarray(appends_n)
+
+
+def token_fields(trajectories: Trajectories, lay: Callable[[AnyArray], AnyArray]) -> dict[str, Any]:
+    """Collect what was sampled and scored of each token, laid out by `lay` under the names that a batch has for it.
+
+    `logp_old` is `logp_sampled` where it has not been scored.
+    """
+    given = {
+        "logp_sampled": trajectories.logp_sampled,
+        "logp_old": trajectories.logp_old,
+        "logp_ref": trajectories.logp_ref,
+        "value_old": trajectories.value,
+    }
+    laid = {name: lay(x_ntl) for name, x_ntl in given.items() if x_ntl is not None}
+    return {"logp_old": laid["logp_sampled"]} | laid

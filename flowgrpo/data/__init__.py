@@ -1,0 +1,13 @@
+"""Tasks and tokens: what a run is asked, in which order, and how text becomes ids.
+
+Modules:
+
+    task_files     Read tasks from files and generators: a path or `reasoning_gym:NAME` -> `Tasks`
+    task_sampling  Choose tasks by what was seen of them, or by a curriculum
+    tasks          Deal tasks without state
+    tokenizer      Tokenizer and chat rendering
+"""
+
+from flowgrpo.data.task_files import read_tasks
+from flowgrpo.data.tasks import Tasks, batch_at, split_of, split_tasks, task_at
+from flowgrpo.data.tokenizer import Conversation, Text, add_action, add_messages, load_text, start

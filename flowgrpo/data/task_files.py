@@ -1,0 +1,297 @@
+"""Read tasks from files and generators: a path or `reasoning_gym:NAME` -> `Tasks`.
+
+    read_tasks("train.jsonl")
+    read_tasks("train.parquet", fields={"query": "problem", "answers": "reward_model.ground_truth"})
+    read_tasks("reasoning_gym:chain_sum?size=100&seed=3")
+
+A record has `id`, `query`, `answers` (or `answer`: a text, a number, or a list; [] where there is no gold answer, and
+may be missing where there are `tests`), `domain`, and may have `image` or `images` (paths, from the folder of the
+file). AgentFlow's `id, question, result, source, extra_info` is read as it is. What else a record holds, and what its
+`metadata` holds, becomes the task's metadata; null is the same as missing. `fields` gives other names, with dots into
+nested records; `id=#` makes ids of the content, `domain` stands in where a record names none. A bad record is a
+`BadInput` with file, line and field; `skip_bad=True` leaves it out and says so.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
+
+from flowgrpo.data.tasks import Tasks
+from flowgrpo.data.tokenizer import strict_json
+from flowgrpo.types import BadInput, Task
+
+GYM = "reasoning_gym"
+CONTENT = "#"  # the field that an id made of the content is mapped to
+OWN = {"id": "id", "query": "query", "answers": "answers", "domain": "domain", "images": "images"}
+AGENTFLOW = {"id": "id", "query": "question", "answers": "result", "domain": "source", "images": "image"}
+
+
+class FileRecord(NamedTuple):
+    """A line or row of a file: what it holds, or the sentence that says why it can't be read."""
+
+    place: str  # "tasks.jsonl, line 3"
+    content: Mapping[str, Any] | str
+    number: int  # of the line or row
+
+
+def read_tasks(
+    source: str | Path,
+    *,
+    fields: Mapping[str, str] | None = None,
+    domain: str | None = None,
+    skip_bad: bool = False,
+) -> Tasks:
+    """The tasks of a JSONL or Parquet file, or of a `reasoning_gym:NAME` generator."""
+    if str(source).startswith(GYM + ":"):
+        return _gym_tasks(str(source))
+    path = Path(source)
+    readers = {".jsonl": json_lines, ".ndjson": json_lines, ".parquet": _rows}
+    if path.suffix not in readers:
+        raise BadInput(
+            f"{path}: tasks are read from .jsonl and .parquet files and from {GYM}:NAME; convert or rename it"
+        )
+    if not path.is_file():
+        raise BadInput(f"{path} is no file; give the path of a task file")
+    tasks: dict[str, tuple[Task, str]] = {}
+    left_out = []
+    for record in readers[path.suffix](path):
+        try:
+            task = _task(record, fields or {}, domain, path.parent)
+            if task.id in tasks:
+                first = tasks[task.id][1]
+                raise BadInput(
+                    f"{record.place}: field 'id' repeats {task.id!r} of {first}; give each task its "
+                    "own, or have ids made of the content by --fields=id=# (fields= in Python)"
+                )
+            tasks[task.id] = task, record.place
+        except BadInput as error:
+            if not skip_bad:
+                raise
+            left_out.append(str(error))
+    if (
+        fields
+        and "images" in fields
+        and not any({"image", "images"} & set(task.metadata) for task, _ in tasks.values())
+    ):
+        raise BadInput(f"{path}: images are mapped to {fields['images']!r}, but no record has such a field")
+    if not tasks:
+        why = f"; the first bad record: {left_out[0]}" if left_out else ""
+        raise BadInput(f"{path} holds no task{why}")
+    return Tasks(tuple(task for task, _ in tasks.values()), str(source), tuple(left_out))
+
+
+def parse_fields(pairs: list[str]) -> dict[str, str]:
+    """`["query=question", "answers=gold"]` as a mapping from our names to the file's, as flags give it."""
+    split = [pair.partition("=") for pair in pairs]
+    for pair, (name, equals, field) in zip(pairs, split, strict=True):
+        if not (name and equals and field):
+            raise BadInput(f"--fields={pair} must be NAME=FIELD, such as query=question")
+    return {name: field for name, _, field in split}
+
+
+# Records ------------------------------------------------------------------------------------------------
+
+
+def json_lines(path: Path, wanted: str = "a task is {…} with id, query and answers") -> Iterator[FileRecord]:
+    """The lines of a JSONL file that aren't blank; `wanted` says in a message what a line should be."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise BadInput(f"{path}: it can't be read ({error.strerror}); fix its permissions") from error
+    with file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield FileRecord(f"{path}, line {number}", _parsed(line, wanted), number)
+
+
+def _parsed(line: bytes, wanted: str) -> Mapping[str, Any] | str:
+    try:
+        content = strict_json(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return f"isn't UTF-8 (byte {error.start + 1}); save the file as UTF-8"
+    except (ValueError, RecursionError) as error:
+        return f"isn't JSON ({error}); mend or remove the line"
+    return content if isinstance(content, dict) else f"isn't a JSON object; {wanted}"
+
+
+def _rows(path: Path) -> Iterator[FileRecord]:
+    """The rows of a Parquet file."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise BadInput(f"{path}: reading Parquet needs pyarrow; pip install 'flowgrpo[parquet]'") from None
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield FileRecord(f"{path}, row {number}", row, number)
+    except (pyarrow.ArrowException, OSError) as error:
+        why = " ".join(str(error).split())
+        raise BadInput(f"{path} can't be read as Parquet after row {number} ({why}); write the file again") from error
+
+
+# Tasks --------------------------------------------------------------------------------------------------
+
+
+def _task(record: FileRecord, fields: Mapping[str, str], domain: str | None, folder: Path) -> Task:
+    """The task of a record, or a `BadInput` that names its place and field."""
+    place, content, _ = record
+    if isinstance(content, str):
+        raise BadInput(f"{place}: {content}")
+    content = {name: value for name, value in content.items() if value is not None}
+    names = {**_layout(content), **fields}
+    query = _text(place, names["query"], _take(place, content, names, "query"))
+    untold = "answers" not in fields and names["answers"] not in content and ("tests" in content or "tests" in fields)
+    gold = [] if untold else _take(place, content, names, "answers")
+    answers = _answers(place, names["answers"], gold)
+    kind = _find(content, names["domain"])
+    if kind is None and domain is None:
+        raise BadInput(
+            f"{place}: field {names['domain']!r} is missing; add it, name another by --fields=domain=FIELD, "
+            "or give all tasks one by --domain (fields= and domain= in Python)"
+        )
+    kind = domain if kind is None else _text(place, names["domain"], kind)
+    if names["id"] == CONTENT:
+        identity = blake2b(json.dumps([query, answers, kind]).encode(), digest_size=8).hexdigest()
+    else:
+        value = _take(place, content, names, "id")
+        identity = str(value) if type(value) is int else _text(place, names["id"], value)
+    return Task(identity, query, answers, str(kind), _metadata(place, content, names, folder))
+
+
+def _layout(content: Mapping[str, Any]) -> dict[str, str]:
+    """Which field is which, where no mapping says so."""
+    if "query" not in content and {"question", "result"} <= set(content):
+        return AGENTFLOW
+    one = {"answers": "answer"} if "answers" not in content else {}
+    image = {"images": "image"} if "images" not in content else {}
+    return {**OWN, **one, **image}
+
+
+def _find(content: Mapping[str, Any], field: str) -> Any:
+    """The value of a field, or None; dots lead into nested records."""
+    value: Any = content
+    if field in content:
+        return content[field]
+    for step in field.split("."):
+        value = value.get(step) if isinstance(value, Mapping) else None
+    return value
+
+
+def _take(place: str, content: Mapping[str, Any], names: Mapping[str, str], name: str) -> Any:
+    """The value of a field that has to be there."""
+    field = names[name]
+    value = _find(content, field)
+    if value is None:
+        there = ", ".join(map(repr, content)) or "none"
+        other = f"name another by --fields={name}=FIELD (fields= in Python)"
+        raise BadInput(f"{place}: field {field!r} is missing (there are: {there}); add it, or {other}")
+    return value
+
+
+def _text(place: str, field: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise BadInput(f"{place}: field {field!r} is {_shown(value)}, but must be a text that isn't empty")
+    return _encodable(place, field, value)
+
+
+def _answers(place: str, field: str, value: Any) -> tuple[str, ...]:
+    """One gold answer or a list of them, as texts."""
+    answers = value if isinstance(value, list | tuple) else [value]
+    for answer in answers:
+        number = isinstance(answer, int | float | Decimal) and not isinstance(answer, bool)
+        if not number and not (isinstance(answer, str) and answer.strip()):
+            raise BadInput(f"{place}: field {field!r} holds {_shown(answer)}, but an answer is a text or a number")
+    return tuple(_encodable(place, field, str(answer)) for answer in answers)
+
+
+def _encodable(place: str, field: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadInput(f"{place}: field {field!r} holds half of a surrogate pair; mend the text") from None
+    return text
+
+
+def _metadata(place: str, content: Mapping[str, Any], names: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """Collect what isn't id, query, answers or domain, under our names; images as paths of files that are there."""
+    used = {field for name, field in names.items() if name in OWN} | {"metadata"}
+    more = content.get("metadata", {})
+    if not isinstance(more, Mapping):
+        raise BadInput(f"{place}: field 'metadata' is {_shown(more)}, but must be an object")
+    mapped = {name: _take(place, content, names, name) for name in names if name not in OWN}
+    rest = {name: value for name, value in content.items() if name not in used | set(names.values())}
+    for name in rest:
+        if name in more or name in mapped:
+            raise BadInput(f"{place}: {name!r} is given twice, as a field and in the metadata; keep one")
+    found = {**more, **mapped, **rest}
+    images = _find(content, names["images"])
+    return found if images is None else {**found, **_images(place, names["images"], images, folder)}
+
+
+def _images(place: str, field: str, value: Any, folder: Path) -> dict[str, Any]:
+    """`image` for one path, `images` for a list of them; all are of files that are there."""
+    paths = [value] if isinstance(value, str) else value
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise BadInput(f"{place}: field {field!r} is {_shown(value)}, but must be a path or a list of paths")
+    for path in paths:
+        if "\0" in path or not (folder / path).is_file():
+            raise BadInput(f"{place}: field {field!r} names {path!r}, but there is no file {folder / path}; add it")
+    found = tuple(str(folder / path) for path in paths)
+    return {"image": found[0]} if isinstance(value, str) else {"images": found}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+# Generators ---------------------------------------------------------------------------------------------
+
+
+def _gym_tasks(source: str) -> Tasks:
+    """The tasks of one of reasoning-gym's generators; `rewards/reasoning.py` runs its verifier on their metadata."""
+    name, _, query = source.removeprefix(GYM + ":").partition("?")
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        raise BadInput(f"{source} needs reasoning-gym; pip install 'flowgrpo[reasoning_gym]'") from None
+    if name not in DATASETS:
+        raise BadInput(f"{source}: reasoning_gym has no {name!r}; choose from {', '.join(sorted(DATASETS))}")
+    options = {key: _option(value) for key, value in parse_qsl(query, keep_blank_values=True)}
+    options = {"size": 500, "seed": 0, **options}  # without a seed it would draw one
+    try:
+        made = reasoning_gym.create_dataset(name, **options)
+        entries = [made[number] for number in range(len(made))]
+    except (TypeError, ValueError, AssertionError) as error:
+        raise BadInput(f"{source}: {name} can't be made with {options} ({error}); mend the options") from error
+    label = f"{name}?" + "&".join(f"{key}={value}" for key, value in options.items() if key != "size")
+    return Tasks(
+        tuple(
+            Task(
+                id=f"{GYM}:{label}#{number}",
+                query=entry["question"],
+                answers=() if entry["answer"] is None else (str(entry["answer"]),),
+                domain=GYM,
+                metadata={GYM: {"name": name, "options": options, "index": number}},
+            )
+            for number, entry in enumerate(entries)
+        ),
+        source,
+    )
+
+
+def _option(text: str) -> Any:
+    """The value of an option: JSON where it is, a text otherwise."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

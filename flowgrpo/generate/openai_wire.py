@@ -1,0 +1,182 @@
+"""Requests and answers of an OpenAI-compatible server as values, to and from bytes; pure.
+
+`encode_request` gives what is sent, `completion_of` reads what came back, and everything that is wrong with it is a
+`RemoteFailure` of one sentence.
+"""
+
+import email.utils
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+from urllib.parse import SplitResult, urlsplit
+
+import numpy as np
+
+from flowgrpo.types import BadInput
+
+FinishReason = Literal["stop", "length", "timeout", "error", "cancelled"]
+ENDED: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}  # what a server says -> what we say
+
+
+class TextRequest(NamedTuple):
+    """Request to a remote model: for an answer to `messages`, or for a continuation of `prompt`."""
+
+    messages: Sequence[Mapping[str, Any]] | None = None
+    prompt: str | None = None
+    max_tokens: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: Sequence[str] = ()
+    seed: int | None = None
+    deadline: float | None = None  # seconds from submission, with queueing and every retry in it
+    top_logprobs: int = 0  # alternatives to report for each token; 0: no log-probabilities
+
+
+class TokenLogprob(NamedTuple):
+    """One generated token, its log-probability, and the alternatives in its place."""
+
+    token: str
+    logprob: float
+    top: Mapping[str, float]
+
+
+class TextCompletion(NamedTuple):
+    """Answer of a remote model; `error` is one sentence wherever `finish_reason` isn't stop or length."""
+
+    text: str
+    finish_reason: FinishReason
+    logprobs: Sequence[TokenLogprob] | None = None
+    error: str | None = None
+
+
+class RemoteFailure(RuntimeError):
+    """A server didn't give what was asked for; `wait` is the least time to the next attempt, None to give up."""
+
+    def __init__(self, message: str, reason: FinishReason = "error", wait: float | None = None):
+        super().__init__(message)
+        self.reason: FinishReason = reason
+        self.wait = wait
+
+
+def address_of(url: str) -> SplitResult:
+    """The parts of a URL that names a server, or `BadInput`."""
+    if not isinstance(url, str) or not url.isascii() or not url.isprintable() or " " in url or "@" in url:
+        raise BadInput("url must be printable ASCII without spaces or credentials, like http://host:8000/v1")
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port, (parts.hostname or "").encode("idna")
+    except ValueError as error:
+        raise BadInput(f"url={url!r} is no address: {error}") from None
+    if parts.scheme not in ("http", "https"):
+        raise BadInput(f"url={url!r} must begin with http:// or https://")
+    if not host or port == 0:
+        raise BadInput(f"url={url!r} must name a host, and a port above 0 if any, like http://host:8000/v1")
+    if parts.query or parts.fragment:
+        raise BadInput(f"url={url!r} must end with its path: leave out what follows ? or #")
+    return parts
+
+
+def encode_request(request: TextRequest, model: str) -> tuple[str, bytes]:
+    """Path and body of a request, or `BadInput`."""
+    if not isinstance(request, TextRequest):
+        raise BadInput(f"a remote model takes a TextRequest, not {type(request).__name__}")
+    if (request.messages is None) == (request.prompt is None) or isinstance(request.messages, str):
+        raise BadInput("a TextRequest takes a list of messages or a prompt: give one of them")
+    given = request._replace(messages=None, prompt=None)
+    numbers = (given.max_tokens, given.temperature, given.top_p, given.top_logprobs, given.deadline or 0.0)
+    if not all(isinstance(number, (int, float)) and not math.isnan(number) for number in numbers):
+        raise BadInput(f"max_tokens, temperature, top_p, top_logprobs and deadline must be numbers in {given}")
+    if given.max_tokens < 1 or given.temperature < 0 or not 0 < given.top_p <= 1 or given.top_logprobs < 0:
+        raise BadInput(f"max_tokens, temperature, top_p or top_logprobs is out of range in {given}")
+    chat = request.messages is not None
+    body: dict[str, Any] = {"model": model}
+    body |= {"messages": list(request.messages)} if request.messages is not None else {"prompt": request.prompt}
+    body |= {name: getattr(request, name) for name in ("max_tokens", "temperature", "top_p")}
+    if request.stop:
+        body["stop"] = [request.stop] if isinstance(request.stop, str) else list(request.stop)
+    if request.seed is not None:
+        body["seed"] = request.seed
+    if request.top_logprobs:
+        body |= {"logprobs": True, "top_logprobs": request.top_logprobs} if chat else {"logprobs": request.top_logprobs}
+    try:
+        return "/chat/completions" if chat else "/completions", json.dumps(body, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadInput(f"the request can't be written as JSON: {error}") from None
+
+
+def retry_after(header: str) -> float:
+    """Seconds that a server asks to wait, given as a number or a date; 0 where it asks for nothing."""
+    if header.strip().isdecimal():
+        return float(header)
+    try:
+        return max(email.utils.parsedate_to_datetime(header).timestamp() - time.time(), 0.0)
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+
+
+def failure_message(body: bytes) -> str:
+    """Extract from a response body what the server says of its failure."""
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError):
+        return body.decode(errors="replace")
+    for name in ("error", "message"):
+        said = said.get(name, said) if isinstance(said, dict) else said
+    return said if isinstance(said, str) else json.dumps(said)
+
+
+def completion_of(body: bytes, request: TextRequest) -> TextCompletion:
+    """The first choice of an answer; `RemoteFailure` where anything that was asked for is missing."""
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RemoteFailure(f"the answer is not JSON: {error}") from None
+    if isinstance(answer, dict) and answer.get("error"):
+        raise RemoteFailure(f"HTTP 200, but an error: {failure_message(body)}")
+    chat = request.messages is not None
+    where = ("message", "content") if chat else ("text",)
+    text = get_path(answer, "choices", 0, *where, kind=str)
+    reason = get_path(answer, "choices", 0, "finish_reason", kind=str)
+    if reason not in ENDED:
+        raise RemoteFailure(f"the answer ended for the reason {reason!r}, not stop or length")
+    if not request.top_logprobs:
+        return TextCompletion(text, ENDED[reason])
+    read = _chat_logprobs if chat else _prompt_logprobs
+    return TextCompletion(text, ENDED[reason], tuple(read(answer)))
+
+
+def _chat_logprobs(answer) -> Iterator[TokenLogprob]:
+    for entry in get_path(answer, "choices", 0, "logprobs", "content", kind=list):
+        top: dict[str, float] = {}
+        for other in get_path(entry, "top_logprobs", kind=list):
+            token, logprob = get_path(other, "token", kind=str), get_path(other, "logprob", kind=float)
+            # Tokens of different bytes may print the same: their probabilities add.
+            top[token] = float(np.logaddexp(top[token], logprob)) if token in top else logprob
+        yield TokenLogprob(get_path(entry, "token", kind=str), get_path(entry, "logprob", kind=float), top)
+
+
+def _prompt_logprobs(answer) -> Iterator[TokenLogprob]:
+    table = get_path(answer, "choices", 0, "logprobs", kind=dict)
+    for i in range(len(get_path(table, "tokens", kind=list))):
+        top = get_path(table, "top_logprobs", i, kind=dict)
+        top = {token: get_path(top, token, kind=float) for token in top}
+        yield TokenLogprob(
+            get_path(table, "tokens", i, kind=str), get_path(table, "token_logprobs", i, kind=float), top
+        )
+
+
+def get_path(value, *path: str | int, kind: type) -> Any:
+    """Read the value at `path`, which must be there and of that kind; a whole number is a float too, NaN is none."""
+    name = ".".join(map(str, path))
+    for step in path:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            raise RemoteFailure(f"the answer has no {name}") from None
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
+        return float(value)
+    if kind is float or not isinstance(value, kind):
+        raise RemoteFailure(f"{name} of the answer is {json.dumps(value)[:40]}, where a {kind.__name__} is needed")
+    return value

@@ -1,0 +1,98 @@
+"""Score trajectories under the reference and the critic, before advantages are computed.
+
+    rollout -> Trajectories -> appraise: logp_ref, value, last_value -> advantages -> pack -> Batch -> update
+
+`value` stands before each chosen token and `last_value` after the last token of a trajectory, where a cut one
+bootstraps. `pack` and the plain layouts carry what was scored into the batch. Trajectories are scored one a row, in
+micro-batches, and never as a whole [row, token, vocabulary] (M4); contexts that are rendered afresh are segments of
+their row. Everything is pure, to be jitted by the caller.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from flowgrpo.batching.layouts import rows_by_trajectory, unpack
+from flowgrpo.contracts import Policy, Scores
+from flowgrpo.learner.critic import Valuation
+from flowgrpo.learner.update import Score, cast, make_score, score_rows
+from flowgrpo.models.critic import before
+from flowgrpo.models.trainable import acting
+from flowgrpo.parallel.row_sharding import Spread
+from flowgrpo.types import BadInput, Batch, Trajectories
+
+Appraise = Callable[[Any, Any, Trajectories], Trajectories]  # (params, reference_params, trajectories)
+
+
+def make_appraise(
+    policy: Policy,
+    *,
+    critic: Valuation | None = None,
+    needs: Collection[str],
+    temperature=1.0,
+    banned: tuple[int, ...] = (),
+    micro_rows: int = 16,
+    chunk: int = 1024,
+    slots: int | None = None,
+    compute_dtype: Any = None,
+) -> Appraise:
+    """`appraise(params, reference_params, trajectories)` fills in what of `logp_ref` and `value` is among `needs`.
+
+    `reference_params` are read for `logp_ref` only. `slots` are the tokens of the longest trajectory, by default all
+    that there is room for; one that is longer gets NaN, so that it can't pass for scored. `compute_dtype` is that of
+    the update.
+    """
+    if "value" in needs and critic is None:
+        raise BadInput("make_appraise: values are needed, but there is no critic: pass one, such as own_network(...)")
+    if micro_rows < 1 or (slots is not None and slots < 1):
+        raise BadInput(f"make_appraise: micro_rows is {micro_rows} and slots {slots}, but both must be at least 1")
+    score = make_score(policy, temperature=temperature, banned=banned, chunk=chunk)
+    return _Appraisal(frozenset(needs), score, critic, micro_rows, slots, compute_dtype, policy.mesh)
+
+
+@dataclass(frozen=True, eq=False)
+class _Appraisal:
+    needs: frozenset[str]
+    score: Score
+    critic: Valuation | None
+    micro_rows: int
+    slots: int | None
+    compute_dtype: Any
+    mesh: Spread
+
+    def __call__(self, params, reference_params, trajectories: Trajectories) -> Trajectories:
+        nothing_nt = jnp.zeros(trajectories.turns.shape, jnp.float32)
+        whole = rows_by_trajectory(trajectories, nothing_nt, nothing_nt)
+        batch = jax.tree.map(lambda x_rs: x_rs[:, : self.slots], whole)
+        length_n = (whole.segments > 0).sum(axis=1)
+        over_n = length_n > batch.tokens.shape[1]
+        found, shape = {}, trajectories.tokens.shape
+        if "logp_ref" in self.needs:
+            logp_rs = self.rows(self.score, acting(reference_params), batch)
+            found["logp_ref"] = _back(logp_rs, batch, shape, over_n)
+        if "value" in self.needs:
+            after_rs = self.rows(self.values, params, batch)
+            found["value"] = _back(before(after_rs, batch.segments), batch, shape, over_n)
+            last_n = jnp.take_along_axis(after_rs, jnp.maximum(length_n - 1, 0)[:, None], axis=1, mode="clip")[:, 0]
+            found["last_value"] = jnp.where(over_n, jnp.nan, last_n)
+        return trajectories.replace(**found)
+
+    def rows(self, score: Score, params, batch: Batch) -> Array:
+        """Compute a score's `logp` for the rows that hold a chosen token, 0 in the others -> [r s]."""
+        params = params if self.compute_dtype is None else cast(params, self.compute_dtype)
+        chosen_r = jnp.asarray(batch.chosen & (batch.segments > 0)).any(axis=1)
+        return score_rows(score, params, batch, chosen_r, self.micro_rows, self.mesh)
+
+    def values(self, params, batch: Batch) -> Scores:
+        """Compute the values after each token, in the place of log-probabilities."""
+        assert self.critic is not None
+        return Scores(logp=self.critic.look(params, batch.tokens, batch.positions, batch.segments)[1])
+
+
+def _back(x_rs: Array, batch: Batch, shape: tuple[int, ...], over_n: Array) -> Array:
+    """Per-token numbers in the trajectories' places -> x_ntl; NaN where a trajectory is longer than its row."""
+    return jnp.where(over_n[:, None, None], jnp.nan, unpack(x_rs, batch, shape))

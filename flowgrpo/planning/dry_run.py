@@ -1,0 +1,349 @@
+"""Compile a run's programs without its weights, and report what each takes of a device.
+
+    launch.configure(cpu_devices=512)                             # as many as the mesh has, before JAX starts
+    case = make_case(config, Workload(rows=512), algorithm, optimizer, mesh=make_mesh(parse_mesh("data=8,fsdp=64")))
+    print(describe(dry_run(case), memory=80 * GIB))
+
+The very update, scoring of the reference, prefill and decoding that would run are lowered and compiled from abstract
+shapes and shardings; nothing is allocated. Memory is the compiler's own account of one device. Operations are those of
+the traced program (`count_products`), because XLA's analysis meets each loop once; both are given.
+
+What is compiled for virtual CPU devices is divided as for others, but not fused or scheduled alike, and products of
+bfloat16 are made in float32 there: temporary memory tends to be above that of an accelerator.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from flowgrpo.contracts import Algorithm, Policy
+from flowgrpo.generate.sampler import decode, prefill, sampling, start_rows
+from flowgrpo.learner.state import LearnerState, init_learner
+from flowgrpo.learner.update import make_score, make_update, score_reference
+from flowgrpo.models.attention import BLOCK
+from flowgrpo.models.config import DecoderConfig
+from flowgrpo.models.decoder import make_policy
+from flowgrpo.models.lora import Adapted, LoraConfig, adapter_axes, lora_policy
+from flowgrpo.models.trainable import ADAPTER, WHOLE, Trained
+from flowgrpo.parallel.row_sharding import ROWS, SHARED, TENSOR, divides
+from flowgrpo.parallel.sharding import decoder_axes, jit_update, settle, state_shardings
+from flowgrpo.planning.cost_model import (
+    Workload,
+    count_products,
+    decode_floor,
+    forward_flops,
+    update_floor,
+    update_flops,
+    ways,
+)
+from flowgrpo.types import BadInput, Batch
+
+GIB = 2**30
+STOPS = 4  # ids that end a turn
+
+
+class ProgramCost(NamedTuple):
+    """Cost of one compiled program on one device: bytes, operations, and the seconds that compiling took."""
+
+    name: str
+    arguments: int
+    outputs: int
+    reused: int  # outputs that lie where arguments lay
+    temporary: int
+    beside: int  # what the run keeps on the device meanwhile, unless it is moved away
+    flops: float  # of matrix products, loops as often as they run
+    bytes: float  # that these products read and write
+    flops_once: float  # as XLA counts all operations, each loop once
+    bytes_once: float
+    useful: float  # operations that the formula asks for
+    floor: Mapping[str, float]  # bytes by formula, part by part
+    seconds: float  # of compiling
+
+    @property
+    def peak(self) -> int:
+        """Bytes that the program needs."""
+        return self.arguments + self.outputs - self.reused + self.temporary
+
+
+class DryRunCase(NamedTuple):
+    """A run to compile without its weights: model, job, algorithm and optimizer, and the mesh to run on."""
+
+    config: DecoderConfig
+    job: Workload
+    algorithm: Algorithm
+    optimizer: optax.GradientTransformation
+    mesh: Mesh | None
+    policy: Policy
+    axes: Any  # a tree like the parameters, of their axis letters
+    trained: Trained
+    gathers: bool = False  # whole parameters decode on one device of the mesh
+
+
+def make_case(
+    config: DecoderConfig,
+    job: Workload,
+    algorithm: Algorithm,
+    optimizer: optax.GradientTransformation,
+    *,
+    mesh: Mesh | None = None,
+    lora: LoraConfig | None = None,
+    gathers: bool = False,
+) -> DryRunCase:
+    """The parts of a run for a mesh; with `lora` an adapter is trained; with `gathers` one device decodes."""
+    axes: Any = decoder_axes(config)
+    dtype = jnp.dtype(job.dtype)
+    if lora is None:
+        policy = make_policy(config, dtype=dtype, remat=job.remat)
+        return DryRunCase(config, job, algorithm, optimizer, mesh, settle(policy, mesh, axes), axes, WHOLE, gathers)
+    policy: Policy = lora_policy(config, lora, dtype=dtype, remat=job.remat)
+    own: Any = adapter_axes(lora)
+    letters = Adapted(axes, own)
+    return DryRunCase(config, job, algorithm, optimizer, mesh, settle(policy, mesh, letters), letters, ADAPTER, gathers)
+
+
+def dry_run(case: DryRunCase, programs: Sequence[str] | None = None) -> list[ProgramCost]:
+    """Compile these programs: by default update, reference where there is a KL term, prefill and decode."""
+    known: dict[str, Callable[[DryRunCase], ProgramCost]] = {"update": dry_update}
+    known |= {"reference": dry_reference} if "logp_ref" in case.algorithm.needs else {}
+    known |= {"prefill": dry_prefill, "decode": dry_decode}
+    unknown = sorted(set(programs or ()) - set(known))
+    if unknown:
+        raise BadInput(f"there is no program {unknown[0]!r} to compile here; choose from {', '.join(known)}")
+    return [known[name](case) for name in programs or known]
+
+
+# The programs -----------------------------------------------------------------------------------------
+
+
+def dry_update(case: DryRunCase) -> ProgramCost:
+    """The update that a run would make, with its state donated."""
+    job, mesh = case.job, case.mesh
+    update = make_update(
+        case.policy,
+        case.algorithm,
+        case.optimizer,
+        micro_rows=job.micro_rows,
+        mini_batches=job.mini_batches,
+        epochs=job.epochs,
+        chunk=job.chunk,
+        trained=case.trained,
+        compute_dtype=job.compute_dtype,
+    )
+    state = abstract_state(case)
+    where = jax.tree.map(lambda x: x.sharding, state)
+    work = jax.jit(update, donate_argnums=0) if mesh is None else jit_update(update, where, donate=True)
+    part = case.trained.take(state.params)
+    kept = {"parameters": local_bytes(state.params), "optimizer": local_bytes(state.optimizer)}
+    return _measure(
+        "update",
+        work,
+        (state, abstract_batch(case)),
+        mesh,
+        trips=(micro_batches(job, mesh),),
+        useful=update_flops(case.config, job),
+        floor=kept | update_floor(case.config, job, _sizes_of(mesh), moved=local_count(part)),
+        beside=local_bytes(part) if "logp_ref" in case.algorithm.needs else 0,
+    )
+
+
+def dry_reference(case: DryRunCase) -> ProgramCost:
+    """Scoring a batch by the reference, whose parameters lie as the policy's do."""
+    job, state = case.job, abstract_state(case)
+    score = make_score(case.policy, chunk=job.chunk, compute_dtype=job.compute_dtype)
+    return _measure(
+        "reference",
+        jax.jit(partial(score_reference, score, micro_rows=job.micro_rows, mesh=case.mesh)),
+        (state.params, abstract_batch(case).replace(logp_ref=None)),
+        case.mesh,
+        trips=(micro_batches(job, case.mesh) * job.mini_batches,),
+        useful=forward_flops(case.config, job.rows * job.length, job.length / 2),
+        floor={"parameters": local_bytes(state.params)},
+        beside=local_bytes(state.optimizer) + local_bytes(case.trained.take(state.params)),
+    )
+
+
+def dry_prefill(case: DryRunCase) -> ProgramCost:
+    """Prompts of all slots, in an empty cache."""
+    params, rows, mesh = _decoding(case)
+    size = (len(rows.token), case.job.prompt)
+    tokens, real = (_laid(jax.ShapeDtypeStruct(size, x), _over_rows(mesh), mesh) for x in (jnp.int32, jnp.bool_))
+    work = jax.jit(partial(prefill, case.policy), donate_argnums=1, out_shardings=_where(rows.cache, mesh))
+    useful = forward_flops(case.config, math.prod(size), case.job.prompt / 2)
+    unembedded = 2.0 * math.prod(size) * case.config.v * case.config.d  # which a prefill does not do
+    trips = (-(-case.job.prompt // BLOCK),)
+    return _measure_decoding("prefill", work, (params, rows.cache, tokens, real), case, trips, useful - unembedded)
+
+
+def dry_decode(case: DryRunCase) -> ProgramCost:
+    """A stretch of decoding in all slots, with full support."""
+    params, rows, mesh = _decoding(case)
+    count = len(rows.token)
+    settings = jax.tree.map(lambda x: _laid(x, _over_rows(mesh), mesh), jax.eval_shape(lambda: sampling(count)))
+    stops = _laid(jax.ShapeDtypeStruct((count, STOPS), jnp.int32), _over_rows(mesh), mesh)
+    after = None if mesh is None else (_where(rows, mesh), None)
+    work = jax.jit(partial(decode, case.policy, steps=case.job.steps), donate_argnums=1, out_shardings=after)
+    middle = case.job.length / 2
+    trips = (case.job.steps, math.ceil(middle / BLOCK))
+    useful = forward_flops(case.config, count * case.job.steps, middle)
+    return _measure_decoding("decode", work, (params, rows, settings, stops), case, trips, useful)
+
+
+def _measure_decoding(
+    name: str, work, arguments: tuple, case: DryRunCase, trips: tuple[int, ...], useful: float
+) -> ProgramCost:
+    state, copied = abstract_state(case), bool(case.job.compute_dtype) or (case.gathers and case.mesh is not None)
+    sizes = {} if case.gathers else _sizes_of(case.mesh)
+    floor = {"parameters": local_bytes(arguments[0])} | decode_floor(case.config, case.job, sizes)
+    beside = local_bytes(state.optimizer) + (local_bytes(state.params) if copied else 0)
+    beside += local_bytes(case.trained.take(state.params)) if "logp_ref" in case.algorithm.needs else 0
+    mesh = case.mesh if divides(case.mesh) and not case.gathers else None
+    return _measure(name, work, arguments, mesh, trips=trips, useful=useful, floor=floor, beside=beside)
+
+
+# Abstract arguments -----------------------------------------------------------------------------------
+
+
+def abstract_state(case: DryRunCase) -> LearnerState:
+    """The learner's state as shapes, laid out on the mesh."""
+    params = case.policy.init
+    state = jax.eval_shape(lambda: init_learner(params(jax.random.key(0)), case.optimizer, case.trained))
+    if case.mesh is None:
+        return state
+    where = state_shardings(state, case.mesh, case.axes, trained=case.trained)
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, where)
+
+
+def abstract_batch(case: DryRunCase) -> Batch:
+    """A batch as it comes from the host, with what the algorithm reads."""
+    shape, read = (case.job.rows, case.job.length), case.algorithm.needs
+    whole = {np_type: _laid(jax.ShapeDtypeStruct(shape, np_type), SHARED, case.mesh) for np_type in _TYPES}
+    integer, real, flag = whole.values()
+    names = ("tokens", "positions", "segments", "trajectory", "turn", "slot", "group")
+    fields: dict[str, Any] = dict.fromkeys(names, integer)
+    fields |= dict.fromkeys(("logp_sampled", "logp_old", "advantage", "weight"), real)
+    return Batch(**fields, chosen=flag, logp_ref=real if "logp_ref" in read else None)
+
+
+_TYPES = (jnp.int32, jnp.float32, jnp.bool_)
+
+
+def _decoding(case: DryRunCase) -> tuple:
+    """Parameters and slots as shapes, and the mesh over which XLA divides decoding.
+
+    Over a mesh of data alone each device decodes its own slots by a program of its own.
+    """
+    mesh = case.mesh if divides(case.mesh) and not case.gathers else None
+    count = -(-case.job.slots // (1 if mesh or case.gathers else ways(_sizes_of(case.mesh), *ROWS)))
+    if mesh is not None and count % ways(_sizes_of(mesh), *ROWS):
+        raise BadInput(
+            f"{count} slots can't be dealt evenly over mesh {dict(mesh.shape)}: take a multiple of data x fsdp"
+        )
+
+    def start():
+        keys, nothing = jax.random.split(jax.random.key(0), count), jnp.zeros(count, jnp.int32)
+        return start_rows(_make_cache(case.policy)(count, case.job.length), nothing, keys, nothing)
+
+    rows, params = jax.eval_shape(start), _cast(abstract_state(case).params, case.job)
+    rows = rows.replace(cache=_cast(rows.cache, case.job))
+    if mesh is None:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params), rows, None
+    heads = TENSOR if case.config.k % mesh.shape[TENSOR] == 0 else None
+    wide = PartitionSpec(None, ROWS, heads)
+    laid = jax.tree.map(lambda x: _laid(x, wide if x.ndim == 5 else _over_rows(mesh), mesh), rows)
+    return params, laid, mesh
+
+
+def _cast(tree: Any, job: Workload) -> Any:
+    """Shapes in the type of number that is computed in."""
+    computed = jnp.dtype(job.compute_dtype or job.dtype)
+    return jax.tree.map(lambda x: x.update(dtype=computed) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def _make_cache(policy: Policy) -> Callable[[int, int], Any]:
+    if policy.make_cache is None:
+        raise BadInput("this policy has no cache to decode with: leave out the programs prefill and decode")
+    return policy.make_cache
+
+
+def _laid(x: Any, spec: PartitionSpec, mesh: Mesh | None) -> Any:
+    return x if mesh is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def _over_rows(mesh: Mesh | None) -> PartitionSpec:
+    return SHARED if mesh is None else PartitionSpec(ROWS)
+
+
+def _where(tree: Any, mesh: Mesh | None) -> Any:
+    return None if mesh is None else jax.tree.map(lambda x: x.sharding, tree)
+
+
+def _sizes_of(mesh: Mesh | None) -> dict[str, int]:
+    """The sizes of a mesh by axis."""
+    return {} if mesh is None else dict(mesh.shape)
+
+
+def micro_batches(job: Workload, mesh: Mesh | None) -> int:
+    """How many micro-batches a device works through for one step."""
+    return math.ceil(job.rows / job.mini_batches / (job.micro_rows * ways(_sizes_of(mesh), *ROWS)))
+
+
+def _local_shape(x: Any) -> tuple[int, ...]:
+    """The shape of what lies on one device."""
+    return x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+
+
+def local_count(tree: Any) -> int:
+    """How many numbers of a tree of shapes lie on one device."""
+    return sum(math.prod(_local_shape(x)) for x in jax.tree.leaves(tree))
+
+
+def local_bytes(tree: Any) -> int:
+    """How many bytes of it."""
+    return sum(math.prod(_local_shape(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+# Compiling --------------------------------------------------------------------------------------------
+
+
+def _measure(
+    name: str,
+    work: Any,
+    arguments: tuple,
+    mesh: Mesh | None,
+    *,
+    trips: tuple[int, ...],
+    useful: float,
+    floor,
+    beside: int,
+) -> ProgramCost:
+    """Trace, lower and compile `work` for these arguments; `useful` and what is counted are of all devices."""
+    start = time.perf_counter()
+    traced = work.trace(*arguments)
+    counted = count_products(traced.jaxpr.jaxpr, trips)
+    compiled = traced.lower().compile()
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    if memory is None:
+        raise BadInput(f"the backend {jax.default_backend()} does not say how much memory a program takes: use cpu")
+    devices = 1 if mesh is None else mesh.size
+    return ProgramCost(
+        name=name,
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        reused=memory.alias_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
+        beside=beside,
+        flops=counted.flops / devices,
+        bytes=counted.bytes / devices,
+        flops_once=cost.get("flops", 0.0),
+        bytes_once=cost.get("bytes accessed", 0.0),
+        useful=useful / devices,
+        floor=floor,
+        seconds=time.perf_counter() - start,
+    )

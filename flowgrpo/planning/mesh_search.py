@@ -1,0 +1,214 @@
+"""Rank the ways to run a job on some devices, with memory and time by formula.
+
+Memory is the floor of `cost_model`, and beside it what this code is known to hold: the block of attention that is
+worked on, and parameters that are gathered for a layer. Seconds serve to rank only: operations over the rate, or bytes
+over the bandwidth where that takes longer, and what is sent over the links. `shape_of_model` gives the shape of a
+published model by its name, or of a folder with a config.json, without weights or network.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from flowgrpo.models import families
+from flowgrpo.models.attention import BLOCK, UNROLLED
+from flowgrpo.models.config import DecoderConfig
+from flowgrpo.models.hf import read_json
+from flowgrpo.planning.cost_model import (
+    Workload,
+    count_parameters,
+    decode_floor,
+    forward_flops,
+    sharded_parameters,
+    update_floor,
+    ways,
+)
+from flowgrpo.types import BadInput
+
+
+def _shape(kind: str, width: int, layers: int, heads: int, kv_heads: int, ffn: int, words: int, **rest: Any) -> dict:
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes |= {"num_key_value_heads": kv_heads, "intermediate_size": ffn, "vocab_size": words}
+    return {"model_type": kind, "tie_word_embeddings": False} | sizes | rest
+
+
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
+_QWEN2: dict[str, Any] = {"rope_theta": 1e6, "max_position_embeddings": 32_768}
+_LLAMA3: dict[str, Any] = {"rope_theta": 5e5, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072}
+PUBLISHED: Mapping[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": _shape("qwen2", 896, 24, 14, 2, 4864, 151_936, **_TIED, **_QWEN2),
+    "qwen2.5-1.5b": _shape("qwen2", 1536, 28, 12, 2, 8960, 151_936, **_TIED, **_QWEN2),
+    "qwen2.5-3b": _shape("qwen2", 2048, 36, 16, 2, 11_008, 151_936, **_TIED, **_QWEN2),
+    "qwen2.5-7b": _shape("qwen2", 3584, 28, 28, 4, 18_944, 152_064, **_QWEN2),
+    "qwen2.5-14b": _shape("qwen2", 5120, 48, 40, 8, 13_824, 152_064, **_QWEN2),
+    "qwen2.5-32b": _shape("qwen2", 5120, 64, 40, 8, 27_648, 152_064, **_QWEN2),
+    "qwen2.5-72b": _shape("qwen2", 8192, 80, 64, 8, 29_568, 152_064, **_QWEN2),
+    "qwen3-8b": _shape("qwen3", 4096, 36, 32, 8, 12_288, 151_936, head_dim=128, rope_theta=1e6),
+    "llama-3.2-1b": _shape("llama", 2048, 16, 32, 8, 8192, 128_256, **_TIED, **_LLAMA3),
+    "llama-3.1-8b": _shape("llama", 4096, 32, 32, 8, 14_336, 128_256, **_LLAMA3),
+}
+
+
+def shape_of_model(name: str) -> DecoderConfig:
+    """The shape of a published model, or of a folder's config.json."""
+    if name in PUBLISHED:
+        return families.decoder_config(families.text_source(PUBLISHED[name], name), name)
+    file = Path(name).expanduser() / "config.json"
+    if not file.is_file():
+        known = ", ".join(PUBLISHED)
+        raise BadInput(f"--model={name} is neither a folder with a config.json nor one of the shapes {known}")
+    return families.decoder_config(families.text_source(read_json(file), str(file)), str(file))
+
+
+GIB = 2**30
+WIDE = 4  # bytes of float32
+MOST_TENSOR = 8  # devices that one host commonly has
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Memory of one device, and the most that it computes, reads and sends a second."""
+
+    memory: float  # bytes
+    flops: float  # a second
+    bandwidth: float  # bytes a second of its memory
+    link: float  # bytes a second to the others
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """Memory settings of a run: what it keeps beside its parameters, what is moved away, and where it decodes."""
+
+    moments: float = 2.0  # numbers that the optimizer remembers of a parameter
+    moment_bytes: float = 4.0
+    reference: bool = False
+    moved: bool = False  # what a program does not read is moved off the device meanwhile
+    decodes: bool = True  # on the same devices
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way, and what is expected of it."""
+
+    mesh: dict[str, int]
+    job: Workload
+    update: dict[str, float]  # bytes of one device, part by part
+    decode: dict[str, float]
+    update_seconds: float
+    rollout_seconds: float
+
+    @property
+    def needed(self) -> float:
+        """Bytes of the fuller of both stages."""
+        return max(sum(self.update.values()), sum(self.decode.values()))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an iteration, as far as they are counted."""
+        return self.update_seconds + self.rollout_seconds
+
+
+def meshes(config: DecoderConfig, devices: int) -> Iterator[dict[str, int]]:
+    """All ways to lay out the devices that divide model and heads evenly."""
+    for tensor in _divisors(devices):
+        if tensor > MOST_TENSOR or config.h % tensor or config.k % tensor or config.f % tensor:
+            continue
+        for fsdp in _divisors(devices // tensor):
+            if config.d % fsdp == 0:
+                yield {"data": devices // tensor // fsdp, "fsdp": fsdp, "tensor": tensor}
+
+
+def candidates(
+    config: DecoderConfig, job: Workload, run: MemorySettings, machine: Machine, layouts: list[dict[str, int]]
+) -> list[Candidate]:
+    """Every mesh, with and without remat, at all sizes of micro-batches: those that fit first, the fastest first."""
+    found = []
+    for mesh in layouts:
+        hands = ways(mesh, "data", "fsdp")
+        slots = max(hands, job.slots - job.slots % hands)
+        for remat in (False, True):
+            for micro_rows in _powers(max(1, job.rows // job.mini_batches // hands)):
+                own = replace(job, remat=remat, micro_rows=micro_rows, slots=slots)
+                found.append(expect(config, own, run, machine, mesh))
+    return sorted(
+        found, key=lambda x: (x.needed > machine.memory, x.seconds if x.needed <= machine.memory else x.needed)
+    )
+
+
+def expect(
+    config: DecoderConfig, job: Workload, run: MemorySettings, machine: Machine, mesh: dict[str, int]
+) -> Candidate:
+    """Memory and seconds of one candidate."""
+    held = sharded_parameters(config, mesh)
+    parameters = {"parameters": held * jnp.dtype(job.dtype).itemsize}
+    optimizer = {"optimizer": held * run.moments * run.moment_bytes}
+    reference = {"reference": parameters["parameters"]} if run.reference and not run.moved else {}
+    gathered = {"gathered": gathered_bytes(config, job, mesh)} if mesh["fsdp"] > 1 else {}
+    update = parameters | optimizer | update_floor(config, job, mesh, moved=held) | gathered | reference
+    update["attention"] = attention_bytes(config, job, mesh)
+    decode = {"weights": held * jnp.dtype(job.compute_dtype or job.dtype).itemsize}
+    decode |= decode_floor(config, job, mesh) | gathered | reference
+    # What is sampled from is a copy where the update computes in another type.
+    decode |= parameters if job.compute_dtype and not run.moved else {}
+    decode |= {} if run.moved else optimizer
+    update_seconds = _update_seconds(config, job, run, machine, mesh)
+    if not run.decodes:
+        return Candidate(mesh, job, update, {}, update_seconds, 0.0)
+    return Candidate(mesh, job, update, decode, update_seconds, _rollout_seconds(config, job, machine, mesh))
+
+
+def attention_bytes(config: DecoderConfig, job: Workload, mesh: dict[str, int]) -> float:
+    """Shares, logits and their gradients of the blocks that are worked on at once."""
+    tokens, blocks = job.micro_rows * job.length, -(-job.length // BLOCK)
+    once = 1 if blocks > UNROLLED else blocks
+    return 4.0 * WIDE * tokens * config.h / mesh["tensor"] * once * BLOCK
+
+
+def gathered_bytes(config: DecoderConfig, job: Workload, mesh: dict[str, int]) -> float:
+    """One layer whole, the embedding and the unembedding whole, except for what tensor divides."""
+    ends = config.v * config.d * (1 if config.tied else 2)
+    layer = (count_parameters(config) - ends) / config.num_layers
+    return jnp.dtype(job.compute_dtype or job.dtype).itemsize * (layer + ends) / mesh["tensor"]
+
+
+def _update_seconds(
+    config: DecoderConfig, job: Workload, run: MemorySettings, machine: Machine, mesh: dict[str, int]
+) -> float:
+    tokens, hands = job.rows * job.length, ways(mesh, "data", "fsdp")
+    forward = forward_flops(config, tokens, job.length / 2) / (hands * mesh["tensor"])
+    passes = job.epochs * (3 + job.remat) + run.reference
+    trips = job.epochs * math.ceil(job.rows / (job.micro_rows * hands))
+    size = jnp.dtype(job.compute_dtype or job.dtype).itemsize
+    held = count_parameters(config) / mesh["tensor"]
+    read = trips * (3 + job.remat) * held * size
+    sent = 0.0
+    if mesh["fsdp"] > 1:  # parameters are gathered twice a micro-batch, gradients are scattered once
+        sent += trips * held * (2 * size + WIDE)
+    if mesh["data"] > 1:  # every micro-batch where XLA divides the program, once otherwise
+        sent += (trips if mesh["fsdp"] * mesh["tensor"] > 1 else 1) * 2 * WIDE * held / mesh["fsdp"]
+    if mesh["tensor"] > 1:  # hidden states are summed twice a layer and pass
+        sent += passes * 2 * 2 * config.num_layers * tokens / hands * config.d * size
+    return max(passes * forward / machine.flops, read / machine.bandwidth) + sent / machine.link
+
+
+def _rollout_seconds(config: DecoderConfig, job: Workload, machine: Machine, mesh: dict[str, int]) -> float:
+    """Decoding all rows: each step reads the parameters and half of a full cache."""
+    stored, hands = jnp.dtype(job.compute_dtype or job.dtype).itemsize, ways(mesh, "data", "fsdp")
+    weights = stored * count_parameters(config) / mesh["tensor"]
+    cache = sum(decode_floor(config, job, mesh).values()) / 2
+    sent = weights if mesh["fsdp"] > 1 else 0.0
+    steps = (job.length - job.prompt) * job.rows / job.slots
+    flops = forward_flops(config, job.slots, job.length / 2) / (hands * mesh["tensor"])
+    return steps * (max((weights + cache) / machine.bandwidth, flops / machine.flops) + sent / machine.link)
+
+
+def _divisors(count: int) -> list[int]:
+    return [size for size in range(1, count + 1) if count % size == 0]
+
+
+def _powers(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length())]

@@ -1,0 +1,46 @@
+"""Recipes: each makes one kind of run by its `Config`, `open` and `train`; and what they share.
+
+Modules:
+
+    agent              The recipe of a run on the agent system: its planner is trained in the flow, with real tools
+    agent_config       Settings of a run on the agent system
+    cluster            The recipe of a cluster that trains the agent system
+    cluster_config     Settings of a cluster that trains the agent system, and the schedule that they mean
+    cluster_trainer    The trainer of a cluster
+    compare            Compare the arms of a study over seeds
+    dry_runs           Tables of what the programs of a run take of a device; no weight is ever made
+    export             Read a run again: `read_config` its settings, `read_planner` its checkpoints
+    finetune           The recipe of learning from a file of conversations
+    hosted             Parts of a run on a host environment, which training and examinations share
+    hosted_training    Train on a host environment: `HostedWork` has the stages of such a run for a `Session`
+    offline_start      Make the model that the offline agent run begins with
+    offline_tasks      Tasks of four domains that need real tools, made here without a file
+    pages              Write a page of what a run recorded in `trajectories/`
+    planner            The planner of a hosted run
+    pure               The recipe of a run on a pure environment
+    registry           Names of members for flags
+    self_verify        The recipe of self-verification
+    self_verify_tasks  A small model that can do two things, neither of them well: answer questions, and judge answers
+    studies            The studies that ship
+    study_arms         One arm of a study: what differs from the others flows in
+    task_choice        Which tasks a hosted run trains on
+"""
+
+import lazy_loader
+
+# Loaded when they are first used, since each brings with it all that its kind of run needs.
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submodules=(
+        "agent",
+        "cluster",
+        "compare",
+        "export",
+        "finetune",
+        "offline_start",
+        "pure",
+        "registry",
+        "self_verify",
+        "studies",
+    ),
+)

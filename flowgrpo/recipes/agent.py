@@ -1,0 +1,381 @@
+"""The recipe of a run on the agent system: its planner is trained in the flow, with real tools.
+
+with open(config, folder) as setup: ...      the parts, while sandbox, servers and engines live
+result = train(Config(updates=3), "runs/agent")
+"""
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from flowgrpo import launch
+from flowgrpo.agent import roles
+from flowgrpo.agent.rendering import appending, fresh
+from flowgrpo.agent.role_backends import either, remote_speaker, speaker
+from flowgrpo.agent.roles import Schema
+from flowgrpo.agent.state import DONE
+from flowgrpo.agent.system import agent_system
+from flowgrpo.agent.transcript import show_transcript
+from flowgrpo.algorithms.compose import newest_segment_only
+from flowgrpo.algorithms.options import Correction
+from flowgrpo.contracts import Algorithm, Do, HostEnv, Reward, Tool
+from flowgrpo.data.task_files import parse_fields, read_tasks
+from flowgrpo.data.tasks import split_tasks
+from flowgrpo.data.tokenizer import Text
+from flowgrpo.generate.engine import Engine
+from flowgrpo.generate.openai_client import remote
+from flowgrpo.generate.openai_wire import TextRequest
+from flowgrpo.models.hf import Model, check_model
+from flowgrpo.recipes import offline_start, offline_tasks, registry, task_choice
+from flowgrpo.recipes.agent_config import Config
+from flowgrpo.recipes.agent_config import preset as preset
+from flowgrpo.recipes.hosted import (
+    HostedSetup,
+    compare_before_after,
+    compile_engines,
+    do_nothing,
+    draw_from,
+    examine,
+    make_engine,
+    make_residency,
+    play_tasks,
+    sizes_of,
+)
+from flowgrpo.recipes.hosted_training import HostedWork, begin_hosted, train_hosted, training_tasks
+from flowgrpo.recipes.planner import check_planner, frozen, load_start, make_planner
+from flowgrpo.recipes.registry import base_of, falling_optimizer, make_algorithm, make_reward, make_tool
+from flowgrpo.recipes.task_choice import Draw
+from flowgrpo.report.progress import with_progress
+from flowgrpo.rollout.records import Played
+from flowgrpo.rollout.replay import last_state
+from flowgrpo.run.run_dir import START, read_run
+from flowgrpo.run.session import Tested, open_session
+from flowgrpo.sandbox import Limits, Sandbox
+from flowgrpo.tools.calculator import calculator
+from flowgrpo.tools.mcp import Stdio, mcp_tools
+from flowgrpo.tools.python import python
+from flowgrpo.tools.search import Corpus, Document, read_corpus, search
+from flowgrpo.tools.toolset import ToolFailure, toolset
+from flowgrpo.types import BadInput, Task
+
+NAME = "agent"
+FRESH = 1 << 20  # test tasks of `evaluate` from this one on: others than those of the run's own table
+POOL = 512  # offline tasks that are met again and again, where tasks are chosen by what is known of them
+
+
+class Source(NamedTuple):
+    """The tasks of a run."""
+
+    draw: Draw
+    train: Callable[[], Sequence[Task]]  # those of training that have a number, in the order of their numbers
+    domains: tuple[str, ...]
+
+
+def tasks_of(config: Config) -> Source:
+    """Those of a file, or of the offline world, which never end: the first `POOL` of them have a number."""
+    seed = config.seed
+    if config.tasks is None:
+        if config.model is not None:
+            raise BadInput("--model needs --tasks: a .jsonl or .parquet file of tasks, or reasoning_gym:NAME")
+        names = tuple(config.domains.split(","))
+        return Source(
+            draw=lambda split, first, count: offline_tasks.make_tasks(seed, first, count, split, names),
+            train=lambda: offline_tasks.make_tasks(seed, 0, POOL, "train", names),
+            domains=names,
+        )
+    fields = parse_fields(list(config.fields))
+    read = read_tasks(config.tasks, fields=fields, domain=config.domain)
+    return Source(
+        draw=draw_from(read, seed),
+        train=lambda: split_tasks(read)["train"].items,
+        domains=tuple({task.domain for task in read}),
+    )
+
+
+RENDERINGS = {"fresh": fresh, "append": appending}
+BRIEF = ""  # the small model learns what to do from demonstrations
+PROBE = 60.0  # seconds in which a server that speaks a role has to answer at the start
+SPOKEN = {
+    "executor": roles.executor,
+    "verifier": roles.verifier,
+    "generator": roles.generator,
+    "analyst": roles.analyst,
+}
+RULES = {"executor": roles.rule_executor, "verifier": roles.rule_verifier, "generator": roles.rule_generator}
+
+
+def check_settings(config: Config) -> Source:
+    """Raise `BadInput` for what is wrong with learning, model and tasks, of which the tasks are returned."""
+    algorithm_of(config)
+    optimizer_of(config)
+    if config.model is not None:
+        check_model(config.model)
+    return tasks_of(config)
+
+
+@contextmanager
+def open(config: Config, folder: Path, *, begin: Callable[[], object] = do_nothing) -> Iterator[HostedSetup]:
+    """The parts that these settings describe; sandbox, servers and engines live as long as the block.
+
+    `begin` is called when everything that is named was found and has answered: before that nothing is written, and
+    no program compiled.
+    """
+    check_planner(config)
+    source = check_settings(config)
+    with ExitStack() as stack:
+        draw, hard = task_choice.choose(config, source.draw, source.train, groups=config.queries)
+        sandbox = stack.enter_context(_sandbox(config, source))
+        reward = _reward(config, source, sandbox)
+        own = _tools(config, sandbox, stack)
+        tools = stack.enter_context(toolset(own, seconds=config.tool_seconds, workers=config.slots))
+        served_by = {name: who for name, who in config.roles.items() if "://" in who}
+        endpoints = {name: _endpoint(name, who, config, stack) for name, who in served_by.items()}
+        begin()
+        make = partial(_make_env, schemas=tools.schemas, config=config)
+        if config.model is None:
+            offline_start.write_start(folder / START, make, tools.do, config)
+        model = load_start(config.model or folder / START, config)
+        planner = make_planner(model, config)
+        served = model._replace(policy=planner.served, params=planner.serve(planner.params))
+        engine = stack.enter_context(make_engine(served, config))
+        speakers, spoken = _speakers(config, frozen(model, config), stack)
+        env, exam_env = (make(model.text, turns=turns) for turns in (config.turns, config.exam_turns))
+        yield HostedSetup(
+            name="agent",
+            config=config,
+            folder=folder,
+            model=model,
+            planner=planner,
+            env=env,
+            exam_env=exam_env,
+            engine=engine,
+            residency=stack.enter_context(make_residency(config, folder)),
+            do=either(tools.do, endpoints | speakers),
+            reward=reward,
+            tasks=draw,
+            prompts=hard,
+            share=partial(task_choice.open_share, config),
+            algorithm=algorithm_of(config),
+            optimizer=optimizer_of(config),
+            sizes=sizes_of(config, planner),
+            warm_start=partial(
+                offline_start.script_imitation, model._replace(params=planner.params), env, tools.do, config
+            ),
+            story=partial(_story, model.text),
+            spoken=spoken,
+        )
+
+
+@contextmanager
+def open_reward(config: Config) -> Iterator[Reward]:
+    """The rewards alone, as `open` routes them; their sandbox lives as long as the block."""
+    source = tasks_of(config)
+    with _sandbox(config, source) as sandbox:
+        yield _reward(config, source, sandbox)
+
+
+def _sandbox(config: Config, source: Source) -> Sandbox:
+    """The sandbox of tools and rewards."""
+    judged = () if config.reward else (*source.domains, config.domain or "")
+    return Sandbox(workers=launch.cores(), preload=registry.preload(judged))
+
+
+def _reward(config: Config, source: Source, sandbox: Sandbox) -> Reward:
+    """The reward of one's own, or that of each domain; no task is without."""
+    if config.reward:
+        return make_reward(config.reward, source.draw("train", 0, 1)[0])
+    default = config.domain or (None if config.tasks else "answer")
+    missing = [name for name in source.domains if name not in registry.DOMAINS]
+    known = ", ".join(registry.DOMAINS)
+    if default not in (None, *registry.DOMAINS):
+        raise BadInput(f"--domain={default} has no reward; choose from {known}")
+    if missing and default is None:
+        raise BadInput(
+            f"{config.tasks}: tasks of the domain {missing[0]!r} have no reward (there are {known}): have them "
+            "judged like one of these, such as --domain=answer, or by a function of yours, --reward=MODULE:FUNCTION"
+        )
+    return registry.route(registry.Means(sandbox=sandbox), default=default)
+
+
+def _make_env(text: Text, *, schemas: Sequence[Schema], config: Config, turns: int) -> HostEnv:
+    """The agent system over these tools."""
+    brief = {"instructions": BRIEF, "describe": itemgetter("name")} if config.model is None else {}
+    players: dict[str, Any] = {  # plain code, or a `Role` that is spoken; None for an analyst of "none"
+        name: None if who == "none" else RULES[name] if who == "rule" else SPOKEN[name]()
+        for name, who in config.roles.items()
+    }
+    return agent_system(
+        text,
+        schemas=schemas,
+        planner=roles.planner(**brief),
+        **players,
+        turns=turns,
+        rendering=RENDERINGS[config.rendering],
+        max_tokens=config.max_tokens,
+        context_tokens=config.context_tokens,
+        memory_tokens=config.memory_tokens,
+    )
+
+
+# Roles --------------------------------------------------------------------------------------------------
+
+
+def _speakers(config: Config, model: Model, stack: ExitStack) -> tuple[dict[str, Do], Engine | None]:
+    """Open a speaker for the roles that the planner's first weights speak, frozen, and the engine behind it."""
+    asked = [name for name, who in config.roles.items() if who == "model"]
+    if not asked:
+        return {}, None
+    engine = stack.enter_context(make_engine(model, config, kept=1))
+    spoken = speaker(
+        model.text,
+        engine.generate,
+        max_tokens=config.max_tokens,
+        prompt_tokens=config.context_tokens - config.max_tokens,
+        top_k=1,
+        deadline=config.turn_seconds,
+    )
+    return dict.fromkeys(asked, spoken), engine
+
+
+def _endpoint(name: str, given: str, config: Config, stack: ExitStack) -> Do:
+    """Open a speaker for a role of an OpenAI-compatible server, `URL#model`, which has to answer now."""
+    url, _, model = given.partition("#")
+    server = remote(url, model=model)
+    stack.callback(server.close)
+    print(f"--{name}: asking {server.url} for a first token", file=sys.stderr, flush=True)
+    said = server.generate([TextRequest([{"role": "user", "content": "Hello"}], max_tokens=1, deadline=PROBE)])[0]
+    if said.error is not None:
+        raise BadInput(f"--{name}={given} does not answer ({said.error}): start the server, or mend the URL")
+
+    def complete(**asked: Any):
+        return server.generate([TextRequest(**asked)])[0]
+
+    return remote_speaker(complete, max_tokens=config.max_tokens, deadline=config.turn_seconds)
+
+
+# Tools and tasks ----------------------------------------------------------------------------------------
+
+
+def _tools(config: Config, sandbox: Sandbox, stack: ExitStack) -> list[Tool]:
+    """The tools that are named, of one's own, too, and those of MCP servers."""
+    limits = Limits(seconds=config.tool_seconds)
+    known: dict[str, Callable[[], Tool]] = {
+        "calculator": calculator,
+        "python": lambda: python(sandbox, limits=limits, pure=config.model is None),
+        "search": lambda: search(_corpus(config), top=config.passages),
+    }
+    names = [name for name in config.tools.split(",") if name]
+    unknown = [name for name in names if name not in known and ":" not in name]
+    if unknown:
+        raise BadInput(
+            f"--tools: {unknown[0]!r} is none of {', '.join(known)}, nor MODULE:FUNCTION; servers are named by --mcp"
+        )
+    found = [known[name]() if name in known else make_tool(name) for name in names]
+    for server in config.mcp:
+        try:
+            found += stack.enter_context(mcp_tools(_server(server))).tools
+        except ToolFailure as error:
+            raise BadInput(f"--mcp={server}: {error}; mend the command or the URL, or start the server") from None
+    return found
+
+
+def _server(named: str) -> Stdio | str:
+    """An MCP server: the URL of one, or the command that starts one."""
+    words = shlex.split(named)
+    if not words:
+        raise BadInput("--mcp is empty: give the command of an MCP server, or its URL")
+    return named if "://" in named else Stdio(words[0], words[1:])
+
+
+def _corpus(config: Config) -> Corpus:
+    """The corpus that is named, or that of the offline world."""
+    if config.corpus is not None:
+        return read_corpus(config.corpus)
+    if config.model is not None:
+        raise BadInput("the tool search needs --corpus: a .jsonl, .txt or .md file, or a folder of them")
+    texts = enumerate(offline_tasks.passages(), 1)
+    return Corpus(tuple(Document(one["title"], one["text"], "corpus.jsonl", n, False) for n, one in texts))
+
+
+def first_prompt(env: HostEnv, text: Text, task: Task, do: Do) -> str:
+    """The first prompt as the planner is given it; where the episode is over before, what ended it."""
+    state, said = env.reset(jax.random.key(0), task, do)
+    if state.stage == DONE:
+        return f"there is no first prompt, since the planner never came to speak: {state.reason}"
+    return f"the first prompt, {len(said.tokens)} tokens:\n{text.decode(said.tokens)}"
+
+
+def _story(text: Text, env: HostEnv, played: Played) -> str:
+    """A trajectory as text to read: gone through again from its record."""
+    if not played.lens:
+        return f"{played.task.query}\nended before its first turn: {played.reason}"
+    return show_transcript(text, last_state(env, played), played.turns)
+
+
+# Learning -----------------------------------------------------------------------------------------------
+
+
+def algorithm_of(config: Config) -> Algorithm:
+    """The member of the family, with its clipping and its KL term."""
+    most = config.turns * config.max_tokens
+    algorithm = make_algorithm(
+        config.algorithm,
+        beta=config.beta,
+        clip_high=config.clip_high,
+        correction=Correction(config.correction) if config.correction else None,
+        max_tokens=most,
+    )
+    if algorithm.targets is not None:
+        raise BadInput(f"--algorithm={config.algorithm} needs a critic, which this run has none of: take another")
+    return newest_segment_only(algorithm) if config.learn_from == "newest" else algorithm
+
+
+def optimizer_of(config: Config) -> optax.GradientTransformation:
+    """The optimizer, with the fall of its rate."""
+    base = base_of(config.optimizer)
+    return falling_optimizer(config.learning_rate, config.decay_updates, config.decay, base=base)
+
+
+def train(
+    config: Config, folder: str | Path, *, every: int = 10, resume: bool = True, loggers: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Train in a folder, or go on there -> the result; a validation and a checkpoint come `every` so many updates."""
+    return train_hosted(open, HostedWork, NAME, config, folder, every=every, resume=resume, loggers=loggers)
+
+
+def rehearse(config: Config, folder: str | Path) -> None:
+    """Print the first prompt as it is rendered, and one rollout of each of the first tasks as it is parsed."""
+    path = begin_hosted(NAME, config, folder, resume=True)
+    with open(config, path) as setup:
+        tasks = training_tasks(setup, 0)[:4]
+        print(f"model {config.model or path / START}, tools {', '.join(setup.env.tools)}\n")
+        print(f"{first_prompt(setup.env, setup.model.text, tasks[0], setup.do)}\n", flush=True)
+        setup = compile_engines(setup)
+        played = play_tasks(setup, setup.env, tasks, jax.random.key(config.seed), samples=1)
+        if setup.progress is not None:
+            setup.progress.end()
+        for one in played.played:
+            why = one.scored.reason if one.scored else one.reason
+            print(f"{setup.story(setup.env, one)}\nreward    {one.outcome} {why}\n")
+
+
+def evaluate(
+    config: Config, folder: Path, *, seed: int = 1000, tasks: int = 1000, samples: int = 1
+) -> tuple[int | None, Tested]:
+    """Test a run's start and its best planner on fresh tasks -> (the update of the best, figures by domain, too)."""
+    with open(config, folder) as setup:
+        session = open_session(HostedWork(setup, read_run(folder)["recipe"]), folder)
+        best, final = session.best_params()
+        key, sizes = jax.random.key(seed), {"tasks": tasks, "samples": samples, "first": FRESH}
+        played = [
+            examine(setup, one, key, "test", **sizes).played for one in with_progress("play", (session.start, final))
+        ]
+        return best, compare_before_after(setup, played, samples=samples, ks=sorted({1, samples}))

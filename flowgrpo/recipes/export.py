@@ -1,0 +1,169 @@
+"""Read a run again: `read_config` its settings, `read_planner` its checkpoints; `export` writes its planner as a model.
+
+`export_adapter` writes an adapter alone, in PEFT's format. The planner of a pure environment becomes a small Llama
+whose tokenizer has the words of its environment.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import flowgrpo as fg
+from flowgrpo.envs.env import END, PAD
+from flowgrpo.models import families
+from flowgrpo.models.config import DecoderConfig
+from flowgrpo.models.decoder import make_policy
+from flowgrpo.models.hf import Model, load_model, save_model
+from flowgrpo.models.lora import Adapted, merge
+from flowgrpo.models.peft import save_adapter
+from flowgrpo.models.trainable import ActorCritic, acting
+from flowgrpo.recipes import agent_config, cluster_config, pure, self_verify_tasks
+from flowgrpo.recipes.planner import PlannerConfig, lora_of
+from flowgrpo.recipes.registry import make_env
+from flowgrpo.run.checkpoints import Checkpoints, params_sha256
+from flowgrpo.run.config import RunConfig
+from flowgrpo.run.run_dir import RUN, START, read_run
+from flowgrpo.run.session import PARAMS
+
+CONFIGS: dict[str, type[RunConfig]] = {
+    "pure": pure.Config,
+    "agent": agent_config.Config,
+    "cluster": cluster_config.Config,
+    "self_verify": self_verify_tasks.Config,
+}
+WHICH = ("best", "last", "start")  # in validation, of all, the start of the training
+
+# What there is ------------------------------------------------------------------------------------------
+
+
+def read_planner(folder: Path, which: str) -> tuple[int, Any]:
+    """The update and the parameters of a checkpoint's planner; of an adapted one, its adapter."""
+    checkpoints = Checkpoints(folder, best="validation")
+    last = checkpoints.latest()
+    if last is None:
+        raise fg.BadInput(f"{folder} has no checkpoint yet: let the run go on")
+    if which == "start":
+        return 0, _planner(checkpoints.part(last, "start"))
+    step = checkpoints.best() if which == "best" else last
+    step = last if step is None else step
+    return step, _planner(checkpoints.part(step, PARAMS))
+
+
+def _planner(stored: Mapping[str, Any]) -> Any:
+    """The planner's own parameters of what a checkpoint holds, where a pair of actor and critic is a mapping."""
+    own = acting(ActorCritic(**stored)) if set(stored) == set(ActorCritic._fields) else stored
+    return jax.tree.map(jnp.asarray, own)
+
+
+def read_config(folder: Path) -> RunConfig:
+    """The Config that a run of reinforcement was last started with, by the name of its recipe."""
+    there = read_run(folder)
+    if there["recipe"] not in CONFIGS:
+        raise fg.BadInput(f"{folder} is a run of {there['recipe']}: give one of {', '.join(CONFIGS)}")
+    try:
+        return CONFIGS[there["recipe"]].from_json(there["settings"])
+    except fg.BadInput as error:
+        raise fg.BadInput(f"{folder / RUN}: {error}; it was written by another version") from None
+
+
+def base_model(config: RunConfig, folder: Path) -> Model:
+    """The model that a run began with: shape, tokenizer, and the weights that no adapter changes."""
+    if isinstance(config, pure.Config):
+        return word_model(config)
+    assert isinstance(config, PlannerConfig)
+    return load_model(base(config, folder), dtype=config.dtype)
+
+
+def base(config: PlannerConfig, folder: Path) -> str | Path:
+    """Locate the model that a run began with: a folder or a hub id."""
+    return config.model or folder / START
+
+
+# A planner of words -------------------------------------------------------------------------------------
+
+
+def word_model(config: pure.Config) -> Model:
+    """The model of a run on a pure environment as a Llama, of the same shape; without parameters."""
+    env = make_env(config.env)
+    decoder = pure.decoder_shape(env, config)
+    source, text = llama(decoder), SimpleNamespace(save=partial(write_words, words=env.words))
+    return Model(make_policy(decoder), {}, text, families.decoder_config(source), source)
+
+
+def llama(config: DecoderConfig) -> dict[str, Any]:
+    """The config.json of a small decoder."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.v,
+        "hidden_size": config.d,
+        "intermediate_size": config.f,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.h,
+        "num_key_value_heads": config.k,
+        "head_dim": config.e,
+        "hidden_act": config.activation,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.ropes[0].theta,
+        "tie_word_embeddings": config.tied,
+        "initializer_range": config.init_scale,
+        "bos_token_id": None,
+        "eos_token_id": END,
+        "pad_token_id": PAD,
+    }
+
+
+def write_words(folder: Path, words: Sequence[str]) -> None:
+    """A tokenizer for transformers: each word is a token, and its number the id."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[PAD]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=words[END], pad_token=words[PAD])
+    fast.save_pretrained(folder)
+
+
+# Writing ------------------------------------------------------------------------------------------------
+
+
+def export(folder: Path, out: Path, *, which: str = "best") -> dict[str, Any]:
+    """Write a run's planner as a whole model -> what was written."""
+    config = read_config(folder)
+    step, params = read_planner(folder, which)
+    _check_out(config, folder, out)
+    model = base_model(config, folder)
+    lora = lora_of(config) if isinstance(config, PlannerConfig) else None
+    if lora is not None:
+        params = merge(Adapted(model.params, params), model.config, lora)
+    save_model(out, model._replace(params=params))
+    return {"out": str(out), "which": which, "update": step, "params_sha256": params_sha256(params)}
+
+
+def export_adapter(folder: Path, out: Path, *, which: str = "best") -> dict[str, Any]:
+    """Write a run's adapter alone."""
+    config = read_config(folder)
+    lora = lora_of(config) if isinstance(config, PlannerConfig) else None
+    if lora is None:
+        raise fg.BadInput(f"{folder} trains all parameters and has no adapter: leave out --adapter")
+    assert isinstance(config, PlannerConfig)
+    step, adapter = read_planner(folder, which)
+    _check_out(config, folder, out)
+    model = base_model(config, folder)
+    named = config.model or str(Path(base(config, folder)).resolve())
+    save_adapter(out, adapter, model.config, lora, base_model=named)
+    return {"out": str(out), "which": which, "update": step, "params_sha256": params_sha256(adapter)}
+
+
+def _check_out(config: RunConfig, folder: Path, out: Path) -> None:
+    """Raise `BadInput` where a run is, or the model that it goes on from: what is written replaces a whole folder."""
+    if (out / RUN).exists():
+        raise fg.BadInput(f"--out={out} is the folder of a run: give another one, such as {out / 'model'}")
+    if isinstance(config, PlannerConfig) and Path(base(config, folder)).resolve() == out.resolve():
+        raise fg.BadInput(f"--out={out} is the model that the run began with: give another folder")

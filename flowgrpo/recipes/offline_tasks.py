@@ -1,0 +1,231 @@
+"""Tasks of four domains that need real tools, made here without a file: unlimited, and split by combination.
+
+    mathematics   "Add 31 to 58, then multiply by 7."                    calculator, then the answer
+    code          "Write f(x) that returns x times the number of         python, then a function, which is tested
+                  letters in 'walnut'."
+    search        "In which country was Mira Stone born?"                search, search again, then the answer
+    drawing       "Draw a red square with sides of 10 pixels, …"         drawing commands
+
+A task carries what a planner that knows everything would do: `metadata["steps"]`, pairs of tool and context, and
+`metadata["final"]`, its answer. Only demonstrations read them. In the order of a hash, every combination (wording and
+operators, kind of value and operator, question and entity, thing to draw) is dealt to one split, so that no test task
+is of a combination that training has seen, though each of its parts was seen.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from flowgrpo.rewards.vision.drawing import Thing, make_drawings, things
+from flowgrpo.types import BadInput, Task
+
+SPLITS = {"train": range(8), "validation": range(8, 9), "test": range(9, 10)}  # of ten hands
+Made = tuple[str, str, Sequence[tuple[str, str]], str, Mapping[str, Any]]  # query, answer, steps, final, metadata
+Combination = tuple[Any, ...]
+
+# The world of the corpus --------------------------------------------------------------------------------
+
+# fmt: off
+FIRST = [
+    "Mira", "Olin", "Tessa", "Bram", "Ida", "Joren", "Lena", "Pavel", "Runa", "Silas", "Vera", "Aron", "Dora", "Emil",
+    "Greta", "Hugo", "Karin", "Niko", "Petra", "Ulf",
+]
+# fmt: on
+LAST = ["Stone", "Vale", "Marsh", "Finch", "Holt", "Thorne", "Wilder", "Crane", "Ash", "Brook"]
+# fmt: off
+TOWNS = [
+    "Halden", "Orsk", "Brenn", "Talvik", "Moss", "Sarna", "Vido", "Kelm", "Runde", "Alta", "Dorn", "Evje", "Grim",
+    "Hovin", "Isfjord", "Kolby", "Lund", "Narvik", "Odda", "Pelle",
+]
+# fmt: on
+LANDS = ["Norland", "Estvar", "Moravia", "Calden", "Iskara", "Tervia", "Ostmark", "Veldania"]
+TRADES = ["painter", "baker", "pilot", "doctor", "weaver", "judge", "tailor", "singer"]
+WARES = ["glass", "cheese", "boats", "bells", "lace", "honey", "knives", "paper"]
+
+
+@cache
+def world() -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]], dict[str, str]]:
+    """People with trade and town, towns with land and ware, lands with their capital."""
+    random = np.random.default_rng(7)
+    people = {f"{a} {b}": (_pick(random, TRADES), _pick(random, TOWNS)) for a, b in product(FIRST, LAST)}
+    towns = {town: (LANDS[i % len(LANDS)], _pick(random, WARES)) for i, town in enumerate(TOWNS)}
+    lands = {land: next(town for town in TOWNS if towns[town][0] == land) for land in LANDS}
+    return people, towns, lands
+
+
+def passages() -> list[dict[str, str]]:
+    """The corpus: one passage about each person, town and land."""
+    people, towns, lands = world()
+    found = [(name, f"A {trade}, born in {town}.") for name, (trade, town) in people.items()]
+    found += [(town, f"{town} lies in {land} and is known for {ware}.") for town, (land, ware) in towns.items()]
+    found += [(land, f"The capital of {land} is {town}.") for land, town in lands.items()]
+    return [{"title": title, "text": text} for title, text in found]
+
+
+# Mathematics --------------------------------------------------------------------------------------------
+
+SIGNS = ("+", "-", "*")
+FIRST_WORDS = {"+": "Add {a} to {b}", "-": "Take {b} from {a}", "*": "Multiply {a} by {b}"}
+NOUNS = {"+": "the sum of {a} and {b}", "-": "the difference of {a} and {b}", "*": "the product of {a} and {b}"}
+THEN_WORDS = {"+": "add {c}", "-": "subtract {c}", "*": "multiply by {c}"}
+STYLES: Mapping[str, Callable[[str, str], str]] = {
+    "signs": lambda one, two: f"What is ({{a}} {one} {{b}}) {two} {{c}}?",
+    "then": lambda one, two: f"{FIRST_WORDS[one]}, then {THEN_WORDS[two]}.",
+    "and": lambda one, two: f"Start with {NOUNS[one]} and {THEN_WORDS[two]}.",
+    "result": lambda one, two: f"What is the result if you {THEN_WORDS[two]} after you take {NOUNS[one]}?",
+    "first": lambda one, two: f"First take {NOUNS[one]}, second {THEN_WORDS[two]}. What comes out?",
+    "work": lambda one, two: f"Work out ({{a}} {one} {{b}}) {two} {{c}}.",
+    "let": lambda one, two: f"Let y be {NOUNS[one]}. Now {THEN_WORDS[two]}.",
+    "once": lambda one, two: f"Once you have {NOUNS[one]}, {THEN_WORDS[two]}.",
+    "steps": lambda one, two: f"{FIRST_WORDS[one]}. After that, {THEN_WORDS[two]}.",
+    "get": lambda one, two: f"What do you get from {NOUNS[one]} when you {THEN_WORDS[two]}?",
+    "give": lambda one, two: f"{FIRST_WORDS[one]} and {THEN_WORDS[two]}. Give the result.",
+    "find": lambda one, two: f"Find x: it is {NOUNS[one]}, and then you {THEN_WORDS[two]}.",
+}
+
+
+def _mathematics(random: np.random.Generator, combination: Combination) -> Made:
+    style, one, two = combination
+    a, b, c = (int(x) for x in random.integers(11, 100, 3))
+    expression = f"({a} {one} {b}) {two} {c}"
+    values = {"+": a + b, "-": a - b, "*": a * b}
+    value = {"+": values[one] + c, "-": values[one] - c, "*": values[one] * c}[two]
+    query = STYLES[style](one, two).format(a=a, b=b, c=c)
+    return query, str(value), [("calculator", expression)], str(value), {}
+
+
+# Code ---------------------------------------------------------------------------------------------------
+
+# fmt: off
+WORDS = [
+    "walnut", "pepper", "banana", "garden", "letter", "window", "bottle", "candle", "button", "hammer", "summer",
+    "yellow",
+]
+# fmt: on
+VALUES: Mapping[str, tuple[str, str]] = {  # what is asked for, and the expression that gives it
+    "letters": ("the number of letters in '{word}'", "len('{word}')"),
+    "count": ("how often '{letter}' is in '{word}'", "'{word}'.count('{letter}')"),
+    "digits": ("the sum of the digits of {number}", "sum(map(int, '{number}'))"),
+    "largest": ("the largest of {numbers}", "max({numbers})"),
+    "total": ("the sum of {numbers}", "sum({numbers})"),
+    "reverse": ("{number} read backwards", "int('{number}'[::-1])"),
+}
+OPERATIONS = {"plus": "+", "minus": "-", "times": "*"}
+REQUESTS = {
+    "write": "Write f(x) that returns x {operation} {asked}.",
+    "define": "Define a function f of x: x {operation} {asked}.",
+}
+
+
+def _code(random: np.random.Generator, combination: Combination) -> Made:
+    style, kind, operation = combination
+    word = _pick(random, WORDS)
+    fields = {
+        "word": word,
+        "letter": _pick(random, word),
+        "number": "".join(str(x) for x in random.integers(1, 10, 4)),
+        "numbers": str([int(x) for x in random.integers(11, 100, 4)]),
+    }
+    asked, expression = (text.format(**fields) for text in VALUES[kind])
+    # What is evaluated here is one of the expressions above, filled with what was drawn above.
+    value = eval(expression, {"__builtins__": {"len": len, "sum": sum, "map": map, "int": int, "max": max}})
+    final = f"def f(x): return x {OPERATIONS[operation]} {value}"
+    results = {x: {"plus": x + value, "minus": x - value, "times": x * value}[operation] for x in (0, 3, 10)}
+    tests = [{"call": f"f({x})", "equals": result} for x, result in results.items()]
+    query = REQUESTS[style].format(operation=operation, asked=asked)
+    return query, final, [("python", f"print({expression})")], final, {"tests": tests, "entry_point": "f"}
+
+
+# Questions ----------------------------------------------------------------------------------------------
+
+
+def _search(random: np.random.Generator, combination: Combination) -> Made:  # noqa: ARG001
+    kind, name = combination
+    people, towns, lands = world()
+    if kind == "capital":
+        land = towns[name][0]
+        steps, answer = [("search", name), ("search", land)], lands[land]
+        return f"What is the capital of the land where {name} lies?", answer, steps, answer, {}
+    trade, town = people[name]
+    asked = {
+        "trade": (f"What is the trade of {name}?", trade, []),
+        "town": (f"In which town was {name} born?", town, []),
+        "land": (f"In which land was {name} born?", towns[town][0], [("search", town)]),
+        "ware": (f"For what is the town known where {name} was born?", towns[town][1], [("search", town)]),
+    }
+    query, answer, more = asked[kind]
+    return query, answer, [("search", name), *more], answer, {}
+
+
+# Drawing ------------------------------------------------------------------------------------------------
+
+
+def _drawing(seed: int, index: int, split: str) -> Task:
+    task = make_drawings(seed * 1_000_003 + index, 1, split, most=1)[0]
+    thing = next(one for one in _things(split) if one.command == task.metadata["commands"] and one.words in task.query)
+    final = str(task.metadata["commands"])
+    return replace(
+        task,
+        id=f"drawing-{split}-{seed}-{index}",
+        query=f"Draw {thing.words}.",
+        domain="drawing",
+        metadata={**task.metadata, "steps": [], "final": final},
+    )
+
+
+@cache
+def _things(split: str) -> list[Thing]:
+    return things(split)
+
+
+# All together -------------------------------------------------------------------------------------------
+
+MAKERS: Mapping[str, Callable[[np.random.Generator, Combination], Made]] = {
+    "mathematics": _mathematics,
+    "code": _code,
+    "search": _search,
+}
+DOMAINS = (*MAKERS, "drawing")
+
+
+@cache
+def combinations(domain: str, split: str) -> list[Combination]:
+    """The combinations of a domain that belong to a split, in one order."""
+    people, towns, _ = world()
+    every = {
+        "mathematics": product(STYLES, SIGNS, SIGNS),
+        "code": product(REQUESTS, VALUES, OPERATIONS),
+        "search": [*product(("trade", "town", "land", "ware"), people), *product(("capital",), towns)],
+    }[domain]
+    # By bytes that are the same in every process and version.
+    dealt = sorted(every, key=lambda one: hashlib.sha256(repr((domain, *one)).encode()).digest())
+    return [one for i, one in enumerate(dealt) if i % 10 in SPLITS[split]]
+
+
+def make_tasks(seed: int, start: int, count: int, split: str, domains: Sequence[str] = DOMAINS) -> list[Task]:
+    """Tasks `start` to `start + count` of a split, the domains in turn; each depends on seed, place and split alone."""
+    if split not in SPLITS:
+        raise BadInput(f"split is {split!r}, but must be one of {', '.join(SPLITS)}")
+    unknown = [name for name in domains if name not in DOMAINS]
+    if unknown or not domains:
+        raise BadInput(f"domain {''.join(unknown[:1])!r} has no offline tasks; choose from {', '.join(DOMAINS)}")
+    return [_task(seed, index, split, domains[index % len(domains)]) for index in range(start, start + count)]
+
+
+def _task(seed: int, index: int, split: str, domain: str) -> Task:
+    if domain == "drawing":
+        return _drawing(seed, index, split)
+    random = np.random.default_rng([seed, index, list(SPLITS).index(split), DOMAINS.index(domain)])
+    pool = combinations(domain, split)
+    query, answer, steps, final, more = MAKERS[domain](random, pool[int(random.integers(len(pool)))])
+    metadata = {**more, "steps": list(steps), "final": final}
+    return Task(f"{domain}-{split}-{seed}-{index}", query, (answer,), domain, metadata)
+
+
+def _pick(random: np.random.Generator, options: Sequence[str]) -> str:
+    return options[int(random.integers(len(options)))]

@@ -1,0 +1,141 @@
+"""The planner of a hosted run: which part of a model is trained, in which type, and what the engine decodes with.
+
+float32                 everything is trained, and served as it is
+bfloat16                float32 masters are trained; a bfloat16 copy of them computes, and is served (F7)
+an adapter              the base stays as it is, in whatever type; a float32 adapter beside it is trained
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from flowgrpo.contracts import Policy
+from flowgrpo.learner.update import cast
+from flowgrpo.loop import sampled
+from flowgrpo.models.decoder import make_policy
+from flowgrpo.models.hf import Model, load_model
+from flowgrpo.models.lora import PROJECTIONS, Adapted, LoraConfig, adapter_axes, init_adapter, lora_policy
+from flowgrpo.models.trainable import ADAPTER, WHOLE, Trained
+from flowgrpo.parallel.offload import DEVICE, DISK, HOST
+from flowgrpo.parallel.sharding import decoder_axes, mesh_of, place_state, settle
+from flowgrpo.recipes.registry import OPTIMIZERS
+from flowgrpo.run.config import TrainingConfig, setting
+from flowgrpo.types import BadInput
+
+OFFLOAD = {"none": DEVICE, "host": HOST, "disk": DISK}
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerConfig(TrainingConfig):
+    """Settings of a planner that is a model of its own: what is trained of it, in which type, on which devices."""
+
+    model: str | None = setting(None, "Model folder, or hub id; without one, a small model is made.", "What is run")
+    optimizer: str = setting("adamw", "What remembers gradients.", "Learning", choices=OPTIMIZERS)
+    lora_rank: int = setting(0, "Rank of an adapter; 0 trains all parameters.", "Learning", at_least=0)
+    lora_alpha: float = setting(32.0, "Scale of an adapter, times its rank.", "Learning", at_least=0.0)
+    lora_targets: str = setting(",".join(PROJECTIONS), "Projections that an adapter changes, by commas.", "Learning")
+    dtype: str = setting("float32", "What the weights compute in.", "Devices and memory", choices=DTYPES)
+    remat: bool = setting(
+        False, "Compute layers again for the gradient, which takes less memory.", "Devices and memory"
+    )
+    mesh: str | None = setting(
+        None,
+        "How devices are arranged for learning, such as data=2,fsdp=4; one device by default.",
+        "Devices and memory",
+    )
+    offload: str = setting(
+        "none", "Where models are that a stage doesn't use.", "Devices and memory", choices=OFFLOAD, may_differ=True
+    )
+    watch_seconds: float = setting(
+        1800.0, "Of an iteration, until it says what it waits for.", "Devices and memory", at_least=1.0, may_differ=True
+    )
+
+
+def lora_of(config: PlannerConfig) -> LoraConfig | None:
+    """The adapter of a run; None where it has none."""
+    if not config.lora_rank:
+        return None
+    return LoraConfig(rank=config.lora_rank, alpha=config.lora_alpha, targets=tuple(config.lora_targets.split(",")))
+
+
+class Planner(NamedTuple):
+    """Parts of a planner: what learns, and what the engine decodes with."""
+
+    policy: Policy  # of the update, on its mesh
+    served: Policy  # of the engine
+    params: Any  # to begin with
+    trained: Trained
+    compute_dtype: Any  # None: that of the parameters
+    serve: Callable[[Any], Any]  # parameters that learn -> those of the engine, on its device
+    place: Callable[[Any], Any]  # what holds parameters -> the same on the mesh
+
+
+def load_start(path: str | Path, config: PlannerConfig) -> Model:
+    """The model that a planner starts as, in the type in which its parameters are kept."""
+    return load_model(path, dtype="float32" if has_masters(config) else config.dtype)
+
+
+def frozen(start: Model, config: PlannerConfig) -> Model:
+    """The model as it was at the start, in the type that computes: what other roles speak with."""
+    if not has_masters(config):
+        return start
+    policy = make_policy(start.config, dtype=config.dtype)
+    return start._replace(policy=policy, params=cast(start.params, config.dtype))
+
+
+def check_planner(config: PlannerConfig) -> tuple[LoraConfig | None, Mesh | None]:
+    """Raise `BadInput` where settings of a planner contradict each other; return its adapter and its mesh."""
+    lora, offloads = lora_of(config), config.offload != "none"
+    if lora is not None and offloads:
+        raise BadInput("--offload takes away what the base of an adapter is shared with: leave one of them out")
+    if lora is not None and config.model is None:
+        raise BadInput("--lora_rank needs --model: the small model that is made here has to be trained whole")
+    if config.mesh is None:
+        return lora, None  # one device: an engine decodes on the first
+    if offloads:
+        raise BadInput("--offload moves the models of one device: leave out --mesh, or --offload")
+    return lora, mesh_of(config.mesh)
+
+
+def make_planner(start: Model, config: PlannerConfig) -> Planner:
+    """The planner that starts as this model."""
+    lora, mesh = check_planner(config)
+    axes: Any = decoder_axes(start.config)
+    policy, params, trained = make_policy(start.config, **computes_in(config)), start.params, WHOLE
+    if lora is not None:
+        policy = lora_policy(start.config, lora, **computes_in(config))
+        params = Adapted(start.params, init_adapter(jax.random.key(config.seed), start.config, lora))
+        axes, trained = Adapted._make((axes, adapter_axes(lora))), ADAPTER
+    compute_dtype = jnp.dtype(config.dtype) if has_masters(config) else None
+    return Planner(
+        policy=settle(policy, mesh, axes),
+        served=policy,
+        params=params,
+        trained=trained,
+        compute_dtype=compute_dtype,
+        serve=partial(_serve, compute_dtype=compute_dtype, mesh=mesh),
+        place=partial(place_state, mesh=mesh, axes=axes),
+    )
+
+
+def computes_in(config: PlannerConfig) -> dict[str, Any]:
+    """How a policy computes: in which type, and whether layers are computed again for the gradient."""
+    return {"dtype": config.dtype, "remat": config.remat}
+
+
+def has_masters(config: PlannerConfig) -> bool:
+    """Whether float32 masters are trained that compute in another type; a base is frozen, and needs none."""
+    return config.dtype != "float32" and lora_of(config) is None
+
+
+def _serve(params: Any, *, compute_dtype: Any, mesh: Mesh | None) -> Any:
+    """Make the parameters that the engine decodes with; over a mesh, gathered on the first local device."""
+    served = sampled(params, compute_dtype)
+    return served if mesh is None else jax.device_put(served, jax.local_devices()[0])

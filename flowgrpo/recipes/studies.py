@@ -1,0 +1,236 @@
+"""The studies that ship: each is a question, its arms, and what to expect, in the docstring of its function.
+
+    STUDIES["credit"]()  ->  Study(question, baseline, arms, changes, worlds)
+
+All of a study's arms start from the same planners, seed by seed, see as many trajectories, and are examined on the same
+tasks. The figures of `credit` were measured; what the others expect is what their formulas say, and is yet to be held
+against 16 seeds. A study of your own is a function like these, called by `compare.run_study(study, folder, ...)`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import flowgrpo as fg
+from flowgrpo.algorithms import aggregation as weights
+from flowgrpo.algorithms.advantage import row_group_advantage
+from flowgrpo.algorithms.aggregation import Weigh
+from flowgrpo.algorithms.compose import Advantage
+from flowgrpo.algorithms.loss import clip_surrogate
+from flowgrpo.algorithms.policy_gradient import outcome_advantage
+from flowgrpo.recipes import study_arms
+from flowgrpo.recipes.study_arms import Arm
+
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+SMALL: dict[str, Any] = {  # a planner and iterations that 16 seeds can have in minutes
+    "d": 64,
+    "layers": 2,
+    "queries": 16,
+    "samples": 8,
+    "updates": 80,
+    "warm_steps": 300,
+    "warm_rows": 32,
+    "clip_high": CLIP_HIGH,
+    "decay": 0.2,
+}
+WORLD: dict[str, Mapping[str, Any]] = {"lookup": {"hops": (2, 2)}}  # environments and their settings
+
+
+class Study(NamedTuple):
+    """Question of a study, and the arms that are compared with its baseline."""
+
+    question: str
+    baseline: str  # the arm that the others are held against
+    arms: Mapping[str, Arm]
+    changes: Mapping[str, Any] = SMALL  # of an environment's preset
+    worlds: Mapping[str, Mapping[str, Any]] = WORLD
+
+
+def chosen_arms(study: Study, names: Sequence[str] | None) -> Study:
+    """The study with some of its arms only, and always its baseline."""
+    if not names:
+        return study
+    unknown = [name for name in names if name not in study.arms]
+    if unknown:
+        raise fg.BadInput(f"--arms: {unknown[0]!r} is no arm of this study; they are {', '.join(study.arms)}")
+    return study._replace(arms={name: arm for name, arm in study.arms.items() if name in (*names, study.baseline)})
+
+
+def member(advantage: Advantage, weigh: Weigh = weights.flow_weights, **options: Any) -> fg.Algorithm:
+    """A member of the family, in which all but these parts are those of Flow-GRPO in the studies."""
+    low, high = options.pop("clip", (CLIP_LOW, CLIP_HIGH))
+    surrogate = partial(clip_surrogate, clip_low=low, clip_high=high)
+    return fg.compose(
+        "studied",
+        advantage=advantage,
+        weigh=weigh,
+        surrogate=surrogate,
+        options=fg.Options(**options),
+        clip=(low, high),
+    )
+
+
+OUTCOME = outcome_advantage(fg.group_zscore)
+
+
+def _weighed(weigh: Weigh) -> Arm:
+    return Arm(algorithm=partial(member, OUTCOME, weigh))
+
+
+def _clipped(low: float, high: float, beta: float = 0.0) -> Arm:
+    return Arm(algorithm=partial(member, OUTCOME, clip=(low, high), beta=beta))
+
+
+# The studies ------------------------------------------------------------------------------------------
+
+
+def credit() -> Study:
+    """Compare ways to credit an outcome: to every turn, the last one, each turn by its own pay, by state, by a critic.
+
+    The critic's arm takes four steps an update, so `broadcast, 4 steps` does the same without a critic. Expected (IQM
+    over 16 seeds, from 15 %): the broadcast outcome and GiGPO learn the task, 85 and 88 %, and can't be told apart; the
+    critic comes to 94 %, where four steps without one come to 91 %. Credit for the last turn alone falls to 9 %, since
+    tools are chosen in the turns before; and pay for answered calls is hacked: calls take up all turns, success is 0.
+    """
+    several = {"mini_batches": 4, "learning_rate": 5e-4}
+    critic = {"critic": "own", "critic_rate": 1e-3, "gamma": 1.0, "lam": 0.95, "clip_high": 0.2}
+    return Study(
+        "Who gets the credit for an outcome?",
+        "broadcast",
+        {
+            "broadcast": Arm(),
+            "broadcast, 4 steps": Arm(changes=several),
+            "last turn only": Arm(changes={"control": "last_turn"}),
+            "per-turn heuristic": Arm(
+                algorithm=partial(member, study_arms.by_turn_zscore), program=study_arms.paid_by_turn
+            ),
+            "GiGPO": Arm(changes={"algorithm": "gigpo"}),
+            "critic (PPO)": Arm(changes={"algorithm": "ppo", **several, **critic}),
+        },
+    )
+
+
+def statistics() -> Study:
+    """Group statistics over trajectories against statistics over turn rows, in which long trajectories count more (F9).
+
+    Expected: with unequal numbers of turns the rows' mean is biased, and the difference in success is small where
+    groups are mixed; `released` has the token mean and the clip of AgentFlow's code, too.
+    """
+    return Study(
+        "Statistics over trajectories, or over turn rows?",
+        "trajectories",
+        {
+            "trajectories": Arm(),
+            "rows": Arm(algorithm=partial(member, outcome_advantage(fg.group_zscore, over=row_group_advantage))),
+            "released": Arm(changes={"algorithm": "flow_grpo_released"}),
+        },
+    )
+
+
+def aggregation() -> Study:
+    """How tokens add up: by trajectory, turn and token; over all tokens; by sequence; by action; over a constant.
+
+    Expected: alike within the intervals where trajectories have similar lengths, as they have here.
+    """
+    return Study(
+        "How do tokens add up?",
+        "trajectory, turn, token",
+        {
+            "trajectory, turn, token": _weighed(weights.flow_weights),
+            "sequence mean": _weighed(weights.sequence_mean),
+            "action mean": _weighed(weights.action_mean),
+            "token mean": _weighed(weights.token_mean),
+            "constant length": _weighed(partial(weights.constant_length, max_tokens=16)),
+        },
+    )
+
+
+def clip() -> Study:
+    """Clip and KL, with four steps an update so that ratios move.
+
+    Expected: a higher upper bound is at least as good, a tight one slower; KL to the warm start costs success in
+    proportion to its weight, since the warm start is what has to be left.
+    """
+    several = {"mini_batches": 4, "learning_rate": 5e-4}
+    made = {
+        "0.2 / 0.28": _clipped(0.2, 0.28),
+        "0.2 / 0.2": _clipped(0.2, 0.2),
+        "0.05 / 0.05": _clipped(0.05, 0.05),
+        "no clip": _clipped(1.0, 1e9),
+        "KL 0.01": _clipped(0.2, 0.28, 0.01),
+        "KL 0.1": _clipped(0.2, 0.28, 0.1),
+    }
+    return Study("How much may a step change?", "0.2 / 0.28", made, SMALL | several)
+
+
+def group_size() -> Study:
+    """Trajectories of a query, at the same number of trajectories an update: groups of 2 to 32.
+
+    Expected: groups of 2 say little about most queries; from 8 on more of a group costs queries and gains nothing.
+    """
+    total = SMALL["queries"] * SMALL["samples"]
+    made = {
+        f"{size} of {total // size}": Arm(changes={"samples": size, "queries": total // size})
+        for size in (2, 4, 8, 16, 32)
+    }
+    return Study("How large is a group?", "8 of 16", made)
+
+
+def turns() -> Study:
+    """Turns in training against turns allowed in evaluation: `1 -> 2` is trained with one a hop, examined with two.
+
+    Expected: with one turn a hop there is none for the answer, so nothing is learned; a planner that was trained with
+    two answers in time whatever is allowed, and one that was trained with three uses more of them.
+    """
+    made = {
+        f"{one} -> {two}": Arm(env={"turns_per_hop": one}, exam={"turns_per_hop": two})
+        for one, two in ((2, 2), (2, 3), (3, 2), (3, 3), (1, 2))
+    }
+    return Study("Do turns in training carry over to evaluation?", "2 -> 2", made)
+
+
+def stale() -> Study:
+    """Data of parameters that are 4 and 16 updates old, with and without the correction for stale samplers.
+
+    Expected: 4 updates cost little; at 16 the uncorrected arm learns slower or breaks, and the correction helps where
+    the weights still overlap.
+    """
+    corrected = fg.Correction(cap=2.0)
+    arms_of: dict[str, Arm] = {"on policy": Arm(algorithm=partial(member, OUTCOME))}
+    for lag in (4, 16):
+        late = partial(study_arms.stale_sampler, lag=lag)
+        arms_of[f"{lag} late"] = Arm(algorithm=partial(member, OUTCOME), program=late)
+        arms_of[f"{lag} late, corrected"] = Arm(algorithm=partial(member, OUTCOME, correction=corrected), program=late)
+    return Study("What do stale data cost?", "on policy", arms_of)
+
+
+def imitation() -> Study:
+    """Supervised imitation of a stronger planner against Flow-GRPO; as many trajectories an update.
+
+    Expected: imitation comes to its teacher's success and no further: the warm start's own demonstrations change
+    nothing, a teacher who knows the right tool half of the time is matched, and only a perfect one leads as far as
+    Flow-GRPO gets from one number a trajectory. The paper reports harm from a stronger planner whose words the student
+    can't fill; here words are few, and there is none.
+    """
+    return Study(
+        "Imitate a stronger planner, or learn from outcomes?",
+        "Flow-GRPO",
+        {
+            "Flow-GRPO": Arm(),
+            "imitates its own": Arm(program=study_arms.imitating),
+            "imitates a stronger": Arm(program=partial(study_arms.imitating, skill=0.5)),
+            "imitates an oracle": Arm(program=partial(study_arms.imitating, oracle=True)),
+        },
+    )
+
+
+STUDIES: dict[str, Callable[[], Study]] = {
+    "credit": credit,
+    "statistics": statistics,
+    "aggregation": aggregation,
+    "clip": clip,
+    "group_size": group_size,
+    "turns": turns,
+    "stale": stale,
+    "imitation": imitation,
+}

@@ -1,0 +1,324 @@
+"""K-12 answers: `school` is the matcher with the rules of a school, in the order in which they are asked.
+
+    exact, choice, truth, time, date, ratio, numeric, quantity, list, text
+
+What gold is decides which rule speaks: a letter is a choice, `5 km` a quantity, `1, 2, 3` a list, and what is nothing
+else is text. Each rule is a function of its own, so that `match_answers` takes any of them, and others beside them.
+
+Letters are read as people name them: "(b)", "b. photosynthesis", "The answer is B.", or the text of an option. The
+options of a task are `metadata["options"]` or `metadata["choices"]` (texts in order, or a mapping from letters), or
+else what its query lists as `A) ... B) ...`. Naming two letters is not naming one, and `not B` names none.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+from flowgrpo.contracts import Reward, Scored
+from flowgrpo.rewards.answers.dates import DATE, TIME
+from flowgrpo.rewards.answers.extract import DENIALS
+from flowgrpo.rewards.answers.match import (
+    EXACT,
+    NUMERIC,
+    RIGHT,
+    TEXT,
+    Rule,
+    judge_by_rules,
+    match_answers,
+    numeric_rule,
+    verdict,
+)
+from flowgrpo.rewards.answers.numbers import Close, read_plain, rounded
+from flowgrpo.rewards.answers.spelling import bare, plain_text, words
+from flowgrpo.rewards.answers.units import QUANTITY
+from flowgrpo.types import BadInput, Task
+
+LETTERS = "ABCDEFGHIJ"
+CALLED = {"option", "options", "choice", "choices", "answer", "letter", "alternative", "is", "are", "pick", "choose"}
+AFTER_A = {"is", "and", "or", "because", "since", "as", "only", "nor"}  # what tells the letter A from the article
+REFUSALS = DENIALS | {"but", "except", "wrong", "incorrect", "false"}
+QUERY_MOST = 4000  # characters of a query in which options are looked for
+TRUE, FALSE = {"true", "yes", "correct", "right", "t", "y"}, {"false", "no", "incorrect", "wrong", "untrue", "f", "n"}
+ORDERED = ("in order", "ascending", "descending", "least to greatest", "greatest to least", "sequence", "ordered pair")
+ORDERED += ("smallest to largest", "largest to smallest", "next", "chronological", "coordinates")
+PARTS = 20  # of a list; longer ones are compared word by word
+OPENED, CLOSED = "([{", ")]}"
+
+
+# Multiple choice ----------------------------------------------------------------------------------------
+
+
+def options_of(task: Task) -> dict[str, str]:
+    """Find the options of a task by letter; empty where a task lists none."""
+    listed = task.metadata.get("options", task.metadata.get("choices"))
+    if listed is None:
+        return _options_in(task.query[:QUERY_MOST])
+    if isinstance(listed, Mapping):
+        return {str(letter).strip("(). ").upper(): str(text) for letter, text in listed.items()}
+    if isinstance(listed, Sequence) and not isinstance(listed, str) and len(listed) <= len(LETTERS):
+        return {letter: str(text) for letter, text in zip(LETTERS, listed, strict=False)}
+    wanted = f"a list of at most {len(LETTERS)} texts or a mapping from letters"
+    raise BadInput(f"task {task.id!r}: its options must be {wanted}")
+
+
+def _options_in(query: str) -> dict[str, str]:
+    """Find the options of a query that lists them as `A) ... B) ...`, `(A) ...`, `A. ...` or `A: ...`."""
+    starts: list[tuple[int, int]] = []
+    for letter in LETTERS:
+        found = _label_at(query, letter, starts[-1][1] if starts else 0)
+        if found is None:
+            break
+        starts.append(found)
+    if len(starts) < 2:
+        return {}
+    ends = [start for start, _ in starts[1:]] + [len(query)]
+    texts = [query[after:end].strip(" \n\t,;") for (_, after), end in zip(starts, ends, strict=True)]
+    return dict(zip(LETTERS, texts, strict=False))
+
+
+def _label_at(query: str, letter: str, start: int) -> tuple[int, int] | None:
+    """Find an option's label from `start` on -> (start of the label, start of the text); None where there is none."""
+    for at in range(start, len(query) - 2):
+        opened = at > 0 and query[at - 1] == "("
+        before = query[at - 1 - opened] if at - opened > 0 else " "
+        if query[at] == letter and query[at + 1] in ").:" and query[at + 2] == " " and not before.isalnum():
+            return at - opened, at + 3
+    return None
+
+
+def choice(task: Task, gold: str, answer: str) -> Scored | None:
+    """Compare the letters that gold and answer name, as such or by an option's text; None where one mentions none."""
+    options = options_of(task)
+    wanted = _wanted(plain_text(gold), options)
+    if not wanted:
+        return None
+    text = plain_text(answer)
+    by_text = {bare(plain_text(option)): letter for letter, option in options.items()}
+    if bare(text) in by_text and len(text) > 1:
+        return verdict(wanted == {by_text[bare(text)]})
+    letter, rest = labelled(text)
+    if letter and rest:
+        meant = by_text.get(bare(rest), letter)
+        another = named_letters(rest) and any(word in rest.split() for word in ("or", "and", "or,"))
+        return verdict(wanted == {letter} == {meant} and not another)
+    named = named_letters(text)
+    if named is not None:
+        return verdict(named == wanted)
+    rest = labelled(plain_text(gold))[1]  # where gold is `B. photosynthesis`, its text will do
+    return RIGHT if rest and bare(rest) == bare(text) else None
+
+
+def _wanted(gold: str, options: Mapping[str, str]) -> set[str]:
+    """Read the letters of a gold answer: a label, a label with its text, several labels, or the text of an option."""
+    letter, rest = labelled(gold)
+    if letter and (rest or not options or letter in options):
+        return {letter}
+    marks = gold.replace(" and ", ",").replace(";", ",").replace("&", ",").split(",")
+    several = {labelled(mark.strip())[0] for mark in marks if labelled(mark.strip())[1] == ""}
+    if len(marks) > 1 and len(several) == len(marks) and "" not in several:
+        return several
+    return {letter for letter, text in options.items() if bare(plain_text(text)) == bare(gold)}
+
+
+def labelled(text: str) -> tuple[str, str]:
+    """Read the letter at the beginning of a plain text that serves as a label -> the letter, the text after it."""
+    inside = text.strip("()[]{}*.:,; ")
+    if len(inside) == 1 and inside.upper() in LETTERS:
+        return inside.upper(), ""
+    start = text.lstrip("([*")
+    if len(start) < 3 or start[0].upper() not in LETTERS:
+        return "", text
+    after = start[1:].lstrip("*")
+    if after[:1] in (")", "]", ".", ":") and (after[1:2] in (" ", "*")):
+        return start[0].upper(), after[1:].strip("* ")
+    if start[0].isupper() and after[:3] in (" - ", " = "):
+        return start[0].upper(), after[3:].strip()
+    return "", text
+
+
+def named_letters(text: str) -> set[str] | None:
+    """Read the letters that a plain sentence names and does not deny; None where it names none at all."""
+    marks = text.replace("/", " or ").replace(",", " , ").replace("&", " and ").split()
+    words = [mark.strip("()[]{}*.:;!?,\"'") for mark in marks]
+    named: set[str] = set()
+    denied = False
+    for place, word in enumerate(words):
+        if not _is_letter(words, marks, place):
+            continue
+        refused = any(before.lower() in REFUSALS for before in words[max(place - 3, 0) : place])
+        refused |= words[place + 1 : place + 2] == ["is"] and not REFUSALS.isdisjoint(words[place + 2 : place + 3])
+        denied |= refused
+        named |= set() if refused else {word.upper()}
+    doubts = {word.lower() for word in words} & {"or", "nor", "neither", "either"}
+    if denied and doubts:
+        return set()
+    return named if named or denied else None
+
+
+def _is_letter(words: list[str], marks: list[str], place: int) -> bool:
+    """Whether a word is the letter of an option, and neither an article nor a pronoun."""
+    word, mark = words[place], marks[place]
+    if len(word) != 1 or word.upper() not in LETTERS:
+        return False
+    if "(" + word + ")" in mark or len(words) == 1 or (place and words[place - 1].lower() in CALLED - {"is", "are"}):
+        return True
+    following = words[place + 1] if place + 1 < len(words) else ""
+    if word in "AI" and len(following) > 1 and following.isalpha() and following.lower() not in AFTER_A:
+        return False
+    return word.isupper() and not (word == "I" and following in AFTER_A)
+
+
+def whole_where_named(answers: Sequence[str]) -> Sequence[str]:
+    """Read the whole answer alone where it names letters: the end of `B is better than A` names another."""
+    return answers if named_letters(plain_text(answers[0])) is None else answers[:1]
+
+
+# Truth and ratios ---------------------------------------------------------------------------------------
+
+
+def read_truth(text: str) -> bool | None:
+    """Whether a plain text says yes or no; None where it says neither, or both."""
+    found = words(text)
+    if not found:
+        return None
+    first, rest = found[0].strip(".:"), found[1:]
+    if first in DENIALS and first not in FALSE and rest and rest[0] in TRUE | FALSE:
+        return rest[0] in FALSE
+    if (first not in TRUE | FALSE) or (len(first) == 1 and rest):
+        return None
+    opposite = FALSE if first in TRUE else TRUE
+    torn = len(rest) > 1 and rest[0] in ("and", "or", "but") and rest[1] in opposite
+    stops = not rest or text[len(first) : len(first) + 1] in ",.;:!" or rest[0] in ("because", "since", "it")
+    return first in TRUE if stops and not torn else None
+
+
+def truth(task: Task, gold: str, answer: str) -> Scored | None:  # noqa: ARG001
+    """Compare answers of yes or no, true or false; None where one is neither, or gold has more than one word."""
+    wanted, given = read_truth(plain_text(gold)), read_truth(plain_text(answer))
+    if wanted is None or len(words(plain_text(gold))) > 1 or given is None:
+        return None
+    return verdict(wanted == given)
+
+
+def read_ratio(text: str) -> tuple[Fraction, ...] | None:
+    """Read the terms of `3:4` or `3 to 4`, the first made one; None where the text is no ratio."""
+    terms = text.replace(" to ", ":").split(":")
+    numbers = [read_plain(term) for term in terms]
+    if not 2 <= len(terms) <= 6 or any(number is None or number.value <= 0 for number in numbers):
+        return None
+    values = [number.value for number in numbers if number is not None]
+    return tuple(value / values[0] for value in values)
+
+
+def ratio(task: Task, gold: str, answer: str) -> Scored | None:  # noqa: ARG001
+    """Compare proportional terms; a fraction stands for a ratio of two. None where gold is no ratio."""
+    wanted, given = read_ratio(plain_text(gold)), read_ratio(plain_text(answer))
+    if wanted is None:
+        return None
+    fraction = read_plain(plain_text(answer)) if given is None else None
+    if fraction is not None and fraction.value > 0:
+        given = (Fraction(1), 1 / fraction.value)
+    return None if given is None else verdict(wanted == given)
+
+
+# Lists --------------------------------------------------------------------------------------------------
+
+
+def split_list(text: str) -> tuple[str, list[str]]:
+    """Take a list apart -> the brackets around it (`()`), its parts; one part where a text is no list."""
+    kind = ""
+    if len(text) > 2 and text[0] in OPENED and text[-1] in CLOSED and _one_pair(text):
+        kind, text = text[0] + text[-1], text[1:-1]
+    for sign in ("<", ">", "→", "->", ";"):
+        if sign in text:
+            return kind or (sign if sign != ";" else ""), _cut(text, sign)
+    text = text.replace(", and ", ", ").replace(" and ", ", ").replace(" & ", ", ")
+    return kind, _cut(text, ", " if ", " in text else ",")
+
+
+def _one_pair(text: str) -> bool:
+    """Whether the bracket that opens the text is closed by its last character."""
+    depth = 0
+    for at, mark in enumerate(text):
+        depth += (mark in OPENED) - (mark in CLOSED)
+        if depth == 0:
+            return at == len(text) - 1
+    return False
+
+
+def _cut(text: str, sign: str) -> list[str]:
+    """Cut a text at a sign, but not within brackets."""
+    parts, depth, start, at = [], 0, 0, 0
+    while at < len(text):
+        depth += (text[at] in OPENED) - (text[at] in CLOSED)
+        if depth <= 0 and text.startswith(sign, at):
+            parts.append(text[start:at].strip())
+            start = at + len(sign)
+            at = start
+            continue
+        at += 1
+    return [*parts, text[start:].strip()]
+
+
+def same_list(task: Task, gold: str, answer: str, *, rules: Sequence[Rule]) -> Scored | None:
+    """Compare two lists part by part, each by the given rules.
+
+    Order counts where gold is a pair `(1, 2)`, where either is a chain `1 < 2`, or where the question asks for it. None
+    where gold is no list or a part can't be judged; wrong where brackets differ in what they may mean, as `(1, 2)` and
+    `[1, 2]` do.
+    """
+    spelled = plain_text(gold)
+    kind, wanted = split_list(spelled)
+    given_kind, given = split_list(
+        plain_text(answer).replace(" or ", ", ") if " or " in spelled else plain_text(answer)
+    )
+    wanted = [part for whole in wanted for part in whole.split(" or ")]
+    if len(wanted) < 2 or not all(wanted):
+        return None
+    chains = [sign for sign in (kind, given_kind) if sign in ("<", ">", "→", "->")]
+    intervals = {kind, given_kind} & {"()", "(]", "[)"} and kind and given_kind and kind != given_kind
+    if len(wanted) != len(given) or intervals or len(set(chains)) > 1:
+        return verdict(False)
+    asked, declared = any(phrase in task.query.lower() for phrase in ORDERED), task.metadata.get("ordered")
+    in_order = bool(chains) or kind == "()" or bool(asked if declared is None else declared)
+    if len(wanted) > PARTS:
+        sides = [[bare(part) for part in side] for side in (wanted, given)]
+        return verdict(sides[0] == sides[1] if in_order else Counter(sides[0]) == Counter(sides[1]))
+    return _matched(task, wanted, given, rules, in_order)
+
+
+def _matched(task: Task, wanted: list[str], given: list[str], rules: Sequence[Rule], in_order: bool) -> Scored | None:
+    """Say right where every part of gold has one of the answer; None where a part could not be judged."""
+    left = list(range(len(given)))
+    unknown = False
+    for place, part in enumerate(wanted):
+        for other in [place] if in_order else left:
+            name, said = judge_by_rules(rules, task, part, (given[other],))
+            unknown |= name == "no rule"
+            if said.value:
+                left.remove(other)
+                break
+        else:
+            return None if unknown else verdict(False)
+    return verdict(True)
+
+
+def list_rule(rules: Sequence[Rule]) -> Rule:
+    """Make the rule of lists whose parts are the same by one of the rules."""
+    return Rule("list", lambda task, gold, answer: same_list(task, gold, answer, rules=rules))
+
+
+# The rules ----------------------------------------------------------------------------------------------
+
+TRUTH, RATIO = Rule("truth", truth), Rule("ratio", ratio)
+CHOICE = Rule("choice", choice, whole_where_named)
+ELEMENTS = (EXACT, TRUTH, DATE, RATIO, NUMERIC, QUANTITY, TEXT)
+
+
+def school(*, close: Close = rounded) -> Reward:
+    """Give 1 where the final answer of an output is a gold answer by the rules of a school, else 0.
+
+    `close` says when two numbers are the same.
+    """
+    elements = list_rule(ELEMENTS)
+    return match_answers((EXACT, CHOICE, TRUTH, TIME, DATE, RATIO, numeric_rule(close), QUANTITY, elements, TEXT))

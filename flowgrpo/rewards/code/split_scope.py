@@ -1,0 +1,323 @@
+"""Expressions of tests, for `split_tests`: a `Scope` takes them apart between two runs and adds steps to a `SplitPlan`.
+
+The scope knows what kind of thing each name holds by now. Kinds:
+
+    candidate   from the model's code           pure      computed by the tests alone
+    remote      lives in the candidate's run    derived   computed by the tests from the candidate's values
+    kept        an argument: the tests hold what they made, the candidate's run a copy that it may change
+    changed     an argument that a statement handed over to be changed: it is what the candidate's run says that it is
+    shared      an import, in both runs         builtin   in both runs
+
+What is said of a remote name or of an argument is computed in the tests' run, on one value that the candidate's run
+returns until the candidate is called again. Only where that value is not plain data (an object of the candidate's
+class, a generator) does the candidate's run compute `s.pop()` or `len(s)`, which are calls of its methods.
+"""
+
+import ast
+import builtins
+import copy
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from flowgrpo.types import BadInput
+
+# Methods whose answer is the verdict itself: they are called on the plain value, in the tests' run.
+VERDICTS = {name for kind in (str, set, float) for name in dir(kind) if name.startswith("is")}
+VERDICTS |= {"startswith", "endswith"}
+# Methods of plain data.
+METHODS = {name for kind in (str, bytes, list, dict, set) for name in dir(kind) if not name.startswith("_")}
+# Functions of one argument that only make plain data of a value, so they may run beside the candidate.
+CONVERTERS = {"list", "tuple", "set", "frozenset", "dict", "str", "repr", "len", "next", "sorted", "sum", "min", "max"}
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+THEIRS = {"candidate", "remote"}  # kinds of names that lead into the candidate's run
+SAID = {*THEIRS, "changed", "derived"}  # kinds of which the tests know what the candidate's run says
+NONE = frozenset()
+
+
+class Unsplittable(BadInput):
+    """The tests hold something that can't be split; the message names the line."""
+
+
+@dataclass
+class SplitPlan:
+    """Division of tests between two runs, the candidate's and the tests' own.
+
+    Numbers lead from an item to its value, its verdict or its line.
+    """
+
+    steps: list[tuple[int | None, str]] = field(default_factory=list)  # (number of the value or None, source)
+    given: list[tuple[str, int, str]] = field(default_factory=list)  # setups, and what the candidate is handed
+    items: list[tuple[str, int, str]] = field(default_factory=list)  # (setup, derive or check; number; source)
+    checks: list[str] = field(default_factory=list)  # each check in words
+    uses: list[list[int]] = field(default_factory=list)  # the values that each check looks at
+
+    @property
+    def handed(self) -> int:
+        """Count the values that the tests have to compute before the candidate runs."""
+        return sum(kind == "given" for kind, _, _ in self.given)
+
+    def value(self, source: str) -> int:
+        """Add a step whose value comes back -> its number."""
+        number = sum(known is not None for known, _ in self.steps)
+        self.steps.append((number, source))
+        return number
+
+    def check(self, source: str, words: str, uses: list[int]) -> None:
+        """Add a check to the tests' run."""
+        self.items.append(("check", len(self.checks), source))
+        self.checks.append(words)
+        self.uses.append(uses)
+
+
+class Scope:
+    """Kinds of the things that names hold, brought up to date statement by statement, with the `SplitPlan` so far."""
+
+    def __init__(self, entry_points: Collection[str]):
+        self.plan = SplitPlan()
+        self.names = dict.fromkeys(entry_points, "candidate")
+        self.literals: dict[str, ast.expr] = {}  # of pure names whose value is known here
+        self.returned: set[str] = set()  # remote names of what a function of the candidate returned
+        self.calls = 0  # into the candidate, so far
+        self.claims: dict[str, tuple[int | None, int]] = {}  # number of a name's value, and after how many calls
+        self.judges: set[ast.Call] = set()  # calls whose answer is the verdict, so no method of the candidate gives it
+        self.where = ""  # which source is read
+
+    def refuse(self, node: ast.AST, why: str) -> NoReturn:
+        raise Unsplittable(f"{self.where}line {getattr(node, 'lineno', '?')} of the tests {why}")
+
+    # Names --------------------------------------------------------------------------------------------
+
+    def kind(self, name: str) -> str:
+        known = self.names.get(name)
+        return known or ("builtin" if hasattr(builtins, name) or name == "__name__" else "candidate")
+
+    def kinds(self, node: ast.AST, bound: frozenset[str] = NONE) -> set[str]:
+        """List the kinds of the names in a node that nothing binds."""
+        return {self.kind(name) for name in free_names(node, bound)}
+
+    # Where an expression belongs ----------------------------------------------------------------------
+
+    def is_step(self, node: ast.expr, bound: frozenset[str] = NONE) -> bool:
+        """Whether an expression is evaluated in the candidate's run, as a whole."""
+        match node:
+            case ast.Name():
+                return node.id not in bound and self.kind(node.id) == "remote"
+            case ast.Attribute():
+                return self.leads(node.value, bound) and node.attr not in VERDICTS and not node.attr.startswith("__")
+            case ast.Subscript():
+                return self.leads(node.value, bound)
+            case ast.ListComp(elt=ast.Attribute(value=ast.Name(id=name)), generators=[one]) if not one.ifs:
+                inside = bound | binds(node)
+                return self.leads(node.elt, inside) or (name in inside and self.is_step(one.iter, bound))
+            case ast.ListComp():
+                inside = bound | binds(node)
+                theirs = any(self.kinds(part, inside) & THEIRS for part in node.generators)
+                return self.is_step(node.elt, inside) and not theirs
+            case ast.Call(func=ast.Name(id=name), args=[only], keywords=[]) if name in CONVERTERS:
+                if self.kind(name) == "builtin":
+                    return self.is_step(only, bound)
+        return isinstance(node, ast.Call) and self.leads(node.func, bound)
+
+    def is_own_call(self, node: ast.AST) -> bool:
+        """Whether a node calls a function of the tests themselves, or a builtin."""
+        called = node.func if isinstance(node, ast.Call) else None
+        return isinstance(called, ast.Name) and self.kind(called.id) in ("pure", "builtin")
+
+    def leads(self, node: ast.expr, bound: frozenset[str] = NONE) -> bool:
+        """Whether a call, an attribute or an item of it is the candidate's."""
+        if isinstance(node, ast.Name):
+            return node.id not in bound and self.kind(node.id) in THEIRS
+        return self.is_step(node, bound)
+
+    def about(self, node: ast.expr) -> set[str]:
+        """List the names whose state by now a part of an assert is about: alone, or cut where the candidate says."""
+        said = {*THEIRS, "derived"}
+        if not self.kinds(node) & said:
+            return names_in(node)
+        items = [part for part in ast.walk(node) if isinstance(part, ast.Subscript)]
+        cut = [part.value for part in items if isinstance(part.slice, ast.Slice) and self.kinds(part.slice) & said]
+        return set().union(*map(names_in, cut))
+
+    def check_judges(self, node: ast.expr, number: bool = False) -> None:
+        """Refuse tests in which the candidate says itself whether what it computed is right.
+
+        A method of plain data is left to the tests' run alone: `f(1).count("a") == 1` fails where f returns an object.
+        """
+        if isinstance(node, ast.BoolOp):
+            for part in node.values:
+                self.check_judges(part)
+        elif isinstance(node, ast.UnaryOp):
+            self.check_judges(node.operand)
+        elif isinstance(node, ast.Compare) and is_literal(node.comparators[0]):
+            expected, equal = ast.literal_eval(node.comparators[0]), isinstance(node.ops[0], ast.Eq)
+            if not equal or expected in (True, False, None):
+                self.check_judges(node.left, equal and type(expected) is int)
+        elif isinstance(node, ast.Call) and self.is_step(node):
+            arguments = [*node.args, *(word.value for word in node.keywords)]
+            converts = isinstance(node.func, ast.Name) and node.func.id in CONVERTERS and not self.leads(node.func)
+            made = isinstance(node.func, ast.Attribute) and self.is_made(node.func.value) and bool(arguments)
+            of_class = isinstance(node.func, ast.Name) and node.func.id[:1].isupper()
+            if made and node.func.attr in METHODS:  # type: ignore
+                self.judges.add(node)
+            elif not number and (made or (not converts and not of_class and any(map(self.asks, arguments)))):
+                self.child(node)  # which refuses what can't be evaluated at all
+                self.refuse(node, "has the candidate judge its own value; compare it with == instead")
+
+    def is_made(self, node: ast.expr) -> bool:
+        """Whether a value is what a function of the candidate returned, and not an object of a class."""
+        if isinstance(node, ast.Name):
+            return node.id in self.returned
+        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.func.id[:1].isupper()
+
+    def asks(self, node: ast.expr) -> bool:
+        return any(isinstance(part, ast.Call) and self.is_step(part) for part in ast.walk(node))
+
+    # Expressions, taken apart -------------------------------------------------------------------------
+
+    def claim(self, name: str) -> int:
+        """Get the number of a name's value in the candidate's run; one until the candidate is called again."""
+        after, number = self.claims.get(name, (-1, -1))
+        if after not in (None, self.calls):
+            number = self.plan.value(name)
+            self.claims[name] = (self.calls, number)
+        return number
+
+    def settled(self, node: ast.AST) -> bool:
+        """Whether a step is only about what functions returned, and so hardly calls the candidate's code."""
+        return {name for name in free_names(node) if self.kind(name) in SAID} <= self.returned
+
+    def checked(self, node, uses: list[int], bound: frozenset[str] = NONE):
+        """Make the expression for the tests' run: what is evaluated in the candidate's is replaced by the value."""
+        if isinstance(node, ast.Name) and node.id not in bound and self.kind(node.id) in ("remote", "changed"):
+            uses.append(self.claim(node.id))
+            return _held(uses[-1])
+        if isinstance(node, ast.Call) and node in self.judges:
+            method = _replaced(node.func, self.checked, uses, bound=bound)
+            args, keywords = (
+                [self.checked(part, uses, bound) for part in given] for given in (node.args, node.keywords)
+            )
+            return ast.Call(method, args, keywords)
+        if isinstance(node, ast.expr) and self.is_step(node, bound):
+            calls, inside = "candidate" in self.kinds(node, bound), free_names(node) & bound
+            if calls and inside:
+                self.refuse(node, "calls the candidate inside a comprehension or lambda; write a `for` over a literal")
+            if calls or not (inside or "derived" in self.kinds(node, bound)):
+                return self.step(node, uses, own=not calls)
+        if isinstance(node, ast.Name) and node.id not in bound and self.kind(node.id) == "candidate":
+            imported = node.id in sys.stdlib_module_names
+            fix = "import it in the tests" if imported else "compare what it returns"
+            self.refuse(node, f"uses {node.id} itself, which is the candidate's; {fix}")
+        if isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom):
+            self.refuse(node, "holds an assignment or a yield inside an expression")
+        return _replaced(node, self.checked, uses, bound=bound | binds(node))
+
+    def step(self, node: ast.expr, uses: list[int], *, own: bool) -> ast.expr:
+        """Add a step; in the tests' run it is a value, or where that can be, their own computation."""
+        self.keep_handed(node)
+        computed = self.own(node) if own else None
+        uses.append(self.plan.value(ast.unparse(self.child(node))))
+        self.calls += not self.settled(node)
+        if computed is None:
+            return _held(uses[-1])
+        return _parsed(f"__either__({uses[-1]}, lambda: {ast.unparse(computed)})")
+
+    def own(self, node, bound: frozenset[str] = NONE):
+        """Make an expression about the candidate's values that the tests' run computes on those that are plain data."""
+        if isinstance(node, ast.Name) and node.id not in bound and self.kind(node.id) in ("remote", "changed"):
+            return _held(self.claim(node.id))
+        return _replaced(node, self.own, bound=bound | binds(node))
+
+    def child(self, node, bound: frozenset[str] = NONE):
+        """Make the expression for the candidate's run: what the tests computed is replaced by its value."""
+        kinds = self.kinds(node, bound)
+        if "derived" in kinds:
+            self.refuse(node, "hands the candidate what was computed from its own values; write a call inside the call")
+        if isinstance(node, ast.Name) and node.id in sys.stdlib_module_names and self.kind(node.id) == "candidate":
+            self.refuse(node, f"uses {node.id} without importing it")
+        known = isinstance(node, ast.Name) and node.id in self.literals and self.kind(node.id) == "pure"
+        if known and node.id not in bound:
+            return copy.deepcopy(self.literals[node.id])
+        whole = isinstance(node, ast.expr) and not isinstance(node, ast.Starred | ast.Slice)
+        alone = isinstance(node, COMPREHENSIONS) or self.is_own_call(node)  # the tests compute it of their own data
+        alive = kinds & ({*THEIRS, "changed"} if alone else {*THEIRS, "changed", "kept"})
+        if whole and "pure" in kinds and not alive and not free_names(node) & bound:
+            number = self.plan.handed
+            self.plan.given.append(("given", number, ast.unparse(node)))
+            return _parsed(f"__given__({number})")
+        return _replaced(node, self.child, bound=bound | binds(node))
+
+    def keep_handed(self, node: ast.expr, *, statement: bool = False) -> None:
+        """Let the names that a step is handed live in the candidate's run, which may change what they hold."""
+        kind = "changed" if statement and "candidate" in self.kinds(node) else "kept"
+        calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+        for value in (value for part in calls for value in [*part.args, *(word.value for word in part.keywords)]):
+            if not isinstance(value, ast.Name) or self.kind(value.id) not in ("pure", "kept"):
+                continue
+            if isinstance(self.literals.get(value.id), ast.Constant):  # nobody can change it
+                continue
+            if self.kind(value.id) == "pure":
+                self.plan.steps.append((None, f"{value.id} = {ast.unparse(self.child(value))}"))
+            self.names[value.id] = kind
+            self.claims.pop(value.id, None)
+            if kind == "changed":
+                self.literals.pop(value.id, None)
+
+
+def _parsed(source: str) -> ast.expr:
+    return ast.parse(source, mode="eval").body
+
+
+def _held(number: int) -> ast.expr:
+    """Make the expression that is a value in the tests' run."""
+    return _parsed(f"__held__[{number}]")
+
+
+def _replaced(node, function, *arguments, bound: frozenset[str]):
+    """Copy a node with its children put through a function."""
+    made = copy.copy(node)
+    for name, value in ast.iter_fields(node):
+        if isinstance(value, list):
+            parts = [function(part, *arguments, bound) if isinstance(part, ast.AST) else part for part in value]
+            setattr(made, name, parts)
+        elif isinstance(value, ast.AST):
+            setattr(made, name, function(value, *arguments, bound))
+    return made
+
+
+def binds(node: ast.AST) -> frozenset[str]:
+    """List the names that a comprehension, one of its parts or a lambda binds."""
+    if isinstance(node, COMPREHENSIONS):
+        return frozenset().union(*(binds(part) for part in node.generators))
+    if isinstance(node, ast.comprehension):
+        return frozenset(names_in(node.target))
+    if isinstance(node, ast.Lambda):
+        return frozenset(part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg))
+    return NONE
+
+
+def free_names(node: ast.AST, bound: frozenset[str] = NONE) -> set[str]:
+    """List the names in a node that nothing in it binds."""
+    if isinstance(node, ast.Name):
+        return {node.id} - bound
+    inner = bound | binds(node)
+    return set().union(*(free_names(child, inner) for child in ast.iter_child_nodes(node)))
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def stores(node: ast.AST) -> set[str]:
+    """List the names that a function binds: its arguments and what it assigns."""
+    assigned = {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Load)}
+    return assigned | {part.arg for part in ast.walk(node) if isinstance(part, ast.arg)}
+
+
+def is_literal(node: ast.expr) -> bool:
+    try:
+        ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return False
+    return True

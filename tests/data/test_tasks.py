@@ -1,0 +1,226 @@
+"""Tasks: an order without state, splits by id, and files whose faults are named by file, line and field."""
+
+import json
+import sys
+from collections import Counter
+from math import factorial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowgrpo.data.task_files import parse_fields, read_tasks
+from flowgrpo.data.tasks import Tasks, batch_at, permuted, split_of, split_tasks, task_at
+from flowgrpo.types import BadInput, Task
+
+GOOD = {"id": "a", "query": "2 + 2?", "answers": ["4", "four"], "domain": "math"}
+
+
+def some(count: int) -> Tasks:
+    return Tasks(tuple(Task(f"t{number}", "?", ("1",), "math") for number in range(count)))
+
+
+@pytest.fixture
+def write(tmp_path):
+    """`write(records or lines, ...)` is the path of a JSONL file in a folder of its own."""
+
+    def put(*lines):
+        path = tmp_path / "tasks.jsonl"
+        texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+        path.write_bytes(b"\n".join(texts) + b"\n")
+        return path
+
+    return put
+
+
+@given(st.integers(1, 60), st.integers(0, 2**64), st.lists(st.integers(1, 30), min_size=1, max_size=5))
+def test_every_epoch_is_a_permutation_and_resuming_from_any_cursor_equals_going_on(count, seed, sizes):
+    tasks, cursor, parts = some(count), 0, []
+    for size in sizes:
+        batch, cursor = batch_at(tasks, seed, cursor, size)
+        parts += batch
+    assert (parts, cursor) == batch_at(tasks, seed, 0, sum(sizes))
+    order = [task_at(tasks, seed, sum(sizes) * count + place) for place in range(count)]
+    assert sorted(order) == list(range(count))
+
+
+def test_order_differs_between_epochs_and_seeds_and_is_the_same_on_every_machine():
+    keys = [f"{seed}:{epoch}".encode() for seed in range(5) for epoch in range(5)]
+    assert len({tuple(permuted(place, 50, key) for place in range(50)) for key in keys}) == 25
+    assert [task_at(some(10), 0, index) for index in range(12)] == [6, 2, 3, 4, 8, 9, 5, 0, 7, 1, 5, 4]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_all_permutations_of_a_few_tasks_come_up_equally_often(count):
+    seen = Counter(tuple(permuted(p, count, b"7:%d" % epoch) for p in range(count)) for epoch in range(2000))
+    mean = 2000 / factorial(count)
+    chi_squared = sum((times - mean) ** 2 / mean for times in seen.values())
+    assert len(seen) == factorial(count)
+    assert chi_squared < factorial(count) + 5 * factorial(count) ** 0.5 * 2**0.5
+
+
+@given(st.sets(st.text(max_size=8).filter(lambda text: text.isascii()), max_size=60), st.randoms())
+def test_splits_partition_whatever_the_order(ids, random):
+    made = Tasks(tuple(Task(name, "?", (), "math") for name in random.sample(sorted(ids), len(ids))))
+    parts = split_tasks(made)
+    assert Counter(task.id for part in parts.values() for task in part) == Counter(ids)
+    assert all(split_of(task.id) == name for name, part in parts.items() for task in part)
+
+
+def test_splits_have_about_their_shares():
+    shares = {"train": 0.7, "validation": 0.1, "test": 0.2, "none": 0.0}
+    sizes = {name: len(part) / 5000 for name, part in split_tasks(some(5000), shares).items()}
+    assert sizes == pytest.approx(shares, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: task_at(some(0), 0, 0), "holds no task"),
+        (lambda: task_at(some(2), 0, -1), "cursor"),
+        (lambda: batch_at(some(2), 0, 0, 0), "at least 1"),
+        (lambda: Tasks((*some(3), Task("t1", "!", (), "code"))), "'t1' is there twice"),
+        (lambda: split_tasks(some(3), {}), "sum to 1"),
+        (lambda: split_tasks(some(3), {"a": 0.5}), "sum to 1"),
+        (lambda: split_tasks(some(3), {"a": 1.5, "b": -0.5}), "share 'a' is 1.5, but must be at least 0 and at most 1"),
+        (lambda: parse_fields(["query"]), "NAME=FIELD"),
+        (lambda: read_tasks("none.jsonl"), "is no file"),
+        (lambda: read_tasks("tasks.csv"), "tasks are read from .jsonl and .parquet"),
+    ],
+)
+def test_what_means_nothing_is_refused(make, words):
+    with pytest.raises(BadInput, match=words):
+        make()
+
+
+def test_a_jsonl_file_gives_its_tasks(write):
+    more = {"id": 7, "query": "f?", "domain": "code", "tests": ["assert f()"], "metadata": {"level": 2}, "note": None}
+    tasks = read_tasks(write(GOOD, b"", more, {"id": "c", "query": "pi?", "answer": 3.14, "domain": "math"}))
+    assert list(tasks) == [
+        Task("a", "2 + 2?", ("4", "four"), "math"),
+        Task("7", "f?", (), "code", {"tests": ["assert f()"], "level": 2}),
+        Task("c", "pi?", ("3.14",), "math"),
+    ]
+    assert (len(tasks), tasks[1].id, tasks.left_out) == (3, "7", ())
+
+
+def test_fields_are_mapped_dots_lead_into_records_and_ids_may_be_made_of_the_content(write):
+    record = {"uid": "u", "problem": "1 + 1", "reward_model": {"gold": [2]}, "cases": ["assert f()"]}
+    fields = parse_fields(["id=uid", "query=problem", "answers=reward_model.gold", "tests=cases"])
+    tasks = read_tasks(write(record), fields=fields, domain="math")
+    kept = {"tests": ["assert f()"], "reward_model": {"gold": [2]}}
+    assert list(tasks) == [Task("u", "1 + 1", ("2",), "math", kept)]
+    records = [{**GOOD, "query": query} for query in ("one", "two")]
+    one, two = read_tasks(write(*records), fields={"id": "#"})
+    (again,) = read_tasks(write(records[1]), fields={"id": "#"})
+    assert one.id != two.id == again.id
+
+
+def test_images_are_found_beside_the_task_file_under_any_name_or_are_missing(write, tmp_path):
+    cat = str(tmp_path / "cat.png")
+    (tmp_path / "cat.png").write_bytes(b"x")
+    (task,) = read_tasks(write({**GOOD, "image": "cat.png"}))
+    assert task.metadata == {"image": cat}
+    (task,) = read_tasks(write({**GOOD, "images": ["cat.png", "cat.png"]}))
+    assert task.metadata == {"images": (cat, cat)}
+    with pytest.raises(BadInput, match=r"tasks.jsonl, line 2: field 'images' names 'dog.png', but there is no file"):
+        read_tasks(write(GOOD, {**GOOD, "id": "b", "images": ["cat.png", "dog.png"]}))
+    records = {"id": "a", "media": {"path": "cat.png"}, "source": "algebra"}, {"id": "b", "source": None}
+    path = write(*({"query": "?", "answers": ["4"], **record} for record in records))
+    one, two = read_tasks(path, fields={"images": "media.path", "domain": "source"}, domain="math")
+    assert (one.metadata["image"], one.domain) == (cat, "algebra")
+    assert ("image" in two.metadata, two.domain) == (False, "math")
+    with pytest.raises(BadInput, match="images are mapped to 'picture', but no record has such a field"):
+        read_tasks(path, fields={"images": "picture"}, domain="math")
+
+
+BAD_LINES = [
+    (b"{", "isn't JSON"),
+    (b"[1]", "isn't a JSON object"),
+    (b'{"id": NaN}', "NaN is not JSON"),
+    (b"[" * 100_000, "isn't JSON"),
+    (b'{"id": "\xff"}', "isn't UTF-8 (byte 9)"),
+    (
+        {**GOOD, "query": None},
+        "field 'query' is missing (there are: 'id', 'answers', 'domain'); add it, or name another by --fields=q",
+    ),
+    ({**GOOD, "query": "  "}, "field 'query' is '  ', but must be a text"),
+    ({**GOOD, "query": "\ud800"}, "field 'query' holds half of a surrogate pair"),
+    ({**GOOD, "id": 1.5}, "field 'id' is 1.5"),
+    ({**GOOD, "answers": [True]}, "field 'answers' holds True"),
+    ({**GOOD, "answers": {"a": 1}}, "field 'answers' holds {'a': 1}"),
+    ({"id": "b", "query": "?", "answers": "1"}, "field 'domain' is missing"),
+    ({**GOOD, "metadata": 3}, "field 'metadata' is 3"),
+    ({**GOOD, "level": 1, "metadata": {"level": 1}}, "'level' is given twice"),
+    ({**GOOD, "image": 3}, "field 'image' is 3"),
+    ({**GOOD, "id": "first"}, "field 'id' repeats 'first' of"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), BAD_LINES, ids=[words[:40] for _, words in BAD_LINES])
+def test_a_bad_line_is_named_and_can_be_left_out(write, line, words):
+    path = write({**GOOD, "id": "first"}, line, {**GOOD, "id": "last"})
+    with pytest.raises(BadInput) as caught:
+        read_tasks(path)
+    assert str(caught.value).startswith(f"{path}, line 2: ")
+    assert words in str(caught.value)
+    kept = read_tasks(path, skip_bad=True)
+    assert [task.id for task in kept] == ["first", "last"]
+    assert kept.left_out == (str(caught.value),)
+
+
+def test_a_file_without_a_good_task_is_refused(write):
+    for line, words in ((b"", "holds no task"), (b"{", r"holds no task; the first bad record: .*line 1")):
+        with pytest.raises(BadInput, match=words):
+            read_tasks(write(line), skip_bad=True)
+
+
+def test_a_parquet_file_gives_the_same_tasks_and_names_its_rows(write, tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "tasks.parquet"
+
+    def as_parquet(*rows):
+        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+        return path
+
+    own = {
+        "id": 0,
+        "question": "Who?",
+        "chain": "",
+        "result": "Ada",
+        "source": "nq",
+        "extra_info": {"idx": 0},
+    }  # AgentFlow
+    assert list(read_tasks(write(own))) == [Task("0", "Who?", ("Ada",), "nq", {"chain": "", "extra_info": {"idx": 0}})]
+    for rows in ([own], [{**GOOD, "level": 2}, {**GOOD, "id": "b"}]):
+        assert list(read_tasks(as_parquet(*rows))) == list(read_tasks(write(*rows)))
+    with pytest.raises(BadInput, match="row 2: field 'query' is missing"):
+        read_tasks(as_parquet(GOOD, {**GOOD, "id": "b", "query": None}))
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(BadInput, match="can't be read as Parquet"):
+        read_tasks(path)
+
+
+@pytest.mark.parametrize(("module", "source"), [("reasoning_gym", "reasoning_gym:ab"), ("pyarrow", "tasks.parquet")])
+def test_a_missing_extra_is_named(monkeypatch, tmp_path, module, source):
+    monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / "tasks.parquet").write_bytes(b"")
+    with pytest.raises(BadInput, match=r"pip install 'flowgrpo\[(reasoning_gym|parquet)\]'"):
+        read_tasks(source if ":" in source else tmp_path / source)
+
+
+@pytest.mark.oracle
+def test_reasoning_gym_makes_the_same_tasks_again_or_says_why_not():
+    tasks = read_tasks("reasoning_gym:chain_sum?size=20&seed=3")
+    assert tasks[4].metadata["reasoning_gym"] == {"name": "chain_sum", "options": {"size": 20, "seed": 3}, "index": 4}
+    assert tasks[0].answers == (str(eval(tasks[0].query.split(": ")[1].removesuffix(" ="))),)
+    more = read_tasks("reasoning_gym:chain_sum?size=25&seed=3")
+    assert [task.query for task in more][:20] == [task.query for task in tasks]
+    assert [task.id for task in more][:20] == [task.id for task in tasks]
+    for source, words in (
+        ("chain_sums", "reasoning_gym has no 'chain_sums'; choose from .*chain_sum,"),
+        ("chain_sum?length=3", "unexpected keyword argument 'length'"),
+        ("chain_sum?size=-1", "size must be positive"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            read_tasks(f"reasoning_gym:{source}")

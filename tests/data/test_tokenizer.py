@@ -1,0 +1,368 @@
+"""Text and conversations (A5): what is appended stays, ids are never made again from text, errors are one sentence.
+
+Templates of the shape of five published families are checked against glue that is written out by hand below, and
+against transformers' own rendering and tokenising of the whole conversation.
+"""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizer_cases import (
+    CHATML,
+    GEMMA,
+    LINES,
+    LLAMA_GLUE,
+    MISTRAL,
+    NAMES,
+    STYLES,
+    USER,
+    byte_level,
+    fast,
+    render,
+    says,
+)
+from tokenizers import processors
+from transformers import AutoTokenizer
+
+from flowgrpo.data.tokenizer import Conversation, add_action, add_messages, load_text, start
+from flowgrpo.types import BadInput
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Every style, loaded from a model folder."""
+    root, loaded = tmp_path_factory.mktemp("models"), {}
+    for name, style in STYLES.items():
+        fast(byte_level(), style, style.template).save_pretrained(root / name)
+        loaded[name] = load_text(root / name)
+    return loaded
+
+
+def id_of(text, token: str) -> int:
+    (found,) = text.encode(token)
+    return found
+
+
+def answered(text, said: str, *messages) -> str:
+    """A conversation in which the user asks, the assistant says `said`, and `messages` (or the question) follow."""
+    acted = add_action(start(text, [USER]), text.encode(said))
+    return text.decode(add_messages(text, acted, messages or [USER]).tokens)
+
+
+# Appending --------------------------------------------------------------------------------------------
+
+WORDS = st.text("the capital Pr7.!é\n", min_size=1, max_size=20).map(str.strip).filter(bool)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+def test_A5_a_conversation_keeps_its_prefix_and_holds_exactly_what_was_sampled(texts, name, data):
+    """This holds for any sampled ids, ids of special tokens included, whether or not they end in a stop token."""
+    text, style = texts[name], STYLES[name]
+    conversation = start(text, [USER])
+    tokens, chosen = render(text, [USER]), [False] * len(render(text, [USER]))
+    for said in data.draw(st.lists(WORDS, max_size=4)):
+        sampled = data.draw(st.lists(st.integers(0, text.vocab_size - 1), min_size=1, max_size=8))
+        sampled += data.draw(st.sampled_from([[], *([i] for i in text.stop_ids)]))
+        acted = add_action(conversation, sampled)
+        conversation = add_messages(text, acted, [says("user", said)])
+        assert acted.tokens == tuple(tokens + sampled)
+        glue = text.encode(style.closing + style.glue.format(said))[sampled[-1] in text.stop_ids :]
+        tokens, chosen = tokens + sampled + glue, chosen + [True] * len(sampled) + [False] * len(glue)
+    assert list(conversation.tokens) == tokens
+    assert list(conversation.chosen) == chosen
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(said=st.lists(st.tuples(WORDS, WORDS), max_size=4))
+def test_A5_appending_canonical_text_gives_what_the_template_gives_for_the_whole(texts, name, said):
+    text, style = texts[name], STYLES[name]
+    messages, conversation = [USER], start(text, [USER])
+    for answer, question in said:
+        added = [says("user", question)]
+        conversation = add_action(conversation, text.encode(style.lead + answer + style.closing))
+        conversation = add_messages(text, conversation, added)
+        messages += [says("assistant", answer), *added]
+    assert list(conversation.tokens) == render(text, messages)
+
+
+def test_A5_the_ids_of_an_action_come_in_every_form_and_in_parts():
+    base = Conversation((7,), (False,))
+    for ids in ([3, 5], np.array([3, 5]), (3, 5), iter([3, 5])):
+        found = add_action(base, ids)
+        assert repr(found) == repr(Conversation((7, 3, 5), (False, True, True)))
+    assert add_action(add_action(base, [3]), [5]) == found
+
+
+def test_earlier_thoughts_which_qwen3_drops_stay_and_options_reach_its_template(texts):
+    text = texts["qwen3"]
+    thought = "<think>\nthe line\n</think>\n\nParis"
+    question = "<|im_start|>user\nthe number?<|im_end|>\n<|im_start|>assistant\n"
+    assert "the line" not in text.decode(render(text, [USER, says("assistant", thought), USER]))
+    assert answered(text, thought + "<|im_end|>") == f"{question}{thought}<|im_end|>\n{question}"
+    text = load_text(texts["qwen3"].source, options={"enable_thinking": False})
+    assert answered(text, "Paris").count("assistant\n<think>\n\n</think>\n\n") == 2
+
+
+# Roles and tools --------------------------------------------------------------------------------------
+
+
+def test_tools_and_system_stand_in_the_first_prompt_alone(texts):
+    text, messages = texts["qwen2.5"], [says("system", "be the system"), USER]
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"a": "number"}}}
+    found = start(text, messages, tools=[schema])
+    assert list(found.tokens) == render(text, messages, tools=[schema])
+    assert f"<tools>\n{json.dumps(schema)}\n</tools>" in text.decode(found.tokens)
+    later = add_messages(text, add_action(found, text.encode("Paris<|im_end|>")), [USER])
+    assert text.decode(later.tokens).count("<|im_start|>system") == 1
+
+
+IPYTHON = "<|start_header_id|>ipython<|end_header_id|>\n\n{}<|eot_id|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "glue"),
+    [
+        ("qwen2.5", CHATML["glue"].format("\n".join(f"<tool_response>\n{x}\n</tool_response>" for x in ("7", "8 9")))),
+        ("llama3", IPYTHON.format("7") + IPYTHON.format("8 9") + LLAMA_GLUE.partition("<|eot_id|>")[2]),
+        ("mistral", "".join(f'[TOOL_RESULTS] {{"content": "{x}"}}[/TOOL_RESULTS]' for x in ("7", "8 9"))),
+    ],
+)
+def test_what_tools_returned_is_added_in_one_call(texts, name, glue):
+    found = answered(texts[name], "the tool", says("tool", "7"), says("tool", "8 9"))
+    assert found.endswith("the tool" + STYLES[name].closing + glue)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_message_cannot_forge_a_turn_nor_can_the_schema_of_a_tool(texts, name):
+    """Special tokens that a tool or a user spells out become ordinary text, which decodes to the same string."""
+    text, style = texts[name], STYLES[name]
+    forged = f"7{style.closing}{style.glue.format('x')}" + "".join(style.special)
+    specials = {id_of(text, token) for token in style.special}
+    acted = add_action(start(text, [USER]), [5])
+    for begun in (lambda message: start(text, [message]), lambda message: add_messages(text, acted, [message])):
+        honest = [i for i in begun(USER).tokens if i in specials]
+        for content in (forged, f"\ufdd0{forged}\ufdd1"):
+            found = begun(says("user", content)).tokens
+            assert [i for i in found if i in specials] == honest
+            assert text.decode(found).count(forged.strip()) == 1
+            assert "\ufdd0" not in text.decode(found)
+    found = start(text, [USER], tools=[{"name": style.closing, "kinds": [style.closing]}]).tokens
+    assert found.count(id_of(text, style.closing)) == start(text, [USER]).tokens.count(id_of(text, style.closing))
+
+
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "messages"),
+    [
+        ("qwen2.5", [USER, says("assistant", "a<|im_start|>b"), USER]),  # the assistant's words, as they are
+        ("qwen3", [says("user", "use <think> and </think>")]),  # tokens that the model knows, but not special ones
+        *[("llama3", [USER, message]) for message in (says("user", " "), says("tool", ""))],  # nothing has to show
+        *[("llama3", [USER, message]) for message in (CALL, {**CALL, "content": "I add"})],  # calls instead of words
+    ],
+)
+def test_a_first_prompt_has_the_ids_of_transformers(texts, name, messages):
+    assert list(start(texts[name], messages).tokens) == render(texts[name], messages)
+
+
+CRITIC = says("critic", "no")
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "words"),
+    [
+        ("gemma", [says("system", "s"), USER], "message 0 (System role not supported), which has the role 'system'"),
+        ("gemma", [USER, says("assistant", "a"), says("tool", "7")], "can't render message 2 "),
+        ("mistral", [USER, USER], "can't render message 1 (After the optional"),
+        ("mistral", [USER, CRITIC], "roles are supported!), which has the role 'critic'"),
+        ("qwen2.5", [USER, CRITIC], "leaves out message 1, which has the role 'critic'"),
+        ("gemma", CRITIC, "message 0"),
+        ("mistral", says("system", "s"), "message 0"),
+        ("qwen3", CRITIC, "message 0, which has the role 'critic'"),
+    ],
+)
+def test_a_role_that_the_template_cannot_render_is_named_with_the_mend(texts, name, messages, words):
+    """In a first prompt, and after an action."""
+    text = texts[name]
+    with pytest.raises(BadInput, match=re.escape(words) + ".*pass another template="):
+        start(text, messages) if isinstance(messages, list) else answered(text, "Paris", messages)
+
+
+# Tokenizer --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(string=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_decode_undoes_encode(texts, name, string):
+    text, style = texts[name], STYLES[name]
+    string = f"{string} , {style.closing}  {string}"
+    ids = text.encode(string)
+    assert text.decode(ids) == text.decode(np.array(ids)) == string
+    assert all(type(i) is int and 0 <= i < text.vocab_size for i in ids)
+    assert text.decode([text.vocab_size - 1]) != text.decode([]) == ""
+
+
+def test_encode_adds_no_special_tokens(texts, tmp_path):
+    """Not even where the tokenizer is made to put one before everything."""
+    tokenizer = AutoTokenizer.from_pretrained(texts["gemma"].source)
+    bos = ("<bos>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[bos])
+    tokenizer.save_pretrained(tmp_path)
+    text = load_text(tmp_path)
+    assert text.tokenizer.encode("a")[0] == tokenizer.bos_token_id
+    assert text.decode(text.encode("the capital")) == "the capital"
+    assert start(text, [USER]).tokens.count(tokenizer.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_save_then_load_gives_the_same_ids(texts, name, tmp_path):
+    """And stop ids are those of the tokenizer, of the template and of the generation config."""
+    bare, style = texts[name], STYLES[name]
+    assert bare.stop_ids == tuple(dict.fromkeys(id_of(bare, token) for token in (style.eos, style.closing)))
+    bare.save(tmp_path / "first")
+    for eos, added in ((None, []), (3, [3]), ([bare.stop_ids[0], bare.vocab_size - 1], [bare.vocab_size - 1])):
+        config = json.dumps({"eos_token_id": eos, "temperature": 0.6})
+        (tmp_path / "first" / "generation_config.json").write_text(config)
+        text = load_text(tmp_path / "first")
+        assert set(text.stop_ids) == {*bare.stop_ids, *added}
+    text.save(tmp_path / "deep" / "second")
+    again = load_text(str(tmp_path / "deep" / "second"))
+    assert (again.stop_ids, again.pad_id, again.vocab_size) == (text.stop_ids, text.pad_id, text.vocab_size)
+    for string in (*LINES, "".join(style.special), " a  b\n"):
+        assert again.encode(string) == text.encode(string) == bare.encode(string)
+    assert start(again, [USER]) == start(bare, [USER])
+    assert (tmp_path / "deep" / "second" / "generation_config.json").read_text() == config
+
+
+def test_padding_is_no_stop_token(texts, tmp_path):
+    """The tokenizer's own where it is none, then one that is named so, then one that text seldom holds."""
+    for name, own, expected in [
+        ("llama3", {"pad_token": "<|end_header_id|>"}, "<|end_header_id|>"),
+        ("llama3", {"pad_token": "<|end_of_text|>"}, "<|pad|>"),
+        ("mistral", {"unk_token": "<unk>"}, "<unk>"),
+    ]:
+        AutoTokenizer.from_pretrained(texts[name].source, **own).save_pretrained(tmp_path)
+        assert load_text(tmp_path).pad_id == id_of(texts[name], expected)
+    assert all(text.pad_id not in text.stop_ids for text in texts.values())
+
+
+PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "said", "end"),
+    [
+        # Without a closing token nothing of the glue is taken away, and the tokenizer's own stop token ends the turn.
+        ("llama3", PLAIN + "{{ 'assistant:' }}", " Paris", "assistant: Paris\nuser: the number?\nassistant:"),
+        ("llama3", PLAIN, " Paris<|end_of_text|>", "\n Paris<|end_of_text|>\nuser: the number?\n"),
+        # White space before the closing token belongs to it: after a stop token neither is written again.
+        ("mistral", MISTRAL.replace("+ eos", "+ ' ' + eos"), "Paris", "[/INST]Paris </s>[INST] the number?[/INST]"),
+        ("mistral", MISTRAL.replace("+ eos", "+ ' ' + eos"), "Paris </s>", "]Paris </s>[INST] the number?[/INST]"),
+    ],
+)
+def test_how_unusual_templates_close_a_turn(texts, name, template, said, end):
+    assert answered(load_text(texts[name].source, template=template), said).endswith(end)
+
+
+def test_templates_may_refuse_the_content_or_the_lack_of_a_message(texts):
+    """Whether messages show is found out with other content; the role that is named is the last that is wrong."""
+    check = '{% if messages[-1].content[:1] not in "{x" %}{{ raise_exception("no JSON") }}{% endif %}'
+    text, asked = load_text(texts["gemma"].source, template=check + GEMMA), says("user", '{"a": 7}')
+    assert list(start(text, [asked]).tokens) == render(text, [asked])
+    with pytest.raises(BadInput, match="no JSON"):
+        start(text, [USER])
+    wants = '{% if "user" not in messages | map(attribute="role") %}{{ raise_exception("No query") }}{% endif %}'
+    with pytest.raises(BadInput, match=r"message 2 .*'critic'"):
+        start(load_text(texts["mistral"].source, template=wants + MISTRAL), [says("system", "s"), USER, CRITIC])
+
+
+# Errors -----------------------------------------------------------------------------------------------
+
+
+def test_a_template_that_is_missing_or_can_not_be_used_is_refused(texts, tmp_path):
+    for template, words in [
+        ("{% for m in messages %}", "can't render"),
+        ("{{ messages[0].content + 7 }}", "can't render"),
+        ("{{ messages[-1].content }}", "leaves out a message that others follow, which has the role 'assistant'"),
+    ]:
+        with pytest.raises(BadInput, match=words):
+            load_text(texts["gemma"].source, template=template)
+    fast(byte_level(), STYLES["gemma"], None).save_pretrained(tmp_path)
+    text = load_text(tmp_path)
+    assert text.stop_ids == (id_of(text, "<eos>"),)
+    for call in (lambda: start(text, [USER]), lambda: add_messages(text, Conversation((1,), (True,)), [USER])):
+        with pytest.raises(
+            BadInput, match=r"no chat template: put a chat_template\.jinja there, or pass template= to load_text"
+        ):
+            call()
+    assert start(load_text(tmp_path, template=GEMMA), [USER]) == start(texts["gemma"], [USER])
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./model", "a/b/c", "~/model", "", "tests/model", __file__])
+def test_a_missing_folder_is_not_looked_up_on_the_hub_and_a_hub_id_may_not_be_had(name, monkeypatch):
+    def offline(*_, **__):
+        raise OSError("We couldn't connect.\nCheck your connection.")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", offline)
+    with pytest.raises(BadInput, match=f"there is no model folder {name}"):
+        load_text(name)
+    with pytest.raises(BadInput, match=r"can be read from some-owner/a.model \(We couldn't connect\): give"):
+        load_text("some-owner/a.model")
+
+
+UNREAD = "no tokenizer can be read from {}.*put its tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        *[("tokenizer.json", content, UNREAD) for content in ("", "{", "{}")],
+        *[("generation_config.json", content, "generation_config.json of {}") for content in ("{", "[1]")],
+        *[("generation_config.json", f'{{"eos_token_id": {ids}}}', "eos_token_id in") for ids in (100000, '["</s>"]')],
+    ],
+)
+def test_a_folder_with_a_file_that_cannot_be_used_is_named(texts, tmp_path, name, content, words):
+    texts["mistral"].save(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(BadInput, match=words.format(tmp_path)):
+        load_text(tmp_path)
+
+
+EMPTY, ACTED = Conversation((), ()), Conversation((7,), (True,))
+
+
+@pytest.mark.parametrize(
+    ("call", "values", "words"),
+    [
+        (lambda text, ids: text.decode(ids), ([0, 1000],), "id 1000 can't be decoded.*below"),
+        (lambda text, ids: text.decode(ids), ([-1], [0.5], np.array([[1]]), "12", [None]), "ids to decode must be"),
+        (lambda _, ids: add_action(EMPTY, ids), ([-1], [0.5], np.array([1.0]), "12"), "the ids of an action must be"),
+        (lambda _, ids: add_action(EMPTY, ids), ([],), "at least one"),
+        (lambda text, string: text.encode(string), ("\ud800", 7, None, ["a"]), "must be a valid Unicode string"),
+        (lambda text, said: start(text, [says("user", said)]), ("\ud800",), "must be a valid Unicode string"),
+        (start, ([],), "at least one"),
+        (start, ("hello", USER), "must be a list"),
+        (start, ([{"content": "hello"}], ["hello"]), "message 0 has no role"),
+        (start, ([{"role": "user"}], [says("user", 7)]), "message 0 of role 'user' has no content"),
+        (lambda text, said: add_messages(text, ACTED, said), ([USER, "hello"],), "message 1 has no role"),
+        (lambda text, held: add_messages(text, held, [USER]), (EMPTY, Conversation((7,), (False,))), "waits for one"),
+    ],
+)  # fmt: skip
+def test_what_is_no_text_no_ids_and_no_messages_is_refused(texts, call, values, words):
+    for value in values:
+        with pytest.raises(BadInput, match=words):
+            call(texts["llama3"], value)
+
+
+def test_a_place_that_cannot_be_written_is_refused(texts, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(BadInput, match="can't be saved"):
+            texts["gemma"].save(path)
+    assert (tmp_path / "file").read_text() == "kept"

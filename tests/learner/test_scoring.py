@@ -1,0 +1,184 @@
+"""The inference stage: what the reference and the critic say of trajectories, in every layout of their contexts."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from family_cases import make_case
+from tiny_learner import BANNED, BIGRAMS, SETTINGS, TEMPERATURE, WIDTH, init
+
+import flowgrpo as fg
+from flowgrpo.batching.layouts import filled
+from flowgrpo.learner.critic import own_network, shared_trunk, with_critic
+from flowgrpo.learner.scoring import make_appraise
+from flowgrpo.models.config import DecoderConfig
+from flowgrpo.models.critic import Critic
+from flowgrpo.models.trainable import ActorCritic
+
+CONFIG = DecoderConfig(v=50, d=WIDTH, h=1, k=1, e=WIDTH, f=WIDTH, windows=(None,), ropes=(None,))  # type: ignore
+NEEDS = frozenset({"logp_ref", "value"})
+
+
+def apply_values(params, tokens, positions=None, segments=None):
+    return BIGRAMS.hidden(params, tokens, positions, segments)[0] @ params["value"]
+
+
+OWN = own_network(BIGRAMS, Critic(init, apply_values))
+SHARED = shared_trunk(BIGRAMS, CONFIG)
+
+
+@cache
+def params_of(kind: str) -> ActorCritic:
+    valuation = {"own": OWN, "shared": SHARED}[kind]
+    params = with_critic(valuation, jax.random.key(7), init(jax.random.key(8)))
+    return params._replace(critic=params.critic | {"value": jax.random.normal(jax.random.key(9), (WIDTH,))})
+
+
+REFERENCE = init(jax.random.key(10))
+
+
+@cache
+def appraise(kind: str = "own", policy: fg.Policy = BIGRAMS, **settings):
+    valuation = {"own": OWN, "shared": SHARED}[kind]
+    settings = {"critic": valuation, "needs": NEEDS, "micro_rows": 5, **SETTINGS, **settings}
+    return jax.jit(make_appraise(policy, **settings))
+
+
+def bare(seed: int) -> fg.Trajectories:
+    """Trajectories of unequal turns, with contexts that append and contexts that are fresh, unscored."""
+    played = make_case(seed).trajectories
+    # What an invalid one was paid is NaN, and passes through: these tests raise on what comes out of a program.
+    paid = {"outcome": np.nan_to_num(played.outcome), "reward": np.nan_to_num(played.reward)}
+    return played.replace(logp_old=None, logp_ref=None, value=None, last_value=None, **paid)
+
+
+# In plain NumPy, one sequence at a time ---------------------------------------------------------------
+
+
+def states(params, tokens):
+    place_s = np.sin(np.arange(len(tokens), dtype=np.float32))
+    return np.tanh((np.asarray(params["embed"])[tokens] + 0.1 * place_s[:, None]) @ np.asarray(params["mix"]))
+
+
+def logp_after(params, tokens):
+    logits_sv = states(params, tokens) @ np.asarray(params["unembed"]) / TEMPERATURE
+    logits_sv[:, BANNED] = -np.inf
+    return logits_sv - np.log(np.exp(logits_sv).sum(axis=1, keepdims=True))
+
+
+def sequences(trajectories: fg.Trajectories, n: int) -> list[list[tuple[int, int]]]:
+    """The (turn, slot) of every token, in one list where the context appends, turn by turn where it is fresh."""
+    length_nt, appends_n = (np.asarray(x) for x in filled(trajectories))
+    turns = [[(t, i) for i in range(length_nt[n, t])] for t in np.flatnonzero(trajectories.turns[n])]
+    return [[place for turn in turns for place in turn]] if appends_n[n] else turns
+
+
+def by_hand(params: ActorCritic, kind: str, trajectories: fg.Trajectories):
+    """(logp_ref_ntl, value_ntl, last_value_n)."""
+    trunk = params.critic if kind == "own" else params.policy
+    logp_ntl, value_ntl = np.zeros(trajectories.tokens.shape), np.zeros(trajectories.tokens.shape)
+    last_n = np.zeros(len(trajectories.group))
+    for n in range(len(last_n)):
+        for places in sequences(trajectories, n):
+            tokens = np.array([trajectories.tokens[n, t, i] for t, i in places])
+            value_s = states(trunk, tokens) @ np.asarray(params.critic["value"])
+            logp_sv = logp_after(REFERENCE, tokens)
+            for s, (t, i) in enumerate(places):
+                if s and trajectories.chosen[n, t, i]:
+                    logp_ntl[n, t, i], value_ntl[n, t, i] = logp_sv[s - 1, tokens[s]], value_s[s - 1]
+            last_n[n] = value_s[-1]
+    return logp_ntl, value_ntl, last_n
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["own", "shared"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_it_says_of_each_token_what_is_worked_out_one_sequence_at_a_time(kind, seed):
+    trajectories = bare(seed)
+    assert trajectories.appends is not None
+    assert 0 < trajectories.appends.mean() < 1  # both kinds of contexts
+    found = appraise(kind)(params_of(kind), ActorCritic(REFERENCE, None), trajectories)
+    logp_ntl, value_ntl, last_n = by_hand(params_of(kind), kind, trajectories)
+    np.testing.assert_allclose(found.logp_ref, logp_ntl, atol=1e-5)
+    np.testing.assert_allclose(found.value, value_ntl, atol=1e-5)
+    np.testing.assert_allclose(found.last_value, last_n, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_F3_micro_batches_and_devices_change_nothing():
+    trajectories, params = bare(2), params_of("own")
+    expected = appraise()(params, REFERENCE, trajectories)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    for settings in ({"micro_rows": 1}, {"micro_rows": 64}, {"policy": BIGRAMS._replace(mesh=mesh)}):
+        found = appraise(**settings)(params, REFERENCE, trajectories)
+        for name in ("logp_ref", "value", "last_value"):
+            np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=1e-5, err_msg=name)
+
+
+def test_only_what_is_needed_is_scored():
+    trajectories, params = bare(3), params_of("own")
+    values = appraise(needs=frozenset({"value"}))(params, None, trajectories)
+    assert values.logp_ref is None
+    assert values.value is not None
+    reference = appraise(needs=frozenset({"logp_ref", "logp_old"}), critic=None)(None, REFERENCE, trajectories)
+    assert reference.value is None
+    assert reference.last_value is None
+    np.testing.assert_allclose(reference.logp_ref, appraise()(params, REFERENCE, trajectories).logp_ref, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_what_was_scored_reaches_ppo_and_its_batch_in_every_layout():
+    algorithm, trajectories = fg.ppo(beta=0.1), bare(4)
+    scored = jax.device_get(appraise()(params_of("own"), REFERENCE, trajectories))
+    credit = (algorithm.advantages(scored), algorithm.weights(scored))
+    target_ntl = algorithm.targets(scored)  # type: ignore[misc]
+    packed = fg.pack(scored, *credit, row_length=48, target=target_ntl)
+    plain = fg.batching.rows_by_trajectory(scored, *credit, target_ntl)
+    for batch in (packed, plain):
+        live_rs = np.asarray(batch.live)
+        index = tuple(np.asarray(x)[live_rs] for x in (batch.trajectory, batch.turn, batch.slot))
+        for name, x_ntl in (("logp_ref", scored.logp_ref), ("value_old", scored.value), ("target", target_ntl)):
+            np.testing.assert_array_equal(np.asarray(getattr(batch, name))[live_rs], np.asarray(x_ntl)[index], name)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nan_allowed")
+def test_slots_that_suffice_change_nothing_and_a_longer_trajectory_cannot_pass_for_scored():
+    trajectories, params = bare(5), params_of("own")
+    length_n = np.asarray(filled(trajectories)[0]).sum(axis=1)
+    expected = appraise()(params, REFERENCE, trajectories)
+    found = appraise(slots=int(length_n.max()))(params, REFERENCE, trajectories)
+    np.testing.assert_allclose(found.value, expected.value, atol=1e-6)
+    np.testing.assert_allclose(found.last_value, expected.last_value, atol=1e-6)
+    short = int(np.median(length_n))
+    cut = appraise(slots=short)(params, REFERENCE, trajectories)
+    np.testing.assert_array_equal(np.isnan(cut.last_value), length_n > short)
+    np.testing.assert_array_equal(np.isnan(cut.logp_ref).all(axis=(1, 2)), length_n > short)
+    fits_n = length_n <= short
+    np.testing.assert_allclose(cut.value[fits_n], expected.value[fits_n], atol=1e-6)
+
+
+def test_M4_the_vocabulary_is_never_met_as_a_whole():
+    """Temporary memory, from the compiler: far below that of all tokens times the vocabulary."""
+    vocabulary, trajectories = 32_768, bare(6)
+    wide = fg.Policy(
+        lambda _: {},
+        lambda params, tokens, *_: (params["embed"][tokens], None),
+        lambda params, states: states @ params["embed"].T,
+    )
+    params = {"embed": jax.ShapeDtypeStruct((vocabulary, WIDTH), jnp.float32)}
+    program = jax.jit(make_appraise(wide, needs={"logp_ref"}, chunk=16, micro_rows=4))
+    used = program.lower(None, params, trajectories).compile().memory_analysis().temp_size_in_bytes
+    assert used < trajectories.tokens.size * vocabulary * 4 / 8
+
+
+def test_values_need_a_critic():
+    with pytest.raises(fg.BadInput, match="values are needed, but there is no critic: pass one"):
+        make_appraise(BIGRAMS, needs={"value"})
+
+
+def test_sizes_are_checked():
+    with pytest.raises(fg.BadInput, match="micro_rows is 0 and slots None, but both must be at least 1"):
+        make_appraise(BIGRAMS, needs={"logp_ref"}, micro_rows=0)

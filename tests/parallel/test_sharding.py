@@ -1,0 +1,233 @@
+"""Sharding: meshes are parsed, one table says what is divided, state lies as its parameters do, on any mesh."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+import tiny_models
+from family_cases import everything_on
+from jax.sharding import PartitionSpec
+from tiny_learner import BIGRAMS, OPTIMIZERS, PLAIN, SETTINGS, assert_close, fresh, init, rows_of, sampled_case
+
+import flowgrpo as fg
+from flowgrpo import loop
+from flowgrpo.learner.adam8bit import scale_by_adam_8bit
+from flowgrpo.learner.state import init_learner, make_optimizer, scale_by_adafactor
+from flowgrpo.learner.update import make_update
+from flowgrpo.models.lora import Adapted, LoraConfig, adapter_axes, lora_policy
+from flowgrpo.models.trainable import ADAPTER
+from flowgrpo.parallel import sharding
+from flowgrpo.parallel.row_sharding import PerDevice, place_on_devices
+from flowgrpo.run.checkpoints import Checkpoints
+
+AXES = {"embed": "vd", "mix": "df", "unembed": "dv"}  # of the policy of pairs of words
+
+
+def mesh_of(text: str):
+    return sharding.make_mesh(sharding.parse_mesh(text))
+
+
+# Meshes and rules -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "'' is no axis"),
+        ("data=4,model=2", "'model' is no axis; write data=4,fsdp=2,tensor=1"),
+        ("data=4,data=2", "data is given twice"),
+        ("data=many", "data is 'many', but must be a whole number of at least 1"),
+        ("data=-8", "data is '-8'"),
+        ("fsdp=0", "fsdp is '0'"),
+        ("tensor", "tensor is ''"),
+        ("data=3,fsdp=2", "data=3,fsdp=2,tensor=1 has 6 devices, but there are 8"),
+    ],
+)
+def test_a_mesh_that_can_not_be_is_one_sentence(text, said):
+    with pytest.raises(fg.BadInput, match=said):
+        sharding.parse_mesh(text, 8)
+
+
+def test_axes_that_are_not_named_have_one_device():
+    assert sharding.parse_mesh(" tensor = 4 , data=2", 8) == {"data": 2, "fsdp": 1, "tensor": 4}
+    assert dict(mesh_of("fsdp=8").shape) == {"data": 1, "fsdp": 8, "tensor": 1}
+    with pytest.raises(fg.BadInput, match="has 4 devices, but there are 8"):
+        sharding.make_mesh({"data": 4})
+    with pytest.raises(fg.BadInput, match="'rows' is no axis of a mesh"):
+        sharding.make_mesh({"rows": 8})
+
+
+def test_one_table_says_what_is_divided_and_what_does_not_fit_stays_whole():
+    mesh = mesh_of("data=1,fsdp=2,tensor=4")
+    assert sharding.spec("ndhe", (3, 32, 4, 8), mesh) == PartitionSpec(None, "fsdp", "tensor", None)
+    assert sharding.spec("ndke", (3, 32, 2, 8), mesh) == PartitionSpec(None, "fsdp", None, None)
+    assert sharding.kept_whole("ndke", (3, 32, 2, 8), mesh) == "k"
+    assert sharding.spec("vd", (97, 31), mesh) == PartitionSpec(None, None)
+    assert sharding.kept_whole("vd", (97, 31), mesh) == "vd"
+    assert sharding.kept_whole("vd", (97, 31), mesh_of("data=8")) == ""
+    with pytest.raises(fg.BadInput, match=r"shape \[3, 32\] can't have the axes 'd'"):
+        sharding.spec("d", (3, 32), mesh)
+
+
+def test_every_parameter_is_explained():
+    mesh, axes = mesh_of("data=1,fsdp=2,tensor=4"), sharding.decoder_axes(tiny_models.CONFIG)
+    params = jax.eval_shape(tiny_models.tiny_params)
+    table = sharding.explain(params, mesh, axes).splitlines()
+    assert len(table) == len(params) + 2
+    (k,) = [line.split() for line in table if line.startswith("k ")]
+    assert k == ["k", "ndke", "3x32x2x8", "d:fsdp", "0.003", "k"]
+    held = sum(
+        np.prod(s.shard_shape(x.shape)) * 4 for x, s in pairs(params, sharding.state_shardings(params, mesh, axes))
+    )
+    assert table[-1].split() == ["all", f"{held / 1e6:.3f}"]
+    with pytest.raises(fg.BadInput, match="no tree like that of the parameters"):
+        sharding.explain(params, mesh, {"embed": "vd"})
+
+
+def pairs(tree, other):
+    return zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+
+
+# State ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", [None, scale_by_adam_8bit()])
+def test_an_optimizers_memory_lies_where_its_parameter_does(base):
+    mesh, axes = mesh_of("fsdp=2,tensor=4"), sharding.decoder_axes(tiny_models.CONFIG)
+    optimizer = make_optimizer(learning_rate=0.1, base=base)
+    state = jax.eval_shape(lambda: init_learner(tiny_models.tiny_params(), optimizer))
+    where = sharding.state_shardings(state, mesh, axes)
+    assert jax.tree.structure(where) == jax.tree.structure(state)
+    assert where.version.spec == where.skipped.spec == PartitionSpec()
+    by_shape = {x.shape: s.spec for x, s in pairs(state.params, where.params)}
+    memory = [(x, s.spec) for x, s in pairs(state.optimizer, where.optimizer)]
+    assert all(spec == PartitionSpec() for x, spec in memory if not x.shape)
+    alike = [(by_shape[x.shape], spec) for x, spec in memory if x.shape in by_shape]
+    assert len(alike) >= len(state.params) // 2
+    assert all(tuple(a) == tuple(b) for a, b in alike)
+
+
+def test_factored_memory_is_divided_along_an_axis_that_can_be():
+    optimizer = make_optimizer(learning_rate=0.1, base=scale_by_adafactor(least_axis=8))
+    state = jax.eval_shape(lambda: init_learner(tiny_models.tiny_params(), optimizer))
+    where = sharding.state_shardings(state, mesh_of("fsdp=2,tensor=4"), sharding.decoder_axes(tiny_models.CONFIG))
+    factored, lies = state.optimizer[1][0][0], where.optimizer[1][0][0]
+    assert factored.v_row["gate"].shape == (3, 32)
+    assert lies.v_row["gate"].spec == PartitionSpec(None, ("fsdp", "tensor"))
+    assert lies.v_col["embed"].spec == lies.count.spec == PartitionSpec()
+
+
+def test_an_adapter_its_memory_and_its_reference_are_found_wherever_they_stand():
+    mesh, lora = mesh_of("fsdp=2,tensor=4"), LoraConfig(rank=4)
+    policy = lora_policy(tiny_models.CONFIG, lora)
+    optimizer = make_optimizer(learning_rate=0.1)
+    run = jax.eval_shape(
+        lambda: loop.start_run(policy.init(jax.random.key(0)), optimizer, jax.random.key(1), trained=ADAPTER)
+    )
+    axes = Adapted(sharding.decoder_axes(tiny_models.CONFIG), adapter_axes(lora))
+    where = sharding.state_shardings(run, mesh, axes, trained=ADAPTER)
+    expected = PartitionSpec(None, None, "tensor", None)
+    assert where.learner.params.base["q"].spec == PartitionSpec(None, "fsdp", "tensor", None)
+    assert where.learner.params.adapter["q_b"].spec == where.reference["q_b"].spec == expected
+    specs = [s.spec for x, s in pairs(run.learner.optimizer, where.learner.optimizer) if x.shape == (3, 4, 4, 8)]
+    assert specs.count(expected) >= 2
+    assert where.key.spec == where.update.spec == PartitionSpec()
+
+
+def test_a_checkpoint_restores_on_another_mesh(tmp_path):
+    """Saved under fsdp=8, restored where other axes are divided: the same bits, where the template says."""
+    params = init(jax.random.key(0))
+    state = init_learner(params, OPTIMIZERS["adam"])
+    memory = jax.tree.map(lambda x: np.asarray(x) + np.asarray(1, x.dtype), state.optimizer)
+    state = jax.device_get(state.replace(optimizer=memory))
+    there, here = (sharding.state_shardings(state, mesh_of(text), AXES) for text in ("fsdp=8", "data=2,tensor=4"))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, place_on_devices(state, there))
+    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, here)
+    for template in (abstract, place_on_devices(jax.tree.map(np.zeros_like, state), here)):
+        restored = checkpoints.restore(3, template)
+        for value, (was, lies) in zip(jax.tree.leaves(restored), pairs(state, here), strict=True):
+            np.testing.assert_array_equal(value, was)
+            assert value.sharding == lies
+        assert restored.params["mix"].addressable_shards[0].data.shape == (8, 2)
+
+
+# Programs ---------------------------------------------------------------------------------------------
+
+
+def make(policy=BIGRAMS):
+    return make_update(policy, PLAIN, OPTIMIZERS["adam"], micro_rows=2, watch=None, **SETTINGS)
+
+
+@pytest.mark.slow
+def test_F3_a_divided_policy_learns_the_same():
+    """Rows, model and vocabulary over eight devices, which do not divide rows evenly; the state stays where it lay."""
+    params, trajectories = sampled_case(12)
+    batch = rows_of(PLAIN, trajectories, "by_trajectory", rows=13)
+    mesh = mesh_of("data=2,fsdp=2,tensor=2")
+    where = sharding.state_shardings(fresh(params, "adam"), mesh, AXES)
+    assert where.params["mix"].spec == PartitionSpec("fsdp", "tensor")
+    update, plain = sharding.jit_update(make(BIGRAMS._replace(mesh=mesh)), where, donate=True), jax.jit(make())
+    state, other = place_on_devices(fresh(params, "adam"), where), fresh(params, "adam")
+    for _ in range(3):
+        state, metrics = update(state, batch)
+        other, others = plain(other, batch)
+    assert_close(jax.device_get(state.params), other.params, params)
+    for figure in metrics:
+        np.testing.assert_allclose(metrics[figure], others[figure], rtol=1e-3, atol=1e-5, err_msg=figure)
+    for value, expected in pairs(state, where):
+        assert value.sharding.is_equivalent_to(expected, value.ndim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gspo", "dpo"])
+def test_F3_first_passes_over_sequences_are_spread_too(name):
+    """Every option on and pi_old scored anew: over a divided mesh, and inside a pmap of three devices."""
+    algorithm = everything_on(name)
+    params, trajectories = sampled_case(12)
+    batch = rows_of(algorithm, trajectories, "by_trajectory")
+    settings = {"micro_rows": 2, "rescore": True, **SETTINGS}
+    make = partial(make_update, algorithm=algorithm, optimizer=OPTIMIZERS["sgd"], **settings)
+    expected, figures = jax.jit(make(BIGRAMS))(fresh(params), batch)
+    mesh = mesh_of("data=2,fsdp=2,tensor=2")
+    where = sharding.state_shardings(fresh(params), mesh, AXES)
+    state, metrics = sharding.jit_update(make(BIGRAMS._replace(mesh=mesh)), where)(
+        place_on_devices(fresh(params), where), batch
+    )
+    states, others = sharding.pmap_update(make, BIGRAMS, jax.devices()[:3])(
+        sharding.repeat_tree(fresh(params), 3), batch
+    )
+    assert_close(jax.device_get(state.params), expected.params, params)
+    assert_close(jax.tree.map(lambda x: np.asarray(x[2]), states.params), expected.params, params)
+    for found in (metrics, others):
+        for figure in figures:
+            one, other = (around_one(figure, np.asarray(of[figure])) for of in (found, figures))
+            np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5, err_msg=figure)
+
+
+def around_one(figure: str, value: np.ndarray) -> np.ndarray:
+    """Count the ratios on both sides of 1 together: scored anew they are 1 up to rounding, which is an edge of bins."""
+    if figure != "ratio_histogram":
+        return value
+    middle = len(value) // 2
+    return np.concatenate([value[: middle - 1], [value[middle - 1] + value[middle]], value[middle + 1 :]])
+
+
+@pytest.mark.slow
+def test_F3_a_pmapped_update_is_the_same_on_every_device():
+    params, trajectories = sampled_case(12)
+    batch = rows_of(PLAIN, trajectories, "by_trajectory", rows=13)
+    update = sharding.pmap_update(make, BIGRAMS, jax.devices()[:3])
+    states, metrics = update(sharding.repeat_tree(fresh(params, "adam"), 3), batch)
+    other, others = jax.jit(make())(fresh(params, "adam"), batch)
+    for device in range(3):
+        assert_close(jax.tree.map(lambda x: np.asarray(x[device]), states.params), other.params, params)  # noqa: B023
+    np.testing.assert_allclose(metrics["loss"], others["loss"], rtol=1e-4)
+
+
+def test_a_policy_is_settled_only_where_xla_divides_the_program():
+    axes = sharding.decoder_axes(tiny_models.CONFIG)
+    for mesh in (None, PerDevice("data", 8), mesh_of("data=8")):
+        assert sharding.settle(tiny_models.POLICY, mesh, axes) == tiny_models.POLICY._replace(mesh=mesh)
+    assert sharding.settle(tiny_models.POLICY, mesh_of("fsdp=8"), axes).hidden is not tiny_models.POLICY.hidden

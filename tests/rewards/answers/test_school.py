@@ -1,0 +1,156 @@
+"""School answers: choices, units, dates, lists, yes and no; a gold answer is itself in every spelling.
+
+Single examples stand in pairs.txt.
+"""
+
+from datetime import date
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowgrpo.rewards.answers.dates import Date, read_date, read_time
+from flowgrpo.rewards.answers.school import (
+    choice,
+    labelled,
+    named_letters,
+    options_of,
+    read_ratio,
+    read_truth,
+    school,
+    split_list,
+)
+from flowgrpo.rewards.answers.units import TABLE, read_quantity, units_of
+from flowgrpo.types import BadInput, Task
+
+REWARD = school()
+
+
+def task(query="", **metadata):
+    return Task("t", query, ("A",), "school", metadata)
+
+
+def value(gold, output, **metadata):
+    return REWARD.score(Task("t", "", (gold,), "school", metadata), output).value
+
+
+LETTER = "{}|({})|{})|{}.|[{}]|**{}**|option {}|Option ({})|The answer is {}.|Answer: {}|\\boxed{{{}}}|It's {}."
+LETTER += "|<answer>{}</answer>|The correct option is ({}).|$\\text{{({})}}$"
+TWO = ("{} or {}", "{} and {}", "{}, {}", "either {} or {}", "{}/{}", "{} {}")
+
+
+@given(st.permutations("ABCDEFGHIJ"), st.sampled_from(LETTER.split("|")), st.booleans(), st.sampled_from(TWO))
+def test_a_letter_is_itself_in_every_spelling_and_neither_another_nor_one_of_two(letters, spelling, lower, two):
+    gold, other, *_ = letters
+    cased = str.lower if lower and "It's" not in spelling else str.upper
+    assert value(gold, spelling.format(cased(gold))) == 1
+    assert value(gold, spelling.format(cased(other))) == 0
+    assert value(gold, two.format(gold, other)) == value(other, two.format(gold, other)) == 0
+
+
+def test_options_are_read_from_metadata_or_the_question_and_stand_for_their_letters():
+    query = "What? (A) the core (B) the mantle\n(C) water"
+    assert options_of(task(query)) == {"A": "the core", "B": "the mantle", "C": "water"}
+    assert options_of(task(options=["x", "y"])) == {"A": "x", "B": "y"}
+    assert options_of(task(choices={"a)": "x"})) == {"A": "x"}
+    assert options_of(task("A. Smith wrote it.")) == {}
+    with pytest.raises(BadInput, match="options must be"):
+        options_of(task(options=5))
+    for gold, output, right in (
+        ("B", "Photosynthesis.", 1),
+        ("photosynthesis", "B", 1),
+        ("B", "B. respiration", 0),
+        ("B", "respiration", 0),
+    ):
+        assert value(gold, output, options=["respiration", "photosynthesis"]) == right
+
+
+def test_letters_are_told_from_articles_and_pronouns():
+    said = {"A plant grows": None, "I think so": None, "A is right": {"A"}, "I pick option a": {"A"}, "not B": set()}
+    said["B, not A"] = {"B"}
+    assert {text: named_letters(text) for text in said} == said
+    assert labelled("b. photosynthesis") == ("B", "photosynthesis")
+    assert labelled("bring it") == ("", "bring it")
+    assert choice(task(), "42", "B") is None
+
+
+def test_every_spelling_of_a_unit_is_of_its_dimension():
+    spelled = [(dimension, one) for dimension, rows in TABLE.items() for _, names in rows for one in names.split()]
+    assert len(spelled) > 150
+    for dimension, one in spelled:
+        assert dimension in {unit.dimension for unit in units_of(one.replace("-", " "))}, one
+
+
+UNITS = "km kg L h m g ml min cm s m^2 km/h °C N"
+
+
+@given(st.integers(1, 500), st.sampled_from(UNITS.split()))
+def test_a_quantity_is_itself_in_every_spelling_and_no_other(number, unit):
+    gold = f"{number} {unit}"
+    for spelled in (gold, f"{number}{unit}", f"{number}.0 {unit}", f"${number}\\text{{ {unit}}}$", f"It is {gold}."):
+        assert value(gold, spelled) == 1, spelled
+    more = f"{number + 1} {unit}"
+    for spelled in (more, f"-{gold}", f"{number} furlongs", f"not {gold}", f"{gold} or {more}"):
+        assert value(gold, spelled) == 0, spelled
+
+
+@given(st.integers(1, 99999))
+def test_units_convert_exactly(number):
+    for given_unit, said, right in (
+        ("m", f"{number / 1000:.5f} km", 1),
+        ("g", f"{number * 1000} mg", 1),
+        ("cm^2", f"{number * 100} mm²", 1),
+        ("min", f"{number // 60} h {number % 60} min", 1),
+        ("m", f"{number} km", 0),
+    ):
+        assert value(f"{number} {given_unit}", said) == right
+    for text in ("", "km", "5 km 3", "not 5 apples", "5 km or 6 km", "5 very many big green apples", "5 1"):
+        assert read_quantity(text) is None, text
+
+
+@given(st.dates(min_value=date(1000, 1, 1)))
+def test_a_date_is_itself_in_every_spelling(day):
+    gold, name = f"{day:%B} {day.day}, {day.year}", f"{day:%A}, the {day.day}th of {day:%b} {day.year}"
+    for spelled in (gold, f"{day.day} {day:%B} {day.year}", day.isoformat(), f"{day.month}/{day.day}/{day.year}", name):
+        assert value(gold, spelled) == 1, spelled
+    assert value(gold, f"{day:%B} {day.day}, {day.year - 1}") == 0
+    assert value(gold, f"{day:%B} {day.day % 28 + 1}, {day.year}") == (day.day == day.day % 28 + 1)
+
+
+def test_dates_and_times_are_read_or_are_none():
+    dates = {"Feb 29": {Date(None, 2, 29)}, "07/04/1776": {Date(1776, 7, 4), Date(1776, 4, 7)}}
+    dates |= dict.fromkeys(("", "July", "July 45, 1776", "13/13/2000", "1/2/3", "July July 4", "may be"), frozenset())
+    dates |= dict.fromkeys(("4 5 July 1776", "2000-13-01"), frozenset())
+    assert {text: read_date(text) for text in dates} == dates
+    times = {"3:30 pm": (930, True), "15:30": (930, True), "3:30": (210, False), "12 am": (0, True)}
+    times |= {"noon": (720, True), "quarter to four": (225, False)}
+    times |= dict.fromkeys(("", "25:00", "3:61", "3", "13 pm", "0:30 pm", "half past", "abc"))
+    assert {text: read_time(text) for text in times} == times
+
+
+@given(st.lists(st.integers(-50, 50), min_size=2, max_size=6), st.randoms())
+def test_a_list_is_itself_in_every_spelling_and_order_counts_where_asked(numbers, random):
+    shuffled = random.sample(numbers, len(numbers))
+    gold, other = (", ".join(map(str, items)) for items in (numbers, shuffled))
+    for spelled in (gold, other.replace(",", ";"), f"[{other}]"):
+        assert value(gold, spelled) == 1, spelled
+    assert value(f"({gold})", f"({other})") == value(gold, other, ordered=True) == (shuffled == numbers)
+    assert value(gold, f"{gold}, 99") == 0
+    assert value(gold, ", ".join(map(str, [numbers[0] + 1, *numbers[1:]]))) == 0
+
+
+def test_lists_split_at_the_top_level_and_long_ones_are_compared_word_by_word():
+    parts = {"(1, 2), (3, 4)": ("", ["(1, 2)", "(3, 4)"]), "{a, b}": ("{}", ["a", "b"]), "3 < 5": ("<", ["3", "5"])}
+    parts |= {"1,234 and 5": ("", ["1,234", "5"]), "alone": ("", ["alone"])}
+    assert {text: split_list(text) for text in parts} == parts
+    up, down, other = (", ".join(map(str, numbers)) for numbers in (range(100), range(99, -1, -1), range(1, 101)))
+    assert (value(up, down), value(up, other)) == (1, 0)
+
+
+def test_yes_no_and_ratios_are_read_or_are_none():
+    said = dict.fromkeys(("Yes", "True", "Yes, it is", "t"), True)
+    said |= dict.fromkeys(("no.", "not true", "No, never"), False)
+    said |= dict.fromkeys(("", "maybe", "yes and no", "true or false", "Y axis", "no one", "none"))
+    assert {text: read_truth(text) for text in said} == said
+    assert read_ratio("6:8") == read_ratio("3 to 4")
+    assert read_ratio("0:4") is read_ratio("3") is None

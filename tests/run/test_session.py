@@ -1,0 +1,265 @@
+"""A run in its folder: whatever ends it, and wherever, it goes on to the same bits, and says what is saved (S1)."""
+
+import errno
+import json
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from event_files import fields, records
+from tiny_work import tiny_work
+
+from flowgrpo.report import metrics as files
+from flowgrpo.run import checkpoints, run_dir, signals
+from flowgrpo.run.checkpoints import Checkpoints, params_sha256
+from flowgrpo.run.session import Session, open_session, run_session
+from flowgrpo.types import BadInput
+
+pytestmark = pytest.mark.usefixtures("nan_allowed")  # while NaN is looked for, JAX donates nothing
+EVERY = 2
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """An undisturbed run."""
+    path = tmp_path_factory.mktemp("runs") / "whole"
+    with jax.debug_nans(False):
+        run_session(tiny_work(), path, every=EVERY)
+    return path
+
+
+def final(path: Path) -> tuple:
+    """All of a finished run that must be the same whenever the run is."""
+    result = json.loads((path / "result.json").read_text())
+    last = Checkpoints(path).latest()
+    states = [Checkpoints(path).part(last, place) for place in ("run", "start")]
+    for name in ("minutes", "tokens_per_second", "resumed_at"):
+        del result[name]
+    return (path / "metrics.jsonl").read_bytes(), result, last, [params_sha256(state) for state in states]
+
+
+def raise_at(stage: str, update: int, number: int = signal.SIGTERM):
+    """Return what sends the signal the first time that the run is there."""
+    times = []
+
+    def at(here: str, now: int) -> None:
+        if (here, now) == (stage, update) and not times:
+            times.append(here)
+            signal.raise_signal(number)
+
+    return at
+
+
+def test_a_run_writes_what_it_says_and_a_finished_one_stays_as_it_is(whole):
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["phase"], line["update"]) for line in lines if line["phase"] != "warm start"] == [
+        ("validation", 0),
+        *(("train", 1), ("train", 2), ("validation", 2)),
+        *(("train", 3), ("train", 4), ("validation", 4)),
+        *(("train", 5), ("validation", 5)),
+    ]
+    before = final(whole)
+    result = run_session(tiny_work(), whole, every=EVERY)
+    assert result["resumed_at"] == []
+    assert final(whole) == before
+
+
+@pytest.mark.parametrize(
+    ("number", "stage", "update", "saved"),
+    [
+        (signal.SIGTERM, "warm start", 0, None),
+        (signal.SIGINT, "examine", 0, 0),
+        (signal.SIGTERM, "rollout", 4, 3),
+        (signal.SIGINT, "learned", 4, 4),  # the state that it began with is donated: this one is the last whole one
+        (signal.SIGTERM, "test", 0, 5),
+    ],
+)
+def test_S1_what_is_stopped_is_saved_and_goes_on_to_the_same_bits(
+    whole, tmp_path, capsys, number, stage, update, saved
+):
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run_session(tiny_work(raise_at(stage, update, number)), tmp_path, every=EVERY)
+    assert signals.number_of(caught.value) == number
+    words = f"saved at update {saved}; the same command goes on from there"
+    assert (
+        words if saved is not None else "a warm start is saved at its validations: the same command begins it again"
+    ) in capsys.readouterr().err
+    assert Checkpoints(tmp_path).latest() == saved
+    result = run_session(tiny_work(), tmp_path, every=EVERY)
+    assert result["resumed_at"] == ([saved] if saved is not None and saved < 5 else [])
+    assert final(tmp_path) == final(whole)
+
+
+def test_S1_a_run_is_logged_and_watched_without_a_bit_of_it_changing(whole, tmp_path):
+    stopped = tiny_work(raise_at("rollout", 4))
+    with pytest.raises(KeyboardInterrupt):
+        run_session(stopped, tmp_path, every=EVERY, loggers=["tensorboard"])
+    run_session(tiny_work(), tmp_path, every=EVERY, loggers=["tensorboard"])
+    assert final(tmp_path) == final(whole)
+    for name in ("run.json", "warnings.jsonl"):
+        assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
+    assert not (whole / "tensorboard").exists()
+    seen = {}
+    for path in sorted((tmp_path / "tensorboard").glob("*/*")):
+        events = [dict(fields(record)) for record in records(path.read_bytes())][1:]
+        seen.setdefault(path.parent.name, []).append([-one[2] if 7 in one else one[2] for one in events])
+    assert seen["train"] == [[1, 2, 3], [-4, 4, 5]]
+    assert seen["validation"] == [[0, 2], [-3, 4, 5]]
+
+
+def test_S1_stopped_in_every_update_it_ends_as_if_nothing_had_been(whole, tmp_path):
+    """A validation that was due and not made is made by the run that goes on."""
+    for stage, update in [("examine", 0), ("learned", 1), ("learned", 2), ("rollout", 4), ("learned", 4), ("test", 0)]:
+        with pytest.raises(KeyboardInterrupt):
+            run_session(tiny_work(raise_at(stage, update)), tmp_path, every=EVERY)
+    assert run_session(tiny_work(), tmp_path, every=EVERY)["resumed_at"] == [0, 1, 2, 3, 4]
+    assert final(tmp_path) == final(whole)
+
+
+def test_a_signal_while_a_checkpoint_is_taken_comes_when_it_is_whole(whole, tmp_path, monkeypatch):
+    taken = checkpoints.take_leaves
+
+    def take(tree, **settings):
+        if "run" in tree and int(tree["run"].update) == 2:
+            monkeypatch.undo()
+            signal.raise_signal(signal.SIGTERM)
+        return taken(tree, **settings)
+
+    monkeypatch.setattr(checkpoints, "take_leaves", take)
+    with pytest.raises(signals.Terminated):
+        run_session(tiny_work(), tmp_path, every=EVERY)
+    assert Checkpoints(tmp_path).steps() == [0, 2]
+    assert Checkpoints(tmp_path).note(2)["validation"] > 0
+    run_session(tiny_work(), tmp_path, every=EVERY)
+    assert final(tmp_path) == final(whole)
+
+
+def test_a_state_that_is_moved_away_when_the_signal_comes_leaves_the_last_checkpoint(
+    whole, tmp_path, monkeypatch, capsys
+):
+    save = Session.save
+
+    def moved(session: Session, memory=None) -> None:
+        if int(session.run.update) == 3:
+            jax.tree.leaves(session.run.learner.optimizer)[0].delete()
+        save(session, memory)
+
+    monkeypatch.setattr(Session, "save", moved)
+    with pytest.raises(signals.Terminated):
+        run_session(tiny_work(raise_at("rollout", 4)), tmp_path, every=EVERY)
+    assert "saved at update 2; the same command goes on from there" in capsys.readouterr().err
+    monkeypatch.undo()
+    run_session(tiny_work(), tmp_path, every=EVERY)
+    assert final(tmp_path) == final(whole)
+
+
+def fill(monkeypatch, step: int) -> None:
+    """From this checkpoint on the disk is full."""
+    write = Path.write_text
+
+    def full(path: Path, *rest, **more):
+        if path.name == checkpoints.CONTENT and int(path.parent.name.split("-")[-1]) >= step:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, *rest, **more)
+
+    monkeypatch.setattr(checkpoints.Path, "write_text", full)
+
+
+@pytest.mark.parametrize(("step", "last", "at"), [(3, 2, raise_at("learned", 3)), (4, 2, None), (5, 4, None)])
+def test_S1_a_disk_that_fills_up_is_one_sentence_and_the_run_goes_on_when_there_is_room(
+    whole, tmp_path, monkeypatch, step, last, at
+):
+    """In a checkpoint that was due, and in that of a signal."""
+    fill(monkeypatch, step)
+    said = rf"0000000{step} could not be written \(No space left on device\): the one of step {last} is whole"
+    with pytest.raises(BadInput, match=said):
+        run_session(tiny_work(at) if at else tiny_work(), tmp_path, every=EVERY)
+    assert Checkpoints(tmp_path).latest() == last
+    monkeypatch.undo()
+    assert run_session(tiny_work(), tmp_path, every=EVERY)["resumed_at"] == [last]
+    assert final(tmp_path) == final(whole)
+
+
+def test_a_disk_that_is_full_for_other_files_is_one_sentence_too(whole, tmp_path):
+    def full(stage: str, update: int) -> None:
+        if (stage, update) == ("rollout", 4):
+            raise OSError(errno.ENOSPC, "No space left on device", "trajectories/000004.jsonl")
+
+    said = r"000004.jsonl could not be written \(No space.*last good checkpoint is that of update 2"
+    with pytest.raises(BadInput, match=said):
+        run_session(tiny_work(full), tmp_path, every=EVERY)
+    run_session(tiny_work(), tmp_path, every=EVERY)
+    assert final(tmp_path) == final(whole)
+
+
+def test_a_checkpoint_holds_all_that_the_run_goes_on_from(whole):
+    """Parameters, optimizer, keys, the cursor, counters, the place in the files."""
+    checkpoints = Checkpoints(whole)
+    names = {record["name"] for record in checkpoints._content(5)["leaves"]}
+    run = {"params/w", "params/b", "version", "skipped"}
+    assert {f"run/learner/{name}" for name in run} | {"run/key", "run/update", "run/reference/w"} <= names
+    assert any(name.startswith("run/learner/optimizer/") for name in names)
+    places = {f"position/{name}/{field}" for name in (files.METRICS, files.TIMINGS) for field in ("bytes", "crc32")}
+    assert {"start/w", "resumed_at", *places} <= names
+    size = (whole / files.METRICS).stat().st_size
+    assert checkpoints.part(5, "position")[files.METRICS]["bytes"] == size
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"seed": 1}, "seed: there 0, here 1"), ({"mesh": "data=4"}, 'mesh: there "data=8", here "data=4"')],
+)
+def test_another_run_is_refused_with_what_differs_when_it_goes_on_and_when_it_is_evaluated(
+    whole, tmp_path, monkeypatch, changed, said
+):
+    with pytest.raises(BadInput, match=f"holds another run: {said}"):
+        run_session(tiny_work(**changed), whole, every=EVERY)
+    (tmp_path / "checkpoints").symlink_to(whole / "checkpoints")  # with no run.json beside them
+    for work in (partial(run_session, every=EVERY), open_session):
+        with pytest.raises(BadInput, match=f"checkpoints holds another run: {said}"):
+            work(tiny_work(**changed), tmp_path)
+    here = run_dir.machine()
+    monkeypatch.setattr(run_dir, "machine", lambda: here | {"devices": 4, "threads": 99})
+    with pytest.raises(BadInput, match=r"devices: there 8, here 4; threads: there .*, here 99"):
+        run_session(tiny_work(), whole, every=EVERY)
+    assert int(open_session(tiny_work(), whole).run.update) == 5  # it may be evaluated on another machine
+
+
+def test_S1_metrics_of_a_run_whose_checkpoints_are_gone_or_that_were_changed_are_not_cut_off(whole, tmp_path):
+    """A run that was killed before its first checkpoint has none of an update, and begins again."""
+    shutil.copytree(whole, tmp_path / "run")
+    path = tmp_path / "run" / files.METRICS
+    text = path.read_text()
+    path.write_text(text.replace('"update": 3', '"update": 8'))
+    with pytest.raises(
+        BadInput, match=r"has other first .* bytes than at the checkpoint: restore it, or begin a new run"
+    ):
+        run_session(tiny_work(), tmp_path / "run", every=EVERY)
+    path.write_text(text)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    said = "tells of 5 updates, and there is no checkpoint of any: restore the folder checkpoints beside it, or begin"
+    with pytest.raises(BadInput, match=said):
+        run_session(tiny_work(), tmp_path / "run", every=EVERY)
+    assert path.read_text() == text
+    path.write_text(text[: text.index('{"phase": "train"')])
+    run_session(tiny_work(), tmp_path / "run", every=EVERY)
+    assert final(tmp_path / "run") == final(whole)
+
+
+def test_a_run_may_be_made_longer_and_not_shorter_than_it_is(whole, tmp_path):
+    run_session(tiny_work(updates=2), tmp_path, every=EVERY)
+    run_session(tiny_work(updates=5), tmp_path, every=EVERY)
+    assert final(tmp_path) == final(whole)
+
+
+def test_what_a_run_begins_with_may_be_donated_and_stays_with_whoever_gave_it(tmp_path):
+    session, params = Session(tiny_work(), tmp_path), {"w": jax.numpy.ones((4, 3)), "b": jax.numpy.zeros(3)}
+    session.begin(params, {})
+    step = session.work.make_step()
+    step(session.run)
+    assert not session._is_whole()
+    assert np.asarray(params["w"]).sum() == np.asarray(session.start["w"]).sum() == 12

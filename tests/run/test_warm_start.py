@@ -1,0 +1,90 @@
+"""The imitation before reinforcement: it stops by itself, and goes on where it was killed, to the same bits (S1)."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from flowgrpo.learner.state import LearnerState, init_learner
+from flowgrpo.run.checkpoints import params_sha256
+from flowgrpo.run.warm_start import WARM, WarmStart, finish_warm_start, no_warm_start, saved_position, warm_start
+from flowgrpo.types import BadInput
+
+OPTIMIZER = optax.adam(0.05)
+TRUTH = jnp.array([1.0, -2.0])
+
+
+@jax.jit
+def step(state: LearnerState, x_rd: jax.Array) -> tuple[LearnerState, None]:
+    grads = jax.grad(lambda params: jnp.mean((x_rd @ (params["w"] - TRUTH)) ** 2))(state.params)
+    with jax.numpy_dtype_promotion("standard"):
+        changes, memory = OPTIMIZER.update(grads, state.optimizer, state.params)
+    return state.replace(params=optax.apply_updates(state.params, changes), optimizer=memory), None
+
+
+def make(steps: int = 24, *, killed_at: int | None = None, loss=lambda params: jnp.sum((params["w"] - TRUTH) ** 2)):
+    """A warm start of a few numbers, which is killed before one of its batches."""
+
+    def batches(first: int):
+        for number in range(first, 100):
+            if number == killed_at:
+                raise KeyboardInterrupt
+            yield jax.random.normal(jax.random.fold_in(jax.random.key(0), number), (8, 2))
+
+    state = init_learner({"w": jnp.zeros(2)}, OPTIMIZER)
+    return WarmStart(state, step, batches, loss, steps=steps, every=4, patience=3)
+
+
+@pytest.mark.parametrize("killed_at", [1, 4, 9, 15, 23])
+def test_S1_a_kill_at_any_moment_gives_the_same_bits_and_every_validation_once(tmp_path, killed_at):
+    told, heard = [], []
+    whole = warm_start(make(), tmp_path / "whole", lambda *seen: told.append(seen))
+
+    def tell(*seen):
+        heard.append(seen)
+
+    position = partial(lambda: {"metrics.jsonl": len(heard)})
+    with pytest.raises(KeyboardInterrupt):
+        warm_start(make(killed_at=killed_at), tmp_path / "parts", tell, position)
+    del heard[(saved_position(tmp_path / "parts") or {}).get("metrics.jsonl", 0) :]  # as the files of metrics are cut
+    again = warm_start(make(), tmp_path / "parts", tell, position)
+    assert params_sha256(again) == params_sha256(whole)
+    assert heard == told
+    assert [count for count, _ in told] == [0, 4, 8, 12, 16, 20, 24]
+
+
+def test_it_ends_where_the_loss_falls_no_more_with_the_parameters_at_the_lowest(tmp_path):
+    losses = iter([3.0, 2.0, 1.0, 5.0, 6.0, 7.0, 0.0])
+    kept, told = [], []
+
+    def loss(params):
+        kept.append(np.asarray(params["w"]))
+        return next(losses)
+
+    found = warm_start(make(loss=loss), tmp_path, lambda *seen: told.append(seen))
+    assert told == [(0, 3.0), (4, 2.0), (8, 1.0), (12, 5.0), (16, 6.0), (20, 7.0)]
+    np.testing.assert_array_equal(found["w"], kept[2])
+
+
+def test_what_has_ended_ends_at_once_the_second_time_and_leaves_nothing_when_it_is_done(tmp_path):
+    first = warm_start(make(), tmp_path, lambda *_: None)
+    again = warm_start(make(killed_at=0), tmp_path, lambda *_: pytest.fail("nothing is left to validate"))
+    assert params_sha256(first) == params_sha256(again)
+    finish_warm_start(tmp_path)
+    assert not (tmp_path / WARM).exists()
+    assert saved_position(tmp_path) is None
+
+
+def test_a_run_without_imitation_begins_with_its_parameters_and_writes_nothing(tmp_path):
+    params = {"w": jnp.ones(2)}
+    found = warm_start(no_warm_start(params), tmp_path, lambda *_: pytest.fail("nothing is validated"))
+    assert found is params
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loss_that_is_no_number_is_refused_with_the_flag(tmp_path):
+    with pytest.raises(BadInput, match="validation loss is not finite: lower --warm_rate"):
+        warm_start(make(loss=lambda _: np.nan), tmp_path, lambda *_: None)
