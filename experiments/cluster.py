@@ -31,7 +31,7 @@ from absl import flags
 from experiments.cli import app
 from experiments.cli.flags import chosen_run, define_config, define_run, given
 from experiments.cli.help import flag_heading
-from flowgrpo.distributed.ray_backend import RayCrew
+from flowgrpo.distributed.ray_backend import RayBackend
 from flowgrpo.distributed.table import StatusTable
 from flowgrpo.recipes.cluster import Config, Launched, preset, train
 
@@ -52,8 +52,8 @@ def main() -> None:
     folder, options = chosen_run(f"runs/cluster-{config.seed}")
     launched = Launched(flags.FLAGS["compilation_cache"].value, bool(flags.FLAGS["deterministic"].value))
     gpus = {"rollout": _ROLLOUT_GPUS.value, "train": _TRAINER_GPUS.value}
-    with RayCrew(_ADDRESS.value, gpus=gpus) as crew:
-        result = train(config, folder, crew=crew, launched=launched, on_turn=StatusTable(_SHOWN.value), **options)
+    with RayBackend(_ADDRESS.value, gpus=gpus) as backend:
+        result = train(config, folder, backend=backend, launched=launched, on_turn=StatusTable(_SHOWN.value), **options)
     print(json.dumps(result))
 
 

@@ -49,7 +49,7 @@ _LANES = flags.DEFINE_integer(
 )
 flag_heading("Files and resuming")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/compare-STUDY by default.")
-_RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins anew.")
+_RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins again.")
 
 
 def main() -> None:

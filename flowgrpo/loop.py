@@ -1,6 +1,6 @@
 """The single-process loop: the oracle that every other schedule is tested against.
 
-    rollout -> appraise -> advantages, weights, targets -> pack -> update,  again and again
+    rollout -> score_trajectories -> advantages, weights, targets -> pack -> update,  again and again
 
 An iteration is three programs with packing on the host between them, or one program that can be scanned over updates
 and vmapped over seeds; both give the same numbers (F3). Everything an iteration draws comes from
@@ -27,7 +27,7 @@ from flowgrpo.evaluation.metrics import Evaluation, compute_metrics
 from flowgrpo.learner.critic import Valuation, explained_variance, make_value_score, without_critic
 from flowgrpo.learner.diagnostics import signal
 from flowgrpo.learner.imitation import demonstrate, imitation_rows, make_supervised
-from flowgrpo.learner.scoring import Appraise, make_appraise
+from flowgrpo.learner.scoring import ScoreTrajectories, make_score_trajectories
 from flowgrpo.learner.state import LearnerState, init_learner
 from flowgrpo.learner.update import Update, cast, make_update
 from flowgrpo.models.trainable import WHOLE, Trained, acting
@@ -96,7 +96,7 @@ class Credit(NamedTuple):
 class Learning(NamedTuple):
     """Stages of an iteration after its rollout, wherever that came from; pure, to be jitted by the caller."""
 
-    appraise: Callable[[Run, Trajectories], Trajectories]  # scores what advantages read
+    score_trajectories: Callable[[Run, Trajectories], Trajectories]  # scores what advantages read
     credit: Callable[[Trajectories], Credit]
     update: Callable[[Run, Batch], tuple[Run, Metrics]]
 
@@ -108,7 +108,7 @@ class Iteration(NamedTuple):
     algorithm: Algorithm
     settings: Settings
     rollout: Callable[[Run], Trajectories]  # judged
-    appraise: Callable[[Run, Trajectories], Trajectories]
+    score_trajectories: Callable[[Run, Trajectories], Trajectories]
     credit: Callable[[Trajectories], Credit]
     update: Callable[[Run, Batch], tuple[Run, Metrics]]
     lay_out: Callable[..., Batch]  # (trajectories, *credit) -> rows, in a way that compiles
@@ -187,9 +187,11 @@ def make_learning(
         **scoring,
         **sizes,
     )
-    appraise = make_appraise(policy, critic=critic, needs=needs, slots=slots, **scoring, **sizes) if needs else None
-    stages = _Stages(algorithm, settings, trained, appraise, learn)
-    return Learning(stages.appraise, stages.credit, stages.update)
+    score_trajectories = (
+        make_score_trajectories(policy, critic=critic, needs=needs, slots=slots, **scoring, **sizes) if needs else None
+    )
+    stages = _Stages(algorithm, settings, trained, score_trajectories, learn)
+    return Learning(stages.score_trajectories, stages.credit, stages.update)
 
 
 def longest(env: Env) -> int:
@@ -259,10 +261,10 @@ class _Stages:
     algorithm: Algorithm
     settings: Settings
     trained: Trained
-    scoring: Appraise | None
+    scoring: ScoreTrajectories | None
     learn: Update
 
-    def appraise(self, run: Run, trajectories: Trajectories) -> Trajectories:
+    def score_trajectories(self, run: Run, trajectories: Trajectories) -> Trajectories:
         """Score what advantages read, where anything has to be scored."""
         if self.scoring is None:
             return trajectories
@@ -315,7 +317,7 @@ def one_program(iteration: Iteration) -> Callable[[Run], tuple[Run, Metrics]]:
 
     def step(run: Run) -> tuple[Run, Metrics]:
         played = iteration.rollout(run)
-        trajectories = iteration.appraise(run, played)
+        trajectories = iteration.score_trajectories(run, played)
         credit = iteration.credit(trajectories)
         run, metrics = iteration.update(run, iteration.lay_out(trajectories, *credit))
         return run, metrics | rollout_metrics(played, credit, tools=tools, samples=samples)
@@ -327,7 +329,7 @@ def three_programs(iteration: Iteration) -> Callable[[Run], tuple[Run, Metrics]]
     """Build `step(run)`: a whole iteration, with packing on the host between programs that are each compiled once."""
     settings = iteration.settings
     learn = make_learn(
-        Learning(iteration.appraise, iteration.credit, iteration.update),
+        Learning(iteration.score_trajectories, iteration.credit, iteration.update),
         iteration.algorithm,
         tools=len(iteration.env.tools),
         samples=settings.samples,
@@ -342,7 +344,7 @@ def three_programs(iteration: Iteration) -> Callable[[Run], tuple[Run, Metrics]]
 def make_learn(
     learning: Learning, algorithm: Algorithm, *, tools: int, samples: int, row_length: int, rows: int, ranks: int = 1
 ) -> Callable[[Run, Trajectories], tuple[Run, Metrics]]:
-    """`learn(run, played)`: appraisal, credit, packing on the host into at most so many rows, update, figures of all.
+    """`learn(run, played)`: scoring, credit, packing on the host into at most so many rows, update, figures of all.
 
     `ranks` is the number of mini-batches, over which `pack` deals the trajectories.
     """
@@ -351,7 +353,7 @@ def make_learn(
     stages = Learning(*(jax.jit(stage) for stage in learning))
 
     def learn(run: Run, played: Trajectories) -> tuple[Run, Metrics]:
-        scored = stages.appraise(run, played) if algorithm.before else played
+        scored = stages.score_trajectories(run, played) if algorithm.before else played
         credit = jax.device_get(stages.credit(scored))
         trajectories = jax.device_get(scored)
         batch = pack(trajectories, *credit[:2], **sizes, target=credit.target, skip_no_signal=algorithm.skips)

@@ -25,10 +25,10 @@ from flowgrpo import loop
 from flowgrpo.batching.packing import pack
 from flowgrpo.contracts import Algorithm, Metrics, Policy, Scored
 from flowgrpo.learner.critic import Valuation, without_critic
-from flowgrpo.learner.scoring import make_appraise
+from flowgrpo.learner.scoring import make_score_trajectories
 from flowgrpo.learner.state import LearnerState
 from flowgrpo.models.trainable import WHOLE, ActorCritic, Trained, acting
-from flowgrpo.parallel.offload import DEVICE, Gauge, Move, Residency, live_bytes
+from flowgrpo.parallel.offload import DEVICE, MemoryMeter, Move, Residency, live_bytes
 from flowgrpo.parallel.row_sharding import SHARED
 from flowgrpo.report.watchdog import Pending, StageWatchdog
 from flowgrpo.rollout.judging import Verdict, is_solved, judge_groups, with_rewards
@@ -94,7 +94,7 @@ def make_staged(
     return _Staged(
         roll_out=roll_out,
         release=release,
-        appraise=_appraisal(policy, algorithm, settings, critic, banned, slots),
+        score_trajectories=_trajectory_scorer(policy, algorithm, settings, critic, banned, slots),
         credit=jax.jit(learning.credit),
         train=jax.jit(train, donate_argnums=0 if moves else ()),
         describe=jax.jit(partial(loop.rollout_metrics, tools=tools, samples=settings.samples)),
@@ -104,7 +104,7 @@ def make_staged(
         residency=residency,
         moves=moves,
         watch=watch or StageWatchdog(),
-        gauge=Gauge(),
+        memory_meter=MemoryMeter(),
         pool=ThreadPoolExecutor(1, thread_name_prefix="flowgrpo-inference"),
     )
 
@@ -154,7 +154,7 @@ class _Staged:
 
     roll_out: RollOut
     release: Callable[[], int]  # the sampler's memory -> bytes that were freed
-    appraise: Callable[..., dict] | None  # (params, reference, trajectories) -> what it scored
+    score_trajectories: Callable[..., dict] | None  # (params, reference, trajectories) -> what it scored
     credit: Callable[[Trajectories], loop.Credit]
     train: Callable[..., tuple]  # (learner, rest of the run, batch) -> (learner, update, metrics)
     describe: Callable[[Trajectories, loop.Credit], Metrics]
@@ -164,7 +164,7 @@ class _Staged:
     residency: Residency
     moves: bool  # the table has a model elsewhere than on the device
     watch: StageWatchdog
-    gauge: Gauge
+    memory_meter: MemoryMeter
     pool: ThreadPoolExecutor
 
     def __call__(self, run: loop.Run) -> tuple[loop.Run, dict[str, Any]]:
@@ -192,8 +192,8 @@ class _Staged:
             **{f"{name}_seconds": seconds for name, seconds in watch.seconds.items()},
             "freed_bytes": freed,
             "moves": summed(residency.moves()),
-            "device_bytes": self.gauge.take(),
-            "device_bytes_by": self.gauge.source,
+            "device_bytes": self.memory_meter.take(),
+            "device_bytes_by": self.memory_meter.source,
             "pinned_bytes": live_bytes()["pinned"],
         }
         return run, {**metrics, **rolled.metrics, "timings": {**timings, **rolled.timings}}
@@ -201,7 +201,7 @@ class _Staged:
     def stage(self, name: str) -> ExitStack:
         """A stage that is timed and measured."""
         with ExitStack() as stack:
-            stack.enter_context(self.gauge.stage(name))
+            stack.enter_context(self.memory_meter.stage(name))
             stack.enter_context(self.watch.stage(name))
             return stack.pop_all()
 
@@ -229,11 +229,11 @@ class _Staged:
             freed = self.release()
             self.residency.enter("inference")
             self.residency.ahead("train")
-            if self.appraise is None:
+            if self.score_trajectories is None:
                 return {}, freed
             run = _found(self.residency, run)
             reference = self.trained.put(run.learner.params, run.reference)
-            scored = self.appraise(run.learner.params, reference, trajectories, apart=is_fresh(trajectories))
+            scored = self.score_trajectories(run.learner.params, reference, trajectories, apart=is_fresh(trajectories))
             return jax.device_get(scored), freed
 
     def pack(self, trajectories: Trajectories, scored: dict) -> tuple[Trajectories, Batch, loop.Credit]:
@@ -269,27 +269,31 @@ def is_fresh(trajectories: Trajectories) -> bool:
 # Pure parts -------------------------------------------------------------------------------------------------
 
 
-def _appraisal(policy: Policy, algorithm: Algorithm, settings: loop.Settings, critic, banned, slots):
+def _trajectory_scorer(policy: Policy, algorithm: Algorithm, settings: loop.Settings, critic, banned, slots):
     """Build the scoring by reference and critic that the algorithm needs before packing; None if it needs neither."""
     needs = algorithm.needs & {"logp_ref", "value"}
     if not needs:
         return None
     scoring = {"temperature": settings.temperature, "banned": banned}
     sizes = {"micro_rows": settings.micro_rows, "compute_dtype": settings.compute_dtype, "slots": slots}
-    appraise = make_appraise(policy, critic=critic, needs=needs, **scoring, **sizes)
+    score_trajectories = make_score_trajectories(policy, critic=critic, needs=needs, **scoring, **sizes)
     # Every process reads all of it, where there are several.
     mesh = policy.mesh
     everywhere = NamedSharding(mesh, SHARED) if isinstance(mesh, Mesh) and mesh.is_multi_process else None
-    return jax.jit(partial(_appraise, appraise=appraise), static_argnames="apart", out_shardings=everywhere)
+    return jax.jit(
+        partial(_score_trajectories, score_trajectories=score_trajectories),
+        static_argnames="apart",
+        out_shardings=everywhere,
+    )
 
 
-def _appraise(params, reference, trajectories: Trajectories, *, appraise, apart: bool) -> dict:
+def _score_trajectories(params, reference, trajectories: Trajectories, *, score_trajectories, apart: bool) -> dict:
     """Score trajectories under reference and critic, and collect the fields that were scored.
 
     With `apart`, contexts that are all rendered afresh are rows of their own, and not parts of longer ones.
     """
     turns_nt = jnp.asarray(trajectories.turns)
-    found = appraise(params, reference, turn_by_turn(trajectories) if apart else trajectories)
+    found = score_trajectories(params, reference, turn_by_turn(trajectories) if apart else trajectories)
     scored = {"logp_ref": found.logp_ref, "value": found.value}
     laid = {name: x.reshape(trajectories.tokens.shape) for name, x in scored.items() if x is not None}
     if found.last_value is None:

@@ -20,7 +20,7 @@ from flowgrpo.distributed.master import Master
 from flowgrpo.distributed.messages import Order, Stretch, versions
 from flowgrpo.distributed.ray_backend import Lost
 from flowgrpo.distributed.schedule import REWARD, ROLLOUT, TRAIN, Plan
-from flowgrpo.distributed.worker_pool import PoolShape, take_pulse
+from flowgrpo.distributed.worker_pool import PoolShape, take_heartbeat
 from flowgrpo.distributed.workers import Player, RewardWorker, RolloutWorker, TrainerStart
 from flowgrpo.rollout import records
 from flowgrpo.rollout.records import Played, Unfinished, make_turn
@@ -44,8 +44,8 @@ class Ref:
         return self.value
 
 
-class ThreadCrew:
-    """Stand-in for `RayCrew`, in threads; a killed worker answers no call that is open, whatever it goes on doing."""
+class ThreadBackend:
+    """Stand-in for `RayBackend`, in threads; a killed worker answers no open call, whatever it goes on doing."""
 
     def __init__(self, before: Callable[[str, str, int], None] = lambda *_: None):
         """`before(worker, method, calls)` runs in the worker's thread before each call, and may raise or hang."""
@@ -186,11 +186,11 @@ class Work:
         yield Reward(lambda task, output: many([task], [output])[0], many)
 
     def master(
-        self, crew: ThreadCrew, plan: Plan, folder: Path, *, tell=lambda _: None, choose=None, **shape
+        self, backend: ThreadBackend, plan: Plan, folder: Path, *, tell=lambda _: None, choose=None, **shape
     ) -> Master:
         sizes = {"rollout": 2, "rewards": {f"{REWARD}-any": 2}, "room": 2, "validation_tasks": 5, "test_tasks": 4}
         make = partial(self.make, every=shape.pop("every", 2))
-        return Master(crew, plan, PoolShape(**{**sizes, **shape}), make, folder, tell=tell, choose=choose)
+        return Master(backend, plan, PoolShape(**{**sizes, **shape}), make, folder, tell=tell, choose=choose)
 
 
 def task(number: int) -> Task:
@@ -219,8 +219,8 @@ class FakeTrainer:
     def open(self):
         assert self.update == 0
 
-    def pulse(self):
-        return take_pulse()
+    def heartbeat(self):
+        return take_heartbeat()
 
     def begin(self) -> TrainerStart:
         self.begun = True

@@ -203,11 +203,11 @@ def test_the_price_of_kl_is_paid_once_the_policy_has_left_its_reference():
     """The advantages of trajectories scored under another reference differ; under the policy itself nothing is paid."""
     stages, run = iteration(fg.algorithms.rloo(beta=0.05, kl_in="reward")), start()
     played = jax.jit(stages.rollout)(run)
-    own = stages.appraise(run, played)
+    own = stages.score_trajectories(run, played)
     actions = np.asarray(played.actions)
     np.testing.assert_allclose(np.asarray(own.logp_ref)[actions], np.asarray(played.logp_sampled)[actions], atol=5e-5)
     other = run.replace(reference=POLICY.init(jax.random.key(9)))
-    far = stages.appraise(other, played)
+    far = stages.score_trajectories(other, played)
     assert np.abs(np.asarray(stages.credit(far).adv) - np.asarray(stages.credit(own).adv)).max() > 0.01
 
 
@@ -239,7 +239,7 @@ def test_F8_groups_without_a_signal_are_left_out_of_one_program_as_of_three():
     """
     algorithm = fg.flow_grpo(beta=0.0)
     stages = iteration(algorithm)
-    learning, sizes = loop.Learning(stages.appraise, stages.credit, stages.update), {"samples": 4, "rows": 16}
+    learning, sizes = loop.Learning(stages.score_trajectories, stages.credit, stages.update), {"samples": 4, "rows": 16}
     learn = loop.make_learn(learning, algorithm, tools=len(ENV.tools), row_length=loop.longest(ENV), **sizes)
     rollout, left_out = jax.jit(stages.rollout), 0
     whole, parts = one_program(algorithm), lambda run: learn(run, rollout(run))

@@ -21,7 +21,7 @@ from flowgrpo.contracts import Scored
 from flowgrpo.envs.env import PAD
 from flowgrpo.generate.engine import Engine
 from flowgrpo.learner.critic import own_network, with_critic
-from flowgrpo.learner.scoring import make_appraise
+from flowgrpo.learner.scoring import make_score_trajectories
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.critic import Critic, make_critic
@@ -35,7 +35,7 @@ from flowgrpo.rollout.hosted import hosted
 from flowgrpo.rollout.records import Hosted, rollout_of
 from flowgrpo.staged import (
     RolloutCallbacks,
-    _appraise,
+    _score_trajectories,
     _Staged,
     compiled_rollout,
     hosted_rollout,
@@ -144,7 +144,7 @@ def test_what_is_scored_before_packing_gives_the_parameters_of_the_loop(name, tm
 def test_models_lie_where_the_table_has_them_and_the_programs_are_compiled_once():
     parts = programs("reference", True)
     rollout = getclosurevars(parts.roll_out).nonlocals["rollout"]
-    compiled: list = [parts.appraise, parts.credit, parts.train, parts.describe, rollout]
+    compiled: list = [parts.score_trajectories, parts.credit, parts.train, parts.describe, rollout]
     with Residency(places(HOST)) as residency:
         run, moved, sizes = start("reference"), {}, []
         for _ in range(4):
@@ -201,7 +201,7 @@ def dense(played: Hosted) -> Trajectories:
 def test_a_hosted_rollout_is_trained_to_the_bits_of_the_loop_though_its_engine_is_released():
     """Judged by a reward of text; three updates, after each of which the slots are destroyed."""
     one = iteration("plain")
-    learning = loop.Learning(one.appraise, one.credit, one.update)
+    learning = loop.Learning(one.score_trajectories, one.credit, one.update)
     shapes = {"tools": len(ENV.tools), "samples": SIZES.samples, "row_length": loop.longest(ENV), "rows": 16}
     learn = loop.make_learn(learning, ALGORITHMS["plain"], **shapes)
     sizes = {"slots": 8, "slot_length": loop.longest(ENV) + 8, "chunk": 8, "steps": 4, "banned": (PAD,)}
@@ -325,9 +325,13 @@ def test_turns_that_are_rendered_afresh_are_scored_alone_to_the_same_numbers(see
         BIGRAMS, Critic(tiny_learner.init, lambda params, *given: BIGRAMS.hidden(params, *given)[0].sum(axis=-1))
     )
     params = with_critic(critic, jax.random.key(1), tiny_learner.init(jax.random.key(0)))
-    appraise = make_appraise(BIGRAMS, critic=critic, needs={"logp_ref", "value"}, micro_rows=5, **SETTINGS)
+    score_trajectories = make_score_trajectories(
+        BIGRAMS, critic=critic, needs={"logp_ref", "value"}, micro_rows=5, **SETTINGS
+    )
     whole, apart = (
-        jax.jit(partial(_appraise, appraise=appraise, apart=apart))(params, params.policy, fresh)
+        jax.jit(partial(_score_trajectories, score_trajectories=score_trajectories, apart=apart))(
+            params, params.policy, fresh
+        )
         for apart in (False, True)
     )
     assert set(whole) == {"logp_ref", "value", "last_value"}

@@ -114,7 +114,7 @@ def _parsed(line: bytes, wanted: str) -> Mapping[str, Any] | str:
     except UnicodeDecodeError as error:
         return f"isn't UTF-8 (byte {error.start + 1}); save the file as UTF-8"
     except (ValueError, RecursionError) as error:
-        return f"isn't JSON ({error}); mend or remove the line"
+        return f"isn't JSON ({error}); fix or remove the line"
     return content if isinstance(content, dict) else f"isn't a JSON object; {wanted}"
 
 
@@ -216,7 +216,7 @@ def _encodable(place: str, field: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise BadInput(f"{place}: field {field!r} holds half of a surrogate pair; mend the text") from None
+        raise BadInput(f"{place}: field {field!r} holds half of a surrogate pair; fix the text") from None
     return text
 
 
@@ -272,7 +272,7 @@ def _gym_tasks(source: str) -> Tasks:
         made = reasoning_gym.create_dataset(name, **options)
         entries = [made[number] for number in range(len(made))]
     except (TypeError, ValueError, AssertionError) as error:
-        raise BadInput(f"{source}: {name} can't be made with {options} ({error}); mend the options") from error
+        raise BadInput(f"{source}: {name} can't be made with {options} ({error}); fix the options") from error
     label = f"{name}?" + "&".join(f"{key}={value}" for key, value in options.items() if key != "size")
     return Tasks(
         tuple(

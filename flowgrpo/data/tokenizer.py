@@ -250,8 +250,8 @@ def _render(text: Text, before: Messages, messages: Messages, tools: Sequence[An
 
 def _refusal(text: Text, role: str, what: str) -> BadInput:
     """The error of a template that doesn't write what it is given."""
-    mend = "give its content in a role and an order that the template knows, or pass another template= to load_text"
-    return BadInput(f"the chat template of {text.source} {what}, which has the role {role!r}: {mend}")
+    fix = "give its content in a role and an order that the template knows, or pass another template= to load_text"
+    return BadInput(f"the chat template of {text.source} {what}, which has the role {role!r}: {fix}")
 
 
 def apply_template(
@@ -317,8 +317,8 @@ def _load_tokenizer(path: str | PathLike[str]) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the readers of many formats, which raise whatever they like
-        mend = "put its tokenizer.json and tokenizer_config.json there" if folder.is_dir() else "give a folder instead"
-        raise BadInput(f"no tokenizer can be read from {name} ({first_line(error)}): {mend}") from error
+        fix = "put its tokenizer.json and tokenizer_config.json there" if folder.is_dir() else "give a folder instead"
+        raise BadInput(f"no tokenizer can be read from {name} ({first_line(error)}): {fix}") from error
 
 
 def _read_generation_config(path: str | PathLike[str]) -> bytes | None:
@@ -345,7 +345,7 @@ def _configured_stop_ids(text: Text) -> Iterator[int]:
     try:
         found = json.loads(text.generation_config).get("eos_token_id")
     except (ValueError, AttributeError) as error:
-        raise BadInput(f"{place} is not a JSON object ({first_line(error)}): mend it or remove it") from error
+        raise BadInput(f"{place} is not a JSON object ({first_line(error)}): fix it or remove it") from error
     for i in found if isinstance(found, list) else [] if found is None else [found]:
         if type(i) is not int or not 0 <= i < text.vocab_size:
             raise BadInput(f"eos_token_id in {place} is {i!r}: write ids that are below {text.vocab_size}")

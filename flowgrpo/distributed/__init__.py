@@ -16,7 +16,7 @@ Modules:
     simulation     A cluster in virtual time
     table          Table of what a cluster is doing
     worker_pool    Start, call, ask and replace the workers of a master
-    workers        Workers of each kind: ordinary objects, which a crew puts into processes of their own
+    workers        Workers of each kind: ordinary objects, which a backend puts into processes of their own
 """
 
 from flowgrpo.distributed.event_log import read_events

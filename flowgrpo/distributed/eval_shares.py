@@ -6,7 +6,7 @@ from typing import Any
 
 from flowgrpo.distributed.messages import Order
 from flowgrpo.distributed.schedule import ROLLOUT
-from flowgrpo.distributed.worker_pool import PendingCall, Staff
+from flowgrpo.distributed.worker_pool import PendingCall, WorkerPool
 
 
 @dataclass(eq=False)
@@ -25,13 +25,13 @@ class Exam:
 class Examiner:
     """Deals out one examination at a time."""
 
-    def __init__(self, staff: Staff):
-        self._staff = staff
+    def __init__(self, workers: WorkerPool):
+        self._workers = workers
         self._exam: Exam | None = None
 
     def begin(self, kind: str, tasks: int, loaded: int, then: Callable[[list[Any]], None]) -> None:
         """So many tasks over all rollout workers; `then` is given what was judged, by share."""
-        count = min(len(self._staff.of(ROLLOUT)), tasks)
+        count = min(len(self._workers.of(ROLLOUT)), tasks)
         self._exam = Exam(kind, loaded, [tuple(range(tasks))[i::count] for i in range(count)], then)
         self.go_on()
 
@@ -56,7 +56,7 @@ class Examiner:
         exam = self._exam
         if exam is None:
             return
-        under_way = {doing.share for doing in self._staff.calls.values() if doing.exam is exam}
+        under_way = {doing.share for doing in self._workers.calls.values() if doing.exam is exam}
         for share in range(len(exam.shares)):
             if share not in exam.judged and share not in under_way:
                 self._give(exam, share)
@@ -69,11 +69,11 @@ class Examiner:
         what = f"share {share} of {exam.kind}"
         if share in exam.played:
             method, pool = "judge", exam.pools[share]
-            given: tuple = (exam.played[share], self._staff.refusal(what))
+            given: tuple = (exam.played[share], self._workers.refusal(what))
         else:
             method, pool = "play", ROLLOUT
             given = (Order(exam.kind, exam.shares[share], exam.loaded),)
-        there = self._staff.there(pool)
+        there = self._workers.there(pool)
         if there:
             about = {"returns": 2, "what": what, "exam": exam, "share": share}
-            self._staff.call(there[share % len(there)], method, *given, **about)
+            self._workers.call(there[share % len(there)], method, *given, **about)

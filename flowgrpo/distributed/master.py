@@ -1,6 +1,6 @@
 """The master: news of the workers flow in, calls to workers flow out, as the schedule says.
 
-    Master(crew, plan, shape, make, folder).run()
+    Master(backend, plan, shape, make, folder).run()
 
 It owns the schedule's state and the replay buffer, both values, and holds references to trajectories and weights, which
 go from worker to worker. Who is lost, silent or late is named, ended and replaced, and what it had to do is given to
@@ -20,9 +20,9 @@ from flowgrpo.distributed.cluster_state import ClusterState, from_json, is_train
 from flowgrpo.distributed.eval_shares import Examiner
 from flowgrpo.distributed.event_log import EventLog
 from flowgrpo.distributed.messages import Order, Stretch, StretchSummary, pack_stretch, unpack_stretch, versions
-from flowgrpo.distributed.ray_backend import Crew, Lost
+from flowgrpo.distributed.ray_backend import Backend, Lost
 from flowgrpo.distributed.schedule import ROLLOUT, TRAIN, Command, Event, Plan
-from flowgrpo.distributed.worker_pool import PendingCall, PoolShape, Staff, WorkerGone
+from flowgrpo.distributed.worker_pool import PendingCall, PoolShape, WorkerGone, WorkerPool
 from flowgrpo.distributed.workers import TrainerStart
 from flowgrpo.report.watchdog import to_stderr
 
@@ -34,7 +34,7 @@ class Master:
 
     def __init__(
         self,
-        crew: Crew,
+        backend: Backend,
         plan: Plan,
         shape: PoolShape,
         make: Callable[[str, str], Callable[[], Any]],
@@ -48,10 +48,10 @@ class Master:
 
         `choose(known, group)` gives the number of a group's task, where that depends on what is known of the tasks.
         """
-        self.crew, self.plan, self.shape, self.choose, self.on_turn = crew, plan, shape, choose, on_turn
+        self.backend, self.plan, self.shape, self.choose, self.on_turn = backend, plan, shape, choose, on_turn
         self.log = EventLog(folder / "events.jsonl")
-        self.staff = Staff(crew, shape, make, self.log, tell)
-        self.examiner = Examiner(self.staff)
+        self.workers = WorkerPool(backend, shape, make, self.log, tell)
+        self.examiner = Examiner(self.workers)
         self.state, self.buffer = ClusterState(), cluster_state.EMPTY
         self.address = ""  # of the first trainer
         self.going = False  # the schedule has begun
@@ -68,9 +68,9 @@ class Master:
     def run(self) -> dict[str, Any]:
         """From the checkpoint, or the warm start, to the end."""
         with self.log:
-            self.staff.hire(self.staff.of(TRAIN))
+            self.workers.launch(self.workers.of(TRAIN))
             while self.result is None:
-                for news in self.staff.news():
+                for news in self.workers.news():
                     if isinstance(news, WorkerGone):
                         self._lose(news)
                     else:
@@ -84,8 +84,8 @@ class Master:
         Rollout workers are replaced then too: what they play is to be played again, and nobody else may write into
         the journal what the same group hears.
         """
-        self.staff.lose(gone)
-        trains = self.staff.names[gone.worker] == TRAIN
+        self.workers.lose(gone)
+        trains = self.workers.names[gone.worker] == TRAIN
         if trains:
             self.examiner.stop()
             self.going = False
@@ -93,8 +93,8 @@ class Master:
             self.state = ClusterState(
                 version=self.state.version, tickets=self.state.tickets, duplicates=self.state.duplicates
             )
-        players = [name for name in self.staff.of(ROLLOUT) if self.staff.seen[name].hired]
-        self.staff.replace([*self.staff.of(TRAIN), *players] if trains else [gone.worker])
+        players = [name for name in self.workers.of(ROLLOUT) if self.workers.seen[name].launched]
+        self.workers.replace([*self.workers.of(TRAIN), *players] if trains else [gone.worker])
         if gone.worker in self.state.workers:
             self._happened(Event("lost", gone.worker))
         self.examiner.go_on()
@@ -103,12 +103,12 @@ class Master:
 
     def _on_about(self, doing: PendingCall, about: Mapping[str, Any]) -> None:
         """A worker has started."""
-        name, pool = doing.worker, self.staff.names[doing.worker]
-        self.staff.started(name, about)
+        name, pool = doing.worker, self.workers.names[doing.worker]
+        self.workers.started(name, about)
         if pool == TRAIN:
             self.address = about["address"] if name == FIRST else self.address
-            if len(self.staff.there(TRAIN)) == self.shape.trainers:
-                self.staff.call_trainers("meet", self.address)
+            if len(self.workers.there(TRAIN)) == self.shape.trainers:
+                self.workers.call_trainers("meet", self.address)
             return
         if self.weights is not None and pool == ROLLOUT:
             self._load(name)
@@ -117,16 +117,16 @@ class Master:
         self.examiner.go_on()
 
     def _on_meet(self, _: PendingCall, __: None) -> None:
-        self.staff.call(FIRST, "open")
+        self.workers.call(FIRST, "open")
 
     def _on_open(self, doing: PendingCall, _: None) -> None:
         """The first trainer has written what all begin with: the others follow, and all workers while they begin."""
         if doing.worker == FIRST:
-            for name in self.staff.of(TRAIN)[1:]:
-                self.staff.call(name, "open")
-        if not any(one.method == "open" for one in self.staff.calls.values()):
-            self.staff.call_trainers("begin")
-            self.staff.hire([name for name, seen in self.staff.seen.items() if not seen.hired])
+            for name in self.workers.of(TRAIN)[1:]:
+                self.workers.call(name, "open")
+        if not any(one.method == "open" for one in self.workers.calls.values()):
+            self.workers.call_trainers("begin")
+            self.workers.launch([name for name, seen in self.workers.seen.items() if not seen.launched])
 
     def _on_begin(self, _: PendingCall, begun: TrainerStart) -> None:
         """The trainer stands somewhere: the schedule goes back there."""
@@ -145,9 +145,9 @@ class Master:
             self.buffer = cluster_state.add(self.buffer, number, stretch, version=spoke)
         state = state._replace(duplicates=max(before.duplicates, state.duplicates))
         self.state = resumed(state, kept, tickets=before.tickets)
-        self.staff.late.clear()
+        self.workers.late.clear()
         self.log.write("resumed", update=begun.update, tickets=self.state.tickets)
-        self.staff.call_trainers("weights", returns=2)
+        self.workers.call_trainers("weights", returns=2)
 
     def _on_weights(self, doing: PendingCall, version: int) -> None:
         """The weights that the run goes on with."""
@@ -160,13 +160,13 @@ class Master:
     def _set_going(self) -> None:
         """Let the schedule begin, with all workers that are there."""
         self.going = True
-        for name, pool in self.staff.names.items():
-            if pool != TRAIN and self.staff.seen[name].there:
+        for name, pool in self.workers.names.items():
+            if pool != TRAIN and self.workers.seen[name].there:
                 self._join(name)
         self._end_when_over()
 
     def _join(self, name: str) -> None:
-        pool = self.staff.names[name]
+        pool = self.workers.names[name]
         if name not in self.state.workers:
             self._happened(Event("joined", name, pool=pool, room=self.shape.room if pool == ROLLOUT else 1))
 
@@ -175,11 +175,11 @@ class Master:
     def _publish(self, weights: Any, version: int) -> None:
         """Weights are there: all rollout workers get them, by reference."""
         self.loads, self.weights, self.version = self.loads + 1, weights, version
-        for name in self.staff.there(ROLLOUT):
+        for name in self.workers.there(ROLLOUT):
             self._load(name)
 
     def _load(self, name: str) -> None:
-        self.staff.call(name, "load", self.weights, self.version, self.loads)
+        self.workers.call(name, "load", self.weights, self.version, self.loads)
 
     def _on_load(self, _: PendingCall, __: int) -> None:
         """It has its weights."""
@@ -204,15 +204,15 @@ class Master:
             if self.choose is not None and number not in self.tasks:
                 self.tasks[number] = self.choose(self.known, number)
             order = Order("train", command.groups, self.loads, command.budget, self.tasks.get(number))
-            self.staff.call(command.worker, "play", order, *begun, **about)
+            self.workers.call(command.worker, "play", order, *begun, **about)
         elif command.kind == "judge":
-            given = (self.buffer[number].item, self.staff.refusal(about["what"]))
-            self.staff.call(command.worker, "judge", *given, **about)
+            given = (self.buffer[number].item, self.workers.refusal(about["what"]))
+            self.workers.call(command.worker, "judge", *given, **about)
         elif command.kind == "train":
             kept, self.buffer = cluster_state.take_groups(self.buffer, command.groups)
             self.staleness = max(self.staleness, self.version - min(one.version for one in kept))
             self.tasks = {group: task for group, task in self.tasks.items() if group in self.state.groups}
-            self.staff.call_trainers("train", *(one.item for one in kept), returns=2)
+            self.workers.call_trainers("train", *(one.item for one in kept), returns=2)
         else:
             self.buffer = cluster_state.drop(self.buffer, command.groups)
 
@@ -224,7 +224,7 @@ class Master:
 
     def _on_play(self, doing: PendingCall, slip: StretchSummary) -> None:
         """A stretch has ended: the group goes on later, or is judged, or is ready."""
-        self.staff.seen[doing.worker].tokens += sum(slip.lengths)
+        self.workers.seen[doing.worker].tokens += sum(slip.lengths)
         if doing.exam is not None:
             self.examiner.take_played(doing, slip.pool)
             return
@@ -263,7 +263,7 @@ class Master:
     def _end_when_over(self) -> None:
         """After the last update the trainer says what is to be tested."""
         if schedule.is_over(self.plan, self.state):
-            self.staff.call_trainers("candidates", returns=3)
+            self.workers.call_trainers("candidates", returns=3)
 
     # Examinations -------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Master:
         """Examine the weights of now, and save."""
 
         def validated(judged: list[Any]) -> None:
-            self.staff.call_trainers("examined", self._memory(), *judged)
+            self.workers.call_trainers("examined", self._memory(), *judged)
 
         self.examiner.begin("validation", self.shape.validation_tasks, self.loads, validated)
 
@@ -287,7 +287,7 @@ class Master:
     def _text(self, item: Any) -> str:
         """A stretch as text; "" where the host that had it is gone, so that it is rolled out again."""
         try:
-            return pack_stretch(item if isinstance(item, Stretch) else self.crew.get(item))
+            return pack_stretch(item if isinstance(item, Stretch) else self.backend.get(item))
         except Lost:
             return ""
 
@@ -316,10 +316,10 @@ class Master:
         cluster = {
             "rollout_pids": sorted(self.rollout_pids),
             "duplicates": self.state.duplicates,
-            "lost": self.staff.lost,
+            "lost": self.workers.lost,
             "staleness": self.staleness,
         }
-        self.staff.call_trainers("finish", cluster, len(before), *before, *after)
+        self.workers.call_trainers("finish", cluster, len(before), *before, *after)
 
     def _on_finish(self, _: PendingCall, result: dict[str, Any]) -> None:
         self.result = result

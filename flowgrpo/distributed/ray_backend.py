@@ -1,9 +1,9 @@
 """Workers in processes of their own, by Ray: started, called, killed. The only module that imports it.
 
-    with RayCrew() as crew:                      # a Ray of this machine; or that of a cluster, by its address
-        crew.start("rollout-0", make, threads=4)
-        calls = crew.call("rollout-0", "play", order, returns=2)
-        done = crew.wait([calls[0]], 1.0);   crew.get(calls[0])
+    with RayBackend() as backend:                      # a Ray of this machine; or that of a cluster, by its address
+        backend.start("rollout-0", make, threads=4)
+        calls = backend.call("rollout-0", "play", order, returns=2)
+        done = backend.wait([calls[0]], 1.0);   backend.get(calls[0])
 
 What a call returns stays where it was made until somebody asks for it: it is passed on to other calls by reference.
 """
@@ -20,7 +20,7 @@ class Lost(Exception):
     """The worker that was called is gone, or what it had made is."""
 
 
-class Crew(Protocol):
+class Backend(Protocol):
     """Interface through which a master starts, calls and ends its workers, whatever runs them."""
 
     def start(self, name: str, make: Callable[[], Any], *, threads: int) -> None:
@@ -44,8 +44,8 @@ class Crew(Protocol):
         ...
 
 
-class RayCrew:
-    """A crew of Ray's actors."""
+class RayBackend:
+    """A backend of Ray's actors."""
 
     def __init__(self, address: str | None = None, *, gpus: dict[str, float] | None = None):
         """`gpus` has how many a worker takes, by the beginning of its name: {"rollout": 1, "train": 8}."""
@@ -66,32 +66,32 @@ class RayCrew:
         self._actor = self._ray.remote(_Host)
         self._actors: dict[str, Any] = {}
 
-    def __enter__(self) -> "RayCrew":
+    def __enter__(self) -> "RayBackend":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ray.shutdown()
 
     def start(self, name: str, make: Callable[[], Any], *, threads: int) -> None:
-        """See `Crew`."""
+        """See `Backend`."""
         gpus = next((count for start, count in self._gpus.items() if name.startswith(start)), 0)
         options = {"num_cpus": 0, "num_gpus": gpus, "max_concurrency": threads, "max_restarts": 0}
         self._actors[name] = self._actor.options(**options).remote(make)
 
     def call(self, name: str, method: str, *given: Any, returns: int = 1) -> tuple[Any, ...]:
-        """See `Crew`."""
+        """See `Backend`."""
         found = self._actors[name].call.options(num_returns=returns).remote(method, *given)
         return (found,) if returns == 1 else tuple(found)
 
     def wait(self, refs: Sequence[Any], seconds: float) -> list[Any]:
-        """See `Crew`."""
+        """See `Backend`."""
         first, rest = self._ray.wait(list(refs), num_returns=1, timeout=seconds, fetch_local=False)
         if not (first and rest):
             return first
         return first + self._ray.wait(rest, num_returns=len(rest), timeout=0, fetch_local=False)[0]
 
     def get(self, ref: Any) -> Any:
-        """See `Crew`."""
+        """See `Backend`."""
         try:
             return self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:
@@ -100,7 +100,7 @@ class RayCrew:
             raise Lost(str(error)) from None
 
     def kill(self, name: str) -> None:
-        """See `Crew`."""
+        """See `Backend`."""
         self._ray.kill(self._actors[name], no_restart=True)
 
 

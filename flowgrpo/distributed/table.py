@@ -34,13 +34,13 @@ class StatusTable:
 
     def _workers(self, master: Master, took: float) -> list[str]:
         """Format what each worker does, and how busy it is, a line each; tokens a second since the last table."""
-        doing = {call.worker: f"{call.method} {call.what}" for call in master.staff.calls.values() if call.what}
+        doing = {call.worker: f"{call.method} {call.what}" for call in master.workers.calls.values() if call.what}
         lines = [f"  {'worker':16}{'process':>9}{'CPU':>7}{'GPU':>7}{'tokens/s':>10}  at"]
-        for name, seen in master.staff.seen.items():
+        for name, seen in master.workers.seen.items():
             new = seen.tokens - self._tokens.get(name, 0)
             self._tokens[name] = seen.tokens
             at = doing.get(name, "") if seen.there else "starting"
-            shares = f"{_share(seen.cpu)}{_share(seen.pulse.gpu)}"
+            shares = f"{_share(seen.cpu)}{_share(seen.heartbeat.gpu)}"
             lines.append(f"  {name:16}{seen.pid:>9}{shares}{new / took:10.0f}  {at}".rstrip())
         return lines
 

@@ -1,11 +1,11 @@
-"""Start, call, ask and replace the workers of a master: calls go out by `Staff.call`, news come in by `Staff.news`.
+"""Start, call and replace the workers of a master: calls go out by `WorkerPool.call`, answers come in by `.news`.
 
-    staff.hire("rollout-0")
-    staff.call("rollout-0", "play", order, returns=2, what="group 7", group=7, ticket=3)
-    for news in staff.news(): ...          # an Answer; or Gone: ended, silent, or too late with a verdict
+    workers.launch("rollout-0")
+    workers.call("rollout-0", "play", order, returns=2, what="group 7", group=7, ticket=3)
+    for news in workers.news(): ...          # an Answer; or Gone: ended, silent, or too late with a verdict
 
-Trainers are one: what they are asked to do together is answered once all have. A `Pulse` is what a worker reports of
-itself: its current work, and how busy the processor and the GPUs are.
+Trainers are one: what they are asked to do together is answered once all have. A `Heartbeat` is what a worker
+reports of itself: its current work, and how busy the processor and the GPUs are.
 """
 
 import os
@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flowgrpo.distributed.event_log import EventLog
-from flowgrpo.distributed.ray_backend import Crew, Lost
+from flowgrpo.distributed.ray_backend import Backend, Lost
 from flowgrpo.distributed.schedule import REWARD, ROLLOUT, TRAIN
 from flowgrpo.types import BadInput
 
@@ -27,7 +27,7 @@ PATIENCE = 5.0  # seconds that the driver's own tool may take
 FRESH = 10.0  # seconds in which it is asked once, since each time a process is started
 
 
-class Pulse(NamedTuple):
+class Heartbeat(NamedTuple):
     """How a worker is."""
 
     words: tuple[str, ...]  # what it is at, the longest first
@@ -35,10 +35,10 @@ class Pulse(NamedTuple):
     gpu: float | None  # share of the time in which its GPUs were busy; None where it was given none, or nobody can say
 
 
-def take_pulse(words: Sequence[str] = ()) -> Pulse:
+def take_heartbeat(words: Sequence[str] = ()) -> Heartbeat:
     """That of this process."""
     share = _recent_share(os.environ.get("CUDA_VISIBLE_DEVICES", ""), time.monotonic() // FRESH)
-    return Pulse(tuple(words), time.process_time(), share)
+    return Heartbeat(tuple(words), time.process_time(), share)
 
 
 @lru_cache(maxsize=1)
@@ -61,9 +61,9 @@ def gpu_share(devices: str) -> float | None:
 
 
 STARTS = 3  # times that a worker may end while it starts
-PULSE = 1.0  # seconds, at most, in which deadlines are looked after
+HEARTBEAT_SECONDS = 1.0  # seconds, at most, in which deadlines are looked after
 REFUSED_AFTER = 2  # times that a reward may be late with the same trajectories
-NO_PULSE = Pulse((), 0.0, None)
+NO_HEARTBEAT = Heartbeat((), 0.0, None)
 
 
 class PoolShape(NamedTuple):
@@ -126,39 +126,39 @@ class WorkerGone(NamedTuple):
 
 @dataclass
 class WorkerStatus:
-    """Known state of a worker: its process, its failed starts, its last pulse."""
+    """Known state of a worker: its process, its failed starts, its last heartbeat."""
 
     pid: int = -1
     host: str = ""
-    hired: bool = False
+    launched: bool = False
     there: bool = False
     starts: int = 0  # that failed, one after another
     asked: float = 0.0  # what it is at
     told: float = 0.0  # when it was last spoken of
     tokens: int = 0
-    pulse: Pulse = NO_PULSE
-    cpu: float | None = None  # share of a core, between its last two pulses
+    heartbeat: Heartbeat = NO_HEARTBEAT
+    cpu: float | None = None  # share of a core, between its last two heartbeats
     felt: float = 0.0  # when the last one came
 
-    def take(self, pulse: Pulse, now: float) -> None:
+    def take(self, heartbeat: Heartbeat, now: float) -> None:
         """How it is now."""
-        if 0 < self.pulse.cpu <= pulse.cpu:  # or else it is another process, or the first time
-            self.cpu = (pulse.cpu - self.pulse.cpu) / max(now - self.felt, 1e-3)
-        self.pulse, self.felt = pulse, now
+        if 0 < self.heartbeat.cpu <= heartbeat.cpu:  # or else it is another process, or the first time
+            self.cpu = (heartbeat.cpu - self.heartbeat.cpu) / max(now - self.felt, 1e-3)
+        self.heartbeat, self.felt = heartbeat, now
 
 
-class Staff:
+class WorkerPool:
     """The workers of a run, by name."""
 
     def __init__(
         self,
-        crew: Crew,
+        backend: Backend,
         shape: PoolShape,
         make: Callable[[str, str], Callable[[], Any]],
         log: EventLog,
         tell: Callable[[str], None],
     ):
-        self.crew, self.shape, self.make, self.log, self.tell = crew, shape, make, log, tell
+        self.backend, self.shape, self.make, self.log, self.tell = backend, shape, make, log, tell
         self.names = shape.names()
         self.seen = {name: WorkerStatus() for name in self.names}
         self.calls: dict[Any, PendingCall] = {}
@@ -166,7 +166,7 @@ class Staff:
         self.late: Counter[str] = Counter()  # verdicts, by what they were about
         self._looked = 0.0
 
-    # Who there is -------------------------------------------------------------------------------------
+    # Workers ------------------------------------------------------------------------------------------
 
     def of(self, pool: str) -> list[str]:
         """All workers of a pool."""
@@ -176,13 +176,13 @@ class Staff:
         """Those of a pool that have started."""
         return [name for name in self.of(pool) if self.seen[name].there]
 
-    def hire(self, names: Sequence[str]) -> None:
+    def launch(self, names: Sequence[str]) -> None:
         """Start workers; what each says of itself shows that it is there."""
         for name in names:
             seen = self.seen[name]
-            seen.hired, seen.there = True, False
+            seen.launched, seen.there = True, False
             threads = (self.shape.room if self.names[name] == ROLLOUT else 1) + 4
-            self.crew.start(name, self.make(self.names[name], name), threads=threads)
+            self.backend.start(name, self.make(self.names[name], name), threads=threads)
             self.call(name, "about")
 
     def lose(self, gone: WorkerGone) -> None:
@@ -199,14 +199,14 @@ class Staff:
         """Others take the places of these; what they were asked is not awaited any more."""
         self.calls = {ref: doing for ref, doing in self.calls.items() if doing.worker not in names}
         for name in names:
-            self.crew.kill(name)
-        self.hire(names)
+            self.backend.kill(name)
+        self.launch(names)
 
     # Calls --------------------------------------------------------------------------------------------
 
     def call(self, worker: str, method: str, *given: Any, returns: int = 1, **about: Any) -> None:
         """Begin a call; `about` are fields of `PendingCall`."""
-        refs = self.crew.call(worker, method, *given, returns=returns)
+        refs = self.backend.call(worker, method, *given, returns=returns)
         data = refs[1] if returns == 2 else refs[1:]
         self.calls[refs[0]] = PendingCall(worker, method, time.monotonic(), data, **about)
 
@@ -217,24 +217,24 @@ class Staff:
             self.call(name, method, *given, returns=returns, joint=joint)
 
     def news(self) -> Iterator[CallEnded | WorkerGone]:
-        """Yield what is heard now or within `PULSE` seconds; the caller may call and replace workers meanwhile."""
-        for ref in self.crew.wait(list(self.calls), PULSE):
+        """Yield what is heard within `HEARTBEAT_SECONDS`; the caller may call and replace workers meanwhile."""
+        for ref in self.backend.wait(list(self.calls), HEARTBEAT_SECONDS):
             doing = self.calls.pop(ref, None)
             if doing is not None:  # or else of a worker that was replaced meanwhile
                 yield from self._heard(doing, ref)
         now = time.monotonic()
-        if now - self._looked >= PULSE:
+        if now - self._looked >= HEARTBEAT_SECONDS:
             self._looked = now
             self._ask(now)
             yield from self._overdue(now)
 
     def _heard(self, doing: PendingCall, ref: Any) -> Iterator[CallEnded | WorkerGone]:
         try:
-            value = self.crew.get(ref)
+            value = self.backend.get(ref)
         except Lost as error:
             yield WorkerGone(doing.worker, f"has ended ({' '.join(str(error).split())[:160]})")
             return
-        if doing.method == "pulse":
+        if doing.method == "heartbeat":
             self.seen[doing.worker].take(value, time.monotonic())
         elif doing.joint is None:
             yield CallEnded(doing, value)
@@ -261,12 +261,12 @@ class Staff:
     def _ask(self, now: float) -> None:
         """Ask everybody what they are at, often enough for every deadline, and no more often."""
         shape = self.shape
-        between = max(PULSE, min(shape.silent_seconds, shape.judge_seconds, shape.watch_seconds) / 30)
-        asked = {doing.worker for doing in self.calls.values() if doing.method == "pulse"}
+        between = max(HEARTBEAT_SECONDS, min(shape.silent_seconds, shape.judge_seconds, shape.watch_seconds) / 30)
+        asked = {doing.worker for doing in self.calls.values() if doing.method == "heartbeat"}
         for name, seen in self.seen.items():
             if seen.there and name not in asked and now - seen.asked >= between:
                 seen.asked = now
-                self.call(name, "pulse")
+                self.call(name, "heartbeat")
 
     def _overdue(self, now: float) -> Iterator[WorkerGone]:
         """Yield the workers that are silent or have judged for too long; report other calls that take long."""
@@ -274,8 +274,8 @@ class Staff:
             if ref not in self.calls:
                 continue  # of a worker that was replaced just now
             name, seen, took = doing.worker, self.seen[doing.worker], now - doing.since
-            at = f", at {', '.join(seen.pulse.words[:3])}" if seen.pulse.words else ""
-            if doing.method == "pulse" and took > self.shape.silent_seconds:
+            at = f", at {', '.join(seen.heartbeat.words[:3])}" if seen.heartbeat.words else ""
+            if doing.method == "heartbeat" and took > self.shape.silent_seconds:
                 yield WorkerGone(name, f"has been silent for {took:.0f} s{at}")
             elif doing.method == "judge" and took > self.shape.judge_seconds:
                 self.late[doing.what] += 1

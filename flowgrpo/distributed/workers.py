@@ -1,4 +1,4 @@
-"""Workers of each kind: ordinary objects, which a crew puts into processes of their own.
+"""Workers of each kind: ordinary objects, which a backend puts into processes of their own.
 
     RolloutWorker   an engine and an agent system:   order -> stretch
     RewardWorker    rewards:                         stretch -> the same, judged
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from flowgrpo.contracts import Reward, Scored
 from flowgrpo.data.task_sampling import EMPTY, Known
 from flowgrpo.distributed.messages import Order, Stretch, StretchSummary, lengths, versions
-from flowgrpo.distributed.worker_pool import Pulse, take_pulse
+from flowgrpo.distributed.worker_pool import Heartbeat, take_heartbeat
 from flowgrpo.rollout.judging import is_solved, judge_outputs
 from flowgrpo.rollout.records import Played, awaits_verdict, with_verdict
 from flowgrpo.types import BadInput
@@ -81,9 +81,9 @@ class RolloutWorker:
             seconds=round(seconds, 4),
         )
 
-    def pulse(self) -> Pulse:
+    def heartbeat(self) -> Heartbeat:
         """Report the state of this process, with the pending work of every order under way."""
-        return take_pulse([word for ask in list(self._asked.values()) for word in ask()])
+        return take_heartbeat([word for ask in list(self._asked.values()) for word in ask()])
 
 
 class RewardWorker:
@@ -123,10 +123,10 @@ class RewardWorker:
             found |= dict(zip(own, said, strict=True))
         return found
 
-    def pulse(self) -> Pulse:
+    def heartbeat(self) -> Heartbeat:
         """Report the state of this process, with the judgements under way and their seconds so far."""
         now = time.monotonic()
-        return take_pulse([f"{what} for {now - since:.0f} s" for since, what in list(self._since.values())])
+        return take_heartbeat([f"{what} for {now - since:.0f} s" for since, what in list(self._since.values())])
 
 
 class TrainerStart(NamedTuple):

@@ -6,7 +6,7 @@
     archive boss ivo <end>             mei
     answer mei <end>                   right
 
-A task is a knowledge base (every relation of every entity, drawn anew for each task, so that only a tool can tell),
+A task is a knowledge base (every relation of every entity, drawn afresh for each task, so that only a tool can tell),
 an entity to start from, and a chain of 2 or 3 relations. The right tool of a relation never changes; it is what
 a policy can learn. It knows the fact; every other tool answers `none` or a wrong entity, by the key of the trajectory,
 and a wrong entity looks just like a right one. There are 2 turns a hop; an answer ends the episode, and pays 1 where it

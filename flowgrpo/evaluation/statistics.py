@@ -41,7 +41,7 @@ def probability_of_improvement(one_se: np.ndarray, other_se: np.ndarray) -> floa
 def interval(
     statistic: Statistic, *scores: np.ndarray, level: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
-    """A percentile bootstrap of `statistic(*scores)`: runs are drawn anew, with replacement, in each environment."""
+    """A percentile bootstrap of `statistic(*scores)`: runs are drawn with replacement in each environment."""
     if not 0 < level < 1 or resamples < 1:
         raise BadInput(f"interval: level={level} must lie between 0 and 1, and resamples={resamples} be at least 1")
     given = [_scores("interval", one_se) for one_se in scores]

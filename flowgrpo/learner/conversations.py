@@ -69,7 +69,7 @@ def preference_rows(pairs: Sequence[Pair], *, row_length: int, rows: int | None 
     """The pairs as a batch for `dpo`: advantage 1 for what was chosen and -1 for what was rejected."""
     if not pairs:
         raise BadInput("there is no preference to learn from")
-    # Numbered anew, so that a pair which is there twice counts twice.
+    # Numbered again, so that a pair which is there twice counts twice.
     records, algorithm = [replace(record, group=i) for i, pair in enumerate(pairs) for record in pair], dpo()
     trajectories = collate(records)
     sides, weights = (np.asarray(credit(trajectories)) for credit in (algorithm.advantages, algorithm.weights))

@@ -1,6 +1,6 @@
 """Score trajectories under the reference and the critic, before advantages are computed.
 
-    rollout -> Trajectories -> appraise: logp_ref, value, last_value -> advantages -> pack -> Batch -> update
+    rollout -> Trajectories -> score_trajectories: logp_ref, value, last_value -> advantages -> pack -> Batch -> update
 
 `value` stands before each chosen token and `last_value` after the last token of a trajectory, where a cut one
 bootstraps. `pack` and the plain layouts carry what was scored into the batch. Trajectories are scored one a row, in
@@ -25,10 +25,10 @@ from flowgrpo.models.trainable import acting
 from flowgrpo.parallel.row_sharding import Spread
 from flowgrpo.types import BadInput, Batch, Trajectories
 
-Appraise = Callable[[Any, Any, Trajectories], Trajectories]  # (params, reference_params, trajectories)
+ScoreTrajectories = Callable[[Any, Any, Trajectories], Trajectories]  # (params, reference_params, trajectories)
 
 
-def make_appraise(
+def make_score_trajectories(
     policy: Policy,
     *,
     critic: Valuation | None = None,
@@ -39,23 +39,27 @@ def make_appraise(
     chunk: int = 1024,
     slots: int | None = None,
     compute_dtype: Any = None,
-) -> Appraise:
-    """`appraise(params, reference_params, trajectories)` fills in what of `logp_ref` and `value` is among `needs`.
+) -> ScoreTrajectories:
+    """Build `score_trajectories(params, reference_params, trajectories)`, which fills in what is in `needs`.
 
     `reference_params` are read for `logp_ref` only. `slots` are the tokens of the longest trajectory, by default all
     that there is room for; one that is longer gets NaN, so that it can't pass for scored. `compute_dtype` is that of
     the update.
     """
     if "value" in needs and critic is None:
-        raise BadInput("make_appraise: values are needed, but there is no critic: pass one, such as own_network(...)")
+        raise BadInput(
+            "make_score_trajectories: values are needed, but there is no critic: pass one, such as own_network(...)"
+        )
     if micro_rows < 1 or (slots is not None and slots < 1):
-        raise BadInput(f"make_appraise: micro_rows is {micro_rows} and slots {slots}, but both must be at least 1")
+        raise BadInput(
+            f"make_score_trajectories: micro_rows is {micro_rows} and slots {slots}, but both must be at least 1"
+        )
     score = make_score(policy, temperature=temperature, banned=banned, chunk=chunk)
-    return _Appraisal(frozenset(needs), score, critic, micro_rows, slots, compute_dtype, policy.mesh)
+    return _TrajectoryScorer(frozenset(needs), score, critic, micro_rows, slots, compute_dtype, policy.mesh)
 
 
 @dataclass(frozen=True, eq=False)
-class _Appraisal:
+class _TrajectoryScorer:
     needs: frozenset[str]
     score: Score
     critic: Valuation | None

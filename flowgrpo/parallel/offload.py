@@ -17,9 +17,9 @@ their copy is under way. Copies off the device stay while the version lasts, so 
 dropped afterwards. Moves are dispatched and not waited for: they overlap with what the caller does next, where the
 hardware allows it. Under an adapter the base is the policy's own, so that reference and frozen roles are small.
 
-A `Gauge` takes the most memory of each stage. Where a device counts its own (`memory_stats`: GPU and TPU), a thread
-looks every few milliseconds, and the device's own peak counts where it rose in the stage. Elsewhere the bytes of live
-arrays are summed at the beginning and the end of a stage, without what a program needs while it runs.
+A `MemoryMeter` keeps the most memory of each stage. Where a device counts its own (`memory_stats`: GPU and TPU), a
+thread looks every few milliseconds, and the device's own peak counts where it rose in the stage. Elsewhere the bytes
+of live arrays are summed at the beginning and the end of a stage, without what a program needs while it runs.
 """
 
 import math
@@ -316,7 +316,7 @@ def _map(file: Any, array: np.ndarray, start: int) -> np.memmap:
 COUNTED, SUMMED = "memory_stats", "live arrays at the ends of stages"
 
 
-class Gauge:
+class MemoryMeter:
     """The most bytes that the fullest device held in each stage."""
 
     def __init__(self, every: float = 0.01):
@@ -330,7 +330,7 @@ class Gauge:
         peak, over = _peak(), threading.Event()
         self._look(name)
         if self.source == COUNTED:
-            threading.Thread(target=self._watch, args=(name, over), name="flowgrpo-gauge", daemon=True).start()
+            threading.Thread(target=self._watch, args=(name, over), name="flowgrpo-memory-meter", daemon=True).start()
         try:
             yield
         finally:

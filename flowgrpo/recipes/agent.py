@@ -253,7 +253,7 @@ def _endpoint(name: str, given: str, config: Config, stack: ExitStack) -> Do:
     print(f"--{name}: asking {server.url} for a first token", file=sys.stderr, flush=True)
     said = server.generate([TextRequest([{"role": "user", "content": "Hello"}], max_tokens=1, deadline=PROBE)])[0]
     if said.error is not None:
-        raise BadInput(f"--{name}={given} does not answer ({said.error}): start the server, or mend the URL")
+        raise BadInput(f"--{name}={given} does not answer ({said.error}): start the server, or fix the URL")
 
     def complete(**asked: Any):
         return server.generate([TextRequest(**asked)])[0]
@@ -283,7 +283,7 @@ def _tools(config: Config, sandbox: Sandbox, stack: ExitStack) -> list[Tool]:
         try:
             found += stack.enter_context(mcp_tools(_server(server))).tools
         except ToolFailure as error:
-            raise BadInput(f"--mcp={server}: {error}; mend the command or the URL, or start the server") from None
+            raise BadInput(f"--mcp={server}: {error}; fix the command or the URL, or start the server") from None
     return found
 
 

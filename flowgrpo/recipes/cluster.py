@@ -22,7 +22,7 @@ from flowgrpo.data.task_sampling import Known, chosen
 from flowgrpo.distributed.event_log import read_events
 from flowgrpo.distributed.master import Master
 from flowgrpo.distributed.messages import Order, Stretch
-from flowgrpo.distributed.ray_backend import Crew, RayCrew
+from flowgrpo.distributed.ray_backend import Backend, RayBackend
 from flowgrpo.distributed.schedule import ROLLOUT, TRAIN, Plan
 from flowgrpo.distributed.simulation import Costs
 from flowgrpo.distributed.worker_pool import PoolShape
@@ -166,11 +166,11 @@ def train(
     every: int = 10,
     resume: bool = True,
     loggers: Sequence[str] = (),
-    crew: Crew | None = None,
+    backend: Backend | None = None,
     launched: Launched = PLAIN,
     on_turn: Callable[[Master], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Master a cluster to the end of the run -> its result; without a `crew`, over a Ray of this machine's own."""
+    """Master a cluster to the end of the run -> its result; without a `backend`, over a Ray of this machine's own."""
     path, plan = Path(folder).absolute(), schedule_of(config)
     source = agent.check_settings(config)
     if not resume:
@@ -188,7 +188,7 @@ def train(
     )
     make = partial(make_worker, config=config, folder=path, every=every, launched=launched, loggers=loggers)
     choose = partial(choose_task, config.seed, len(source.train())) if config.prompts == "hard" else None
-    with nullcontext(crew) if crew is not None else RayCrew(None) as workers:
+    with nullcontext(backend) if backend is not None else RayBackend(None) as workers:
         return Master(workers, plan, shape, make, path, choose=choose, on_turn=on_turn).run()
 
 
@@ -202,7 +202,7 @@ def read_cluster_config(folder: Path) -> Config:
     there = read_run(folder)
     if there["recipe"] != NAME:
         raise BadInput(
-            f"{folder} is no cluster's run: a run of one process goes on, or begins anew, by its own command"
+            f"{folder} is no cluster's run: a run of one process goes on, or begins again, by its own command"
         )
     return Config.from_json(there["settings"])
 

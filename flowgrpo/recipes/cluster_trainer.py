@@ -24,7 +24,7 @@ from flowgrpo.data.task_sampling import EMPTY
 from flowgrpo.distributed import cluster_state, schedule
 from flowgrpo.distributed.event_log import read_events
 from flowgrpo.distributed.messages import Stretch
-from flowgrpo.distributed.worker_pool import Pulse, take_pulse
+from flowgrpo.distributed.worker_pool import Heartbeat, take_heartbeat
 from flowgrpo.distributed.workers import TrainerStart, process_and_host
 from flowgrpo.recipes import agent
 from flowgrpo.recipes.cluster_config import Config
@@ -95,9 +95,9 @@ class ClusterTrainer:
         self.session = Session(_RemoteWork(self.setup, NAME), folder)
         self._step = make_hosted_step(self.setup, self._roll_out)
 
-    def pulse(self) -> Pulse:
+    def heartbeat(self) -> Heartbeat:
         """How it is; the master knows what it is at."""
-        return take_pulse()
+        return take_heartbeat()
 
     def begin(self) -> TrainerStart:
         """From the checkpoint, or from the warm start."""

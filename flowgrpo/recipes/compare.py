@@ -274,7 +274,7 @@ def _page(study: Study, rows: Sequence[Mapping[str, Any]], picture: str, *, expe
         f"<table>{body}</table>{picture[picture.index('<svg') :]}"
         f"<h2>Expected</h2><p>{html.escape(expected)}</p>"
         "<p>Success on test tasks after the last update. IQM: the mean of the middle half of the runs; intervals: "
-        "percentile bootstrap, runs drawn anew within each environment; beats: the chance that a run scores higher "
+        "percentile bootstrap, with replacement within each environment; beats: the chance that a run scores higher "
         "than one of the baseline, a tie counting half.</p>"
         f"<pre>python -m experiments.compare --study={html.escape(name)}</pre></html>\n"
     )

@@ -17,7 +17,7 @@ import flowgrpo as fg
 from flowgrpo import loop
 from flowgrpo.data.tokenizer import load_text
 from flowgrpo.envs.env import PAD
-from flowgrpo.learner.scoring import make_appraise
+from flowgrpo.learner.scoring import make_score_trajectories
 from flowgrpo.recipes import agent_config, pure
 from flowgrpo.recipes.export import read_config, read_planner, word_model
 from flowgrpo.recipes.hosted import ADVANTAGES, HostedConfig
@@ -77,8 +77,10 @@ def _hosted_score(config: HostedConfig, folder: Path, part: Any) -> Callable[[Tr
 
 def _scoring(policy, params: Any, temperature: float, rows: int, **sizes: Any) -> Callable[[Trajectories], np.ndarray]:
     """Log-probabilities (n t l) of trajectories on the host; contexts that are rendered afresh have their own rows."""
-    appraise = make_appraise(policy, needs={"logp_ref"}, temperature=temperature, micro_rows=rows, **sizes)
-    run = jax.jit(lambda params, trajectories: appraise(params, params, trajectories).logp_ref)
+    score_trajectories = make_score_trajectories(
+        policy, needs={"logp_ref"}, temperature=temperature, micro_rows=rows, **sizes
+    )
+    run = jax.jit(lambda params, trajectories: score_trajectories(params, params, trajectories).logp_ref)
 
     def score(trajectories: Trajectories) -> np.ndarray:
         appends = trajectories.appends is None or bool(np.all(trajectories.appends))

@@ -87,7 +87,7 @@ def draw_all(
         raise BadInput(f"{target} can't be made ({error.strerror}): choose another --out") from None
     for name, picture in PICTURES.items():
         for path in (target / f"{name}.{kind}" for kind in formats):
-            figure = picture(told)  # anew, since drawing one moves its parts a little
+            figure = picture(told)  # drawn again, since drawing one moves its parts a little
             if isinstance(figure, str):
                 left_out[name] = figure
                 break

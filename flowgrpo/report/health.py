@@ -109,7 +109,7 @@ class Watcher:
 def watch_health(
     folder: Path, kept: Sequence[Line], *, say: Callable[[str], None], limits: HealthLimits | None = None
 ) -> Sink:
-    """Tell a run as it goes, and write `warnings.jsonl` anew from the lines that it has kept."""
+    """Tell a run as it goes, and write `warnings.jsonl` again from the lines that it has kept."""
     watcher, path = Watcher(limits or HealthLimits()), Path(folder) / WARNINGS
     before = [warning for line in kept for warning in watcher.look(line)]
     path.write_text("".join(json.dumps(one) + "\n" for one in before))

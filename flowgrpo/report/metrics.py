@@ -74,7 +74,7 @@ Opener = Callable[[Path, Sequence[Line]], Sink]  # the folder, and the lines tha
 
 
 class Metrics:
-    """The two files of a run, open for appending after `position`; without one they begin anew."""
+    """The two files of a run, open for appending after `position`; without one they begin empty."""
 
     def __init__(self, folder: str | os.PathLike, position: Position | None = None, *, sinks: Sequence[Opener] = ()):
         position = position or dict.fromkeys((METRICS, TIMINGS), BEGINNING)

@@ -79,7 +79,7 @@ def begin_anew(folder: str | os.PathLike) -> None:
     if not path.exists() or not any(path.iterdir()):
         return
     if not any((path / mark).exists() for mark in (RUN, LOCK, START)):
-        raise BadInput(f"{path} holds no run that could be begun anew: choose another folder, or empty it yourself")
+        raise BadInput(f"{path} holds no run that could be begun again: choose another folder, or empty it yourself")
     with _alone(path):
         for part in path.iterdir():
             if part.is_dir() and not part.is_symlink():

@@ -153,7 +153,7 @@ class Worker:
         self._control.settimeout(None)
         if reply.get("module"):
             raise BadInput(
-                f"Sandbox: preload {reply['module']!r} can't be imported: {reply['error']}; install or mend it"
+                f"Sandbox: preload {reply['module']!r} can't be imported: {reply['error']}; install or fix it"
             )
         if "error" in reply:
             raise SandboxFailure(reply["error"])

@@ -325,5 +325,5 @@ def mcp_tools(server: Stdio | Http | str, *, seconds: float = 30.0, prefix: str 
         return McpTools(server, seconds, prefix, start_blocking_portal(name="mcp"))
     except ToolFailure as failure:
         if isinstance(failure.__cause__, (FileNotFoundError, NotADirectoryError, PermissionError)):
-            raise BadInput(f"mcp_tools: {failure}; mend the command") from failure
+            raise BadInput(f"mcp_tools: {failure}; fix the command") from failure
         raise

@@ -1,4 +1,4 @@
-"""A process under SIGSTOP is ended by its crew, and its calls are lost (S3). Run as a command: what Ray leaves open
+"""A process under SIGSTOP is ended by its backend, and its calls are lost (S3). Run as a command: what Ray leaves open
 in the process that began it is Ray's, and not the tests'."""
 
 import os
@@ -6,7 +6,7 @@ import signal
 import time
 from pathlib import Path
 
-from flowgrpo.distributed.ray_backend import Lost, RayCrew
+from flowgrpo.distributed.ray_backend import Lost, RayBackend
 
 
 class Sleeper:
@@ -19,18 +19,18 @@ class Sleeper:
 
 def main() -> None:
     """Stop a worker, kill and replace it; fail where anything of it is left, or answers."""
-    with RayCrew() as crew:
-        crew.start("rollout-0", Sleeper, threads=2)
-        pid = crew.get(crew.call("rollout-0", "about")[0])
+    with RayBackend() as backend:
+        backend.start("rollout-0", Sleeper, threads=2)
+        pid = backend.get(backend.call("rollout-0", "about")[0])
         os.kill(pid, signal.SIGSTOP)
-        (asked,) = crew.call("rollout-0", "about")
-        assert crew.wait([asked], 1.0) == []
-        crew.kill("rollout-0")
-        crew.start("rollout-0", Sleeper, threads=2)
-        assert crew.get(crew.call("rollout-0", "about")[0]) != pid
-        assert crew.wait([asked], 60.0) == [asked]
+        (asked,) = backend.call("rollout-0", "about")
+        assert backend.wait([asked], 1.0) == []
+        backend.kill("rollout-0")
+        backend.start("rollout-0", Sleeper, threads=2)
+        assert backend.get(backend.call("rollout-0", "about")[0]) != pid
+        assert backend.wait([asked], 60.0) == [asked]
         try:
-            crew.get(asked)
+            backend.get(asked)
         except Lost:
             print("lost")
         until = time.monotonic() + 60

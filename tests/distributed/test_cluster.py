@@ -13,7 +13,7 @@ from commands import run_module, xla_flags
 
 from flowgrpo.distributed.event_log import read_events
 from flowgrpo.distributed.kill_series import _await, run_cluster_soak, soak_cluster
-from flowgrpo.distributed.ray_backend import RayCrew
+from flowgrpo.distributed.ray_backend import RayBackend
 from flowgrpo.types import BadInput
 
 ROOT = Path(__file__).parent.parent.parent
@@ -139,7 +139,7 @@ def test_without_ray_the_extra_is_named(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(BadInput, match=r"\.\[ray\]"):
-        RayCrew()
+        RayBackend()
 
 
 def test_a_replay_needs_a_clusters_run(tmp_path):

@@ -11,7 +11,7 @@ from dataclasses import replace
 import hosted_cases
 import numpy as np
 import pytest
-from cluster_cases import ThreadCrew, Work, task
+from cluster_cases import ThreadBackend, Work, task
 
 from flowgrpo.data import task_sampling
 from flowgrpo.distributed import cluster_state, schedule
@@ -28,7 +28,7 @@ PARTIAL = schedule.partial_rollouts(3, 6, budget=3, staleness=3, spare=3)
 
 def undisturbed(folder, plan=SYNC, **settings):
     work = Work(**settings)
-    return work, work.master(ThreadCrew(), plan, folder).run()
+    return work, work.master(ThreadBackend(), plan, folder).run()
 
 
 def killed_at(update: int, work: Work, plan, folder) -> None:
@@ -40,11 +40,11 @@ def killed_at(update: int, work: Work, plan, folder) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        work.master(ThreadCrew(before), plan, folder).run()
+        work.master(ThreadBackend(before), plan, folder).run()
 
 
 def faults(seed: int, share: float):
-    """`before` of a crew in which calls of all kinds are lost at random."""
+    """`before` of a backend in which calls of all kinds are lost at random."""
     chance, lock = random.Random(seed), threading.Lock()
 
     def before(worker: str, method: str, calls: int) -> None:
@@ -59,7 +59,7 @@ def faults(seed: int, share: float):
 def test_a_synchronous_run_is_the_same_whoever_plays_and_judges(tmp_path, shape):
     _, one = undisturbed(tmp_path / "one")
     work = Work()
-    other = work.master(ThreadCrew(), SYNC, tmp_path / "other", **shape).run()
+    other = work.master(ThreadBackend(), SYNC, tmp_path / "other", **shape).run()
     assert other["sha"] == one["sha"]
     assert other["staleness"] == 0
     assert [len(stretches) for _, stretches in sorted(work.batches.items())] == [3] * 6
@@ -70,7 +70,7 @@ def test_no_trainer_gets_a_call_before_all_have_answered_the_last(tmp_path):
     _, one = undisturbed(tmp_path / "one")
     work = Work()
     work.slow = [0.0, 0.1, 0.3, 0.0, 0.2] * 6
-    assert work.master(ThreadCrew(), SYNC, tmp_path / "three", trainers=3).run()["sha"] == one["sha"]
+    assert work.master(ThreadBackend(), SYNC, tmp_path / "three", trainers=3).run()["sha"] == one["sha"]
     assert not work.slow
 
 
@@ -78,7 +78,7 @@ def test_no_trainer_gets_a_call_before_all_have_answered_the_last(tmp_path):
 def test_S1_calls_that_are_lost_change_nothing(tmp_path, seed):
     _, whole = undisturbed(tmp_path / "whole")
     work, told = Work(), []
-    master = work.master(ThreadCrew(faults(seed, 0.06)), SYNC, tmp_path / "faulty", tell=told.append)
+    master = work.master(ThreadBackend(faults(seed, 0.06)), SYNC, tmp_path / "faulty", tell=told.append)
     result = master.run()
     assert result["sha"] == whole["sha"]
     assert result["lost"]
@@ -97,7 +97,7 @@ def test_S1_what_is_answered_while_the_trainer_starts_again_is_not_believed(tmp_
         if len(trained) == 3 and method == "judge" and not gone.is_set():  # of the fourth update, without examination
             awaited.set()
             assert again.wait(30)
-        if (worker, method) == ("train-0", "pulse") and awaited.is_set() and not gone.is_set():
+        if (worker, method) == ("train-0", "heartbeat") and awaited.is_set() and not gone.is_set():
             gone.set()
             raise Lost("killed while it had nothing to do")
         if gone.is_set() and method == "about":
@@ -106,7 +106,7 @@ def test_S1_what_is_answered_while_the_trainer_starts_again_is_not_believed(tmp_
             assert refused.wait(30)
 
     work = Work()
-    master = work.master(ThreadCrew(before), SYNC, tmp_path / "run")
+    master = work.master(ThreadBackend(before), SYNC, tmp_path / "run")
     master.on_turn = lambda master: refused.set() if master.state.duplicates else None
     result = master.run()
     assert result["lost"] == ["train-0"]
@@ -122,10 +122,10 @@ def test_S1_who_plays_is_replaced_with_the_trainers_and_who_judges_is_not(tmp_pa
             lost.append(worker)
             raise Lost("killed")
 
-    work, crew = Work(), ThreadCrew(before)
-    result = work.master(crew, SYNC, tmp_path / "run").run()
+    work, backend = Work(), ThreadBackend(before)
+    result = work.master(backend, SYNC, tmp_path / "run").run()
     assert result["lost"] == ["train-0"]
-    assert {name: crew.started.count(name) for name in crew.jobs} == {
+    assert {name: backend.started.count(name) for name in backend.jobs} == {
         "train-0": 2,
         "rollout-0": 2,
         "rollout-1": 2,
@@ -147,9 +147,9 @@ def test_S1_a_checkpoint_holds_all_that_was_rolled_out(tmp_path):
             assert rolled <= set(memory["buffer"]) <= set(groups)
             met.update(groups[number]["phase"] for number in memory["buffer"])
 
-    work.master(ThreadCrew(before), schedule.asynchronous(3, 12, staleness=3), tmp_path / "async", room=3).run()
+    work.master(ThreadBackend(before), schedule.asynchronous(3, 12, staleness=3), tmp_path / "async", room=3).run()
     work.saved = None
-    work.master(ThreadCrew(before), PARTIAL, tmp_path / "partial").run()
+    work.master(ThreadBackend(before), PARTIAL, tmp_path / "partial").run()
     assert met >= {"judging", "ready", "waiting"}
 
 
@@ -163,13 +163,13 @@ def test_S1_tasks_that_are_chosen_by_what_is_known_are_the_same_after_faults(tmp
         return [one.task.id for _, found in sorted(work.batches.items()) for s in found for one in s.played[:1]]
 
     whole, unlike = Work(), Work()
-    result = whole.master(ThreadCrew(), SYNC, tmp_path / "whole", choose=choose).run()
-    unlike.master(ThreadCrew(), SYNC, tmp_path / "unlike", choose=lambda _, group: choose({}, group)).run()
+    result = whole.master(ThreadBackend(), SYNC, tmp_path / "whole", choose=choose).run()
+    unlike.master(ThreadBackend(), SYNC, tmp_path / "unlike", choose=lambda _, group: choose({}, group)).run()
     assert drawn(whole)[:3] == drawn(unlike)[:3]  # nothing is known yet
     assert drawn(whole) != drawn(unlike)
     for seed in range(3):
         work = Work()
-        faulty = work.master(ThreadCrew(faults(seed, 0.06)), SYNC, tmp_path / str(seed), choose=choose).run()
+        faulty = work.master(ThreadBackend(faults(seed, 0.06)), SYNC, tmp_path / str(seed), choose=choose).run()
         assert faulty["lost"]
         assert faulty["sha"] == result["sha"]
         assert drawn(work) == drawn(whole)
@@ -180,7 +180,7 @@ def test_S1_tasks_that_are_chosen_by_what_is_known_are_the_same_after_faults(tmp
 def test_S1_a_master_that_is_killed_goes_on_from_the_checkpoint_with_its_buffer(tmp_path, at, plan):
     work = Work()
     killed_at(at, work, plan, tmp_path)
-    result = work.master(ThreadCrew(), plan, tmp_path).run()
+    result = work.master(ThreadBackend(), plan, tmp_path).run()
     learned = [one.task.id for _, stretches in work.batches.items() for s in stretches for one in s.played]
     assert sorted(set(learned), key=int) == [str(n) for n in range(18)]
     assert len(learned) == 36
@@ -198,7 +198,7 @@ def test_S1_the_result_tells_of_all_masters_and_not_of_the_last_alone(tmp_path):
     memory = work.saved["memory"]
     assert json.loads(memory["seen"]) == {"rollout_pids": [os.getpid()], "staleness": 0}
     work.saved["memory"] = memory | {"seen": json.dumps({"rollout_pids": [1], "staleness": 7})}
-    result = work.master(ThreadCrew(), SYNC, tmp_path).run()
+    result = work.master(ThreadBackend(), SYNC, tmp_path).run()
     assert (result["rollout_pids"], result["staleness"]) == ([1, os.getpid()], 7)
 
 
@@ -215,7 +215,7 @@ def test_S1_the_result_tells_of_all_masters_and_not_of_the_last_alone(tmp_path):
 )
 def test_every_schedule_learns_from_each_group_once_within_its_staleness(tmp_path, plan, seed):
     work = Work()
-    master = work.master(ThreadCrew(faults(seed, 0.03 * (seed > 0))), plan, tmp_path)
+    master = work.master(ThreadBackend(faults(seed, 0.03 * (seed > 0))), plan, tmp_path)
     result = master.run()
     learned = [(update, {one.task.id for one in s.played}) for update, found in work.batches.items() for s in found]
     names = [name for _, (name,) in learned]
@@ -227,7 +227,7 @@ def test_every_schedule_learns_from_each_group_once_within_its_staleness(tmp_pat
 def test_partial_rollouts_carry_tokens_over(tmp_path):
     plan = schedule.partial_rollouts(2, 6, budget=3, staleness=4, spare=2)
     work, reused = Work(), []
-    master = work.master(ThreadCrew(), plan, tmp_path)
+    master = work.master(ThreadBackend(), plan, tmp_path)
     take_slip = master._on_play
     master._on_play = lambda doing, slip: (reused.append(slip.reused), take_slip(doing, slip))
     master.run()
@@ -246,7 +246,7 @@ def test_R2_a_reward_that_hangs_is_ended_named_and_has_no_verdict_in_the_end(tmp
             released.wait(30)
 
     work = Work(hangs=hangs)
-    master = work.master(ThreadCrew(), schedule.synchronous(3, 2), tmp_path, judge_seconds=1.5, tell=told.append)
+    master = work.master(ThreadBackend(), schedule.synchronous(3, 2), tmp_path, judge_seconds=1.5, tell=told.append)
     try:
         result = master.run()
     finally:
@@ -268,12 +268,12 @@ def test_S3_a_worker_that_goes_silent_is_named_and_replaced(tmp_path):
     def before(worker, method, calls):
         if worker == "rollout-1" and (hung or calls > 20):
             hung.append(method)
-            if crew.started.count("rollout-1") < 2:
+            if backend.started.count("rollout-1") < 2:
                 released.wait(30)
 
     work = Work()
-    crew = ThreadCrew(before)
-    master = work.master(crew, SYNC, tmp_path, silent_seconds=1.5, tell=told.append)
+    backend = ThreadBackend(before)
+    master = work.master(backend, SYNC, tmp_path, silent_seconds=1.5, tell=told.append)
     try:
         result = master.run()
     finally:
@@ -290,7 +290,7 @@ def test_a_worker_that_never_starts_ends_the_run_with_a_sentence(tmp_path):
             raise Lost("no room")
 
     with pytest.raises(BadInput, match=r"reward-any-. has ended 3 times while it started: has ended .no room"):
-        Work().master(ThreadCrew(before), SYNC, tmp_path).run()
+        Work().master(ThreadBackend(before), SYNC, tmp_path).run()
 
 
 def test_what_takes_long_is_named_but_not_ended(tmp_path):
@@ -303,13 +303,13 @@ def test_what_takes_long_is_named_but_not_ended(tmp_path):
         if sentence.startswith(f"{TRAIN}-0 (process 1): train"):
             named.set()
 
-    master = Work().master(ThreadCrew(before), SYNC, tmp_path, watch_seconds=0.5, tell=tell)
+    master = Work().master(ThreadBackend(before), SYNC, tmp_path, watch_seconds=0.5, tell=tell)
     assert master.run()["lost"] == []
 
 
 def test_S2_the_events_give_the_same_updates_again(tmp_path):
     plan = schedule.asynchronous(3, 8, staleness=2)
-    Work().master(ThreadCrew(), plan, tmp_path).run()
+    Work().master(ThreadBackend(), plan, tmp_path).run()
     state, again, there = cluster_state.ClusterState(), [], []
     for line in read_events(tmp_path / "events.jsonl"):
         if line["what"] == "event":
@@ -324,7 +324,7 @@ def test_S2_the_events_give_the_same_updates_again(tmp_path):
 def test_an_event_log_ends_what_a_killed_process_left(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"what": "event", "event": {}}\n{"what": "ev')
-    Work().master(ThreadCrew(), schedule.synchronous(3, 1), tmp_path, every=1).run()
+    Work().master(ThreadBackend(), schedule.synchronous(3, 1), tmp_path, every=1).run()
     assert [line["what"] for line in read_events(path)][:2] == ["event", "started"]
     path.write_text("nonsense\n{}\n")
     with pytest.raises(BadInput, match=r"events.jsonl:1 is no event"):
@@ -356,7 +356,7 @@ def test_S3_a_tool_that_hangs_is_named_and_the_run_goes_on(tmp_path):
     with hosted_cases.Engine() as engine:
         work = WithTools(engine, stuck="4/1")
         plan = schedule.synchronous(3, 2)
-        result = work.master(ThreadCrew(), plan, tmp_path, watch_seconds=1.5, tell=told.append).run()
+        result = work.master(ThreadBackend(), plan, tmp_path, watch_seconds=1.5, tell=told.append).run()
     assert (result["update"], result["lost"]) == (2, [])
     named = r"rollout-. \(process \d+\): play group 4 for . s, at trajectory 4\.1 \(tool 'echo'\)"
     assert any(re.match(named, sentence) for sentence in told), told

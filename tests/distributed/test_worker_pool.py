@@ -5,10 +5,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from cluster_cases import ThreadCrew, Work
+from cluster_cases import ThreadBackend, Work
 
 from flowgrpo.distributed import schedule, table, worker_pool
-from flowgrpo.distributed.worker_pool import Pulse, WorkerStatus, gpu_share, take_pulse
+from flowgrpo.distributed.worker_pool import Heartbeat, WorkerStatus, gpu_share, take_heartbeat
 
 
 def put_tool(folder, monkeypatch, script: str) -> None:
@@ -18,19 +18,19 @@ def put_tool(folder, monkeypatch, script: str) -> None:
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def test_processor_time_grows_and_its_share_is_between_two_pulses():
-    first, until = take_pulse(["a call"]), time.process_time() + 0.05
+def test_processor_time_grows_and_its_share_is_between_two_heartbeats():
+    first, until = take_heartbeat(["a call"]), time.process_time() + 0.05
     while time.process_time() < until:
         pass
-    second = take_pulse()
+    second = take_heartbeat()
     assert first.words == ("a call",)
     assert second.cpu >= first.cpu + 0.05
     seen = WorkerStatus()
-    seen.take(Pulse((), 10.0, None), 100.0)
+    seen.take(Heartbeat((), 10.0, None), 100.0)
     assert seen.cpu is None
-    seen.take(Pulse((), 13.0, None), 102.0)
+    seen.take(Heartbeat((), 13.0, None), 102.0)
     assert seen.cpu == 1.5
-    seen.take(Pulse((), 1.0, None), 104.0)  # another process stands in its place
+    seen.take(Heartbeat((), 1.0, None), 104.0)  # another process stands in its place
     assert seen.cpu == 1.5
 
 
@@ -41,14 +41,14 @@ def test_the_share_of_gpus_is_the_mean_of_those_that_were_given(tmp_path, monkey
     assert gpu_share("") is None
 
 
-def test_the_driver_is_asked_once_in_a_while_and_not_at_every_pulse(tmp_path, monkeypatch):
+def test_the_driver_is_asked_once_in_a_while_and_not_at_every_heartbeat(tmp_path, monkeypatch):
     put_tool(tmp_path, monkeypatch, f"echo asked >> {tmp_path}/asked; echo 50")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     now = [1000.0]
     monkeypatch.setattr(worker_pool, "time", SimpleNamespace(monotonic=lambda: now[0], process_time=time.process_time))
     shares = []
     for now[0] in (1000.0, 1001.0, 1009.0, 1011.0):
-        shares.append(take_pulse().gpu)
+        shares.append(take_heartbeat().gpu)
     assert shares == [0.5] * 4
     assert (tmp_path / "asked").read_text().splitlines() == ["asked"] * 2
 
@@ -62,7 +62,7 @@ def test_where_the_tool_says_nothing_there_is_no_share(tmp_path, monkeypatch, sc
 def test_the_table_tells_queues_staleness_and_what_everybody_does(tmp_path, capsys):
     work = Work()
     work.slow = [0.0, 1.5, 1.5]
-    master = work.master(ThreadCrew(), schedule.asynchronous(3, 6), tmp_path)
+    master = work.master(ThreadBackend(), schedule.asynchronous(3, 6), tmp_path)
     master.on_turn = table.StatusTable(0.2)
     master.run()
     said = capsys.readouterr().err

@@ -12,7 +12,7 @@ from tiny_learner import BANNED, BIGRAMS, SETTINGS, TEMPERATURE, WIDTH, init
 import flowgrpo as fg
 from flowgrpo.batching.layouts import filled
 from flowgrpo.learner.critic import own_network, shared_trunk, with_critic
-from flowgrpo.learner.scoring import make_appraise
+from flowgrpo.learner.scoring import make_score_trajectories
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.critic import Critic
 from flowgrpo.models.trainable import ActorCritic
@@ -40,10 +40,10 @@ REFERENCE = init(jax.random.key(10))
 
 
 @cache
-def appraise(kind: str = "own", policy: fg.Policy = BIGRAMS, **settings):
+def score_trajectories(kind: str = "own", policy: fg.Policy = BIGRAMS, **settings):
     valuation = {"own": OWN, "shared": SHARED}[kind]
     settings = {"critic": valuation, "needs": NEEDS, "micro_rows": 5, **SETTINGS, **settings}
-    return jax.jit(make_appraise(policy, **settings))
+    return jax.jit(make_score_trajectories(policy, **settings))
 
 
 def bare(seed: int) -> fg.Trajectories:
@@ -99,7 +99,7 @@ def test_it_says_of_each_token_what_is_worked_out_one_sequence_at_a_time(kind, s
     trajectories = bare(seed)
     assert trajectories.appends is not None
     assert 0 < trajectories.appends.mean() < 1  # both kinds of contexts
-    found = appraise(kind)(params_of(kind), ActorCritic(REFERENCE, None), trajectories)
+    found = score_trajectories(kind)(params_of(kind), ActorCritic(REFERENCE, None), trajectories)
     logp_ntl, value_ntl, last_n = by_hand(params_of(kind), kind, trajectories)
     np.testing.assert_allclose(found.logp_ref, logp_ntl, atol=1e-5)
     np.testing.assert_allclose(found.value, value_ntl, atol=1e-5)
@@ -109,29 +109,33 @@ def test_it_says_of_each_token_what_is_worked_out_one_sequence_at_a_time(kind, s
 @pytest.mark.slow
 def test_F3_micro_batches_and_devices_change_nothing():
     trajectories, params = bare(2), params_of("own")
-    expected = appraise()(params, REFERENCE, trajectories)
+    expected = score_trajectories()(params, REFERENCE, trajectories)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     for settings in ({"micro_rows": 1}, {"micro_rows": 64}, {"policy": BIGRAMS._replace(mesh=mesh)}):
-        found = appraise(**settings)(params, REFERENCE, trajectories)
+        found = score_trajectories(**settings)(params, REFERENCE, trajectories)
         for name in ("logp_ref", "value", "last_value"):
             np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=1e-5, err_msg=name)
 
 
 def test_only_what_is_needed_is_scored():
     trajectories, params = bare(3), params_of("own")
-    values = appraise(needs=frozenset({"value"}))(params, None, trajectories)
+    values = score_trajectories(needs=frozenset({"value"}))(params, None, trajectories)
     assert values.logp_ref is None
     assert values.value is not None
-    reference = appraise(needs=frozenset({"logp_ref", "logp_old"}), critic=None)(None, REFERENCE, trajectories)
+    reference = score_trajectories(needs=frozenset({"logp_ref", "logp_old"}), critic=None)(
+        None, REFERENCE, trajectories
+    )
     assert reference.value is None
     assert reference.last_value is None
-    np.testing.assert_allclose(reference.logp_ref, appraise()(params, REFERENCE, trajectories).logp_ref, atol=1e-6)
+    np.testing.assert_allclose(
+        reference.logp_ref, score_trajectories()(params, REFERENCE, trajectories).logp_ref, atol=1e-6
+    )
 
 
 @pytest.mark.slow
 def test_what_was_scored_reaches_ppo_and_its_batch_in_every_layout():
     algorithm, trajectories = fg.ppo(beta=0.1), bare(4)
-    scored = jax.device_get(appraise()(params_of("own"), REFERENCE, trajectories))
+    scored = jax.device_get(score_trajectories()(params_of("own"), REFERENCE, trajectories))
     credit = (algorithm.advantages(scored), algorithm.weights(scored))
     target_ntl = algorithm.targets(scored)  # type: ignore[misc]
     packed = fg.pack(scored, *credit, row_length=48, target=target_ntl)
@@ -148,12 +152,12 @@ def test_what_was_scored_reaches_ppo_and_its_batch_in_every_layout():
 def test_slots_that_suffice_change_nothing_and_a_longer_trajectory_cannot_pass_for_scored():
     trajectories, params = bare(5), params_of("own")
     length_n = np.asarray(filled(trajectories)[0]).sum(axis=1)
-    expected = appraise()(params, REFERENCE, trajectories)
-    found = appraise(slots=int(length_n.max()))(params, REFERENCE, trajectories)
+    expected = score_trajectories()(params, REFERENCE, trajectories)
+    found = score_trajectories(slots=int(length_n.max()))(params, REFERENCE, trajectories)
     np.testing.assert_allclose(found.value, expected.value, atol=1e-6)
     np.testing.assert_allclose(found.last_value, expected.last_value, atol=1e-6)
     short = int(np.median(length_n))
-    cut = appraise(slots=short)(params, REFERENCE, trajectories)
+    cut = score_trajectories(slots=short)(params, REFERENCE, trajectories)
     np.testing.assert_array_equal(np.isnan(cut.last_value), length_n > short)
     np.testing.assert_array_equal(np.isnan(cut.logp_ref).all(axis=(1, 2)), length_n > short)
     fits_n = length_n <= short
@@ -169,16 +173,16 @@ def test_M4_the_vocabulary_is_never_met_as_a_whole():
         lambda params, states: states @ params["embed"].T,
     )
     params = {"embed": jax.ShapeDtypeStruct((vocabulary, WIDTH), jnp.float32)}
-    program = jax.jit(make_appraise(wide, needs={"logp_ref"}, chunk=16, micro_rows=4))
+    program = jax.jit(make_score_trajectories(wide, needs={"logp_ref"}, chunk=16, micro_rows=4))
     used = program.lower(None, params, trajectories).compile().memory_analysis().temp_size_in_bytes
     assert used < trajectories.tokens.size * vocabulary * 4 / 8
 
 
 def test_values_need_a_critic():
     with pytest.raises(fg.BadInput, match="values are needed, but there is no critic: pass one"):
-        make_appraise(BIGRAMS, needs={"value"})
+        make_score_trajectories(BIGRAMS, needs={"value"})
 
 
 def test_sizes_are_checked():
     with pytest.raises(fg.BadInput, match="micro_rows is 0 and slots None, but both must be at least 1"):
-        make_appraise(BIGRAMS, needs={"logp_ref"}, micro_rows=0)
+        make_score_trajectories(BIGRAMS, needs={"logp_ref"}, micro_rows=0)

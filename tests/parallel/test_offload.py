@@ -7,7 +7,7 @@ import pytest
 from commands import small_files
 
 import flowgrpo as fg
-from flowgrpo.parallel.offload import DEVICE, DISK, HOST, STAGES, Gauge, Residency, live_bytes, place_of, places
+from flowgrpo.parallel.offload import DEVICE, DISK, HOST, STAGES, MemoryMeter, Residency, live_bytes, place_of, places
 
 SIZE = 1 << 18
 
@@ -183,14 +183,14 @@ def test_bad_tables_and_models_are_refused(tmp_path):
             residency.hold("policy", np.ones(2))
 
 
-def test_the_gauge_keeps_the_most_that_a_stage_held():
-    gauge = Gauge()
-    with gauge.stage("first"):
+def test_the_memory_meter_keeps_the_most_that_a_stage_held():
+    memory_meter = MemoryMeter()
+    with memory_meter.stage("first"):
         held = jnp.ones(SIZE)
-    with gauge.stage("second"):
+    with memory_meter.stage("second"):
         held.delete()
-    peaks = gauge.take()
+    peaks = memory_meter.take()
     assert min(peaks["first"], peaks["second"]) >= SIZE * 4
-    with gauge.stage("third"):
+    with memory_meter.stage("third"):
         pass
-    assert gauge.take()["third"] <= peaks["first"] - SIZE * 4
+    assert memory_meter.take()["third"] <= peaks["first"] - SIZE * 4

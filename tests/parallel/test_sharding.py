@@ -183,7 +183,7 @@ def test_F3_a_divided_policy_learns_the_same():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gspo", "dpo"])
 def test_F3_first_passes_over_sequences_are_spread_too(name):
-    """Every option on and pi_old scored anew: over a divided mesh, and inside a pmap of three devices."""
+    """Every option on and pi_old scored again: over a divided mesh, and inside a pmap of three devices."""
     algorithm = everything_on(name)
     params, trajectories = sampled_case(12)
     batch = rows_of(algorithm, trajectories, "by_trajectory")
@@ -207,7 +207,7 @@ def test_F3_first_passes_over_sequences_are_spread_too(name):
 
 
 def around_one(figure: str, value: np.ndarray) -> np.ndarray:
-    """Count the ratios on both sides of 1 together: scored anew they are 1 up to rounding, which is an edge of bins."""
+    """Count the ratios on both sides of 1 together: scored again they are 1 up to rounding, an edge of bins."""
     if figure != "ratio_histogram":
         return value
     middle = len(value) // 2

@@ -64,7 +64,7 @@ def test_tensorboard_has_a_folder_for_each_phase_and_doubles_nothing(tmp_path):
     write_twice(tmp_path, "tensorboard")
     assert steps(tmp_path / "tensorboard" / "train") == [[1, 2, 3, 4, 5], [-4, 4, 5, 6]]
     assert steps(tmp_path / "tensorboard" / "warm_start") == [[50], [-51]]
-    write(tmp_path, [1])  # begun anew without a checkpoint: all of it is purged
+    write(tmp_path, [1])  # begun again without a checkpoint: all of it is purged
     assert steps(tmp_path / "tensorboard" / "train")[2:] == [[0, 1]]
     event = dict(fields(records(sorted((tmp_path / "tensorboard" / "train").iterdir())[0].read_bytes())[1]))
     tags = [dict(fields(value))[1].decode() for _, value in fields(event[5])]

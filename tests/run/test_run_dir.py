@@ -145,7 +145,7 @@ def test_a_run_is_begun_anew_where_one_is_and_nobody_works_in_it(tmp_path):
     assert [path.name for path in folder.iterdir()] == [".lock"]
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "one.txt").write_text("mine")
-    with pytest.raises(BadInput, match="holds no run that could be begun anew"):
+    with pytest.raises(BadInput, match="holds no run that could be begun again"):
         begin_anew(tmp_path / "letters")
     assert (tmp_path / "letters" / "one.txt").exists()
 

@@ -216,7 +216,7 @@ def test_a_server_over_http_is_called_from_many_threads_and_may_go_away(script, 
         ("http://host", {"seconds": 0}, BadInput, "seconds is 0"),
         ("http://host", {"seconds": float("inf")}, BadInput, "seconds is inf"),
         ("http://127.0.0.1:9/mcp", {}, ToolFailure, r"127\.0\.0\.1:9"),
-        (Stdio("/nowhere/server"), {}, BadInput, r"/nowhere/server.*mend the command"),
+        (Stdio("/nowhere/server"), {}, BadInput, r"/nowhere/server.*fix the command"),
     ],
 )
 def test_settings_that_can_not_work_are_refused(server, settings, error, words):

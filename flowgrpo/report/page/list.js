@@ -70,7 +70,7 @@ function bound(name) {
   return input.value.trim() === "" || isBad ? null : value;
 }
 
-/** Filter and sort anew; the trajectory that is open stays open if it passes. */
+/** Filter and sort again; the trajectory that is open stays open if it passes. */
 function refilter() {
   const words = form.elements.search.value.toLowerCase().split(/\s+/).filter(Boolean);
   const chosen = Object.entries(OFFERED).map(([name, of]) => [form.elements[name].value, of]).filter(([value]) => value);

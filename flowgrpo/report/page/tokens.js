@@ -20,7 +20,7 @@ function spans(turn, from, to) {
 
 const paint = (span) => { span.style.backgroundColor = tokenColour(state.colour, readTurn(span.turn), span.place); };
 
-/** Colour everything that is shown anew. */
+/** Colour everything that is shown again. */
 function repaint() {
   for (const span of document.querySelectorAll(".t")) paint(span);
 }

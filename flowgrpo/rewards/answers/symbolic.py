@@ -73,7 +73,7 @@ def symbolic_rule(call: Call, *, seconds: float = 5.0) -> Rule:
         try:
             trouble = _trouble(readable, gold)
             if trouble:
-                return Scored(None, f"task {task.id!r}: mend its gold answer {gold[:60]!r}: {trouble}")
+                return Scored(None, f"task {task.id!r}: fix its gold answer {gold[:60]!r}: {trouble}")
             if not mathematical(answer):
                 return None
             said = call(f"{CHILD}:compare", peel(gold), peel(answer), seconds=seconds)
