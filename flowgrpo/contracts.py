@@ -123,7 +123,7 @@ class Policy(NamedTuple):
     hidden: Callable[..., tuple]  # (params, tokens, positions, segments, cache) -> (hidden, cache)
     unembed: Callable[..., Array]  # (params, hidden) -> logits
     make_cache: Callable[..., Cache] | None = None  # (rows, slots) -> an empty cache
-    mesh: Any = None  # a Spread of `parallel.row_sharding`; None: everything runs where it is
+    mesh: Any = None  # a DeviceMesh of `parallel.row_sharding`; None: everything runs where it is
 
     def apply(self, params, tokens, positions=None, segments=None, cache=None) -> tuple:
         """`(logits, cache)`: `unembed` after `hidden`."""

@@ -31,7 +31,7 @@ from flowgrpo.learner.scoring import ScoreTrajectories, make_score_trajectories
 from flowgrpo.learner.state import LearnerState, init_learner
 from flowgrpo.learner.update import Update, cast, make_update
 from flowgrpo.models.trainable import WHOLE, Trained, acting
-from flowgrpo.parallel.row_sharding import Spread, many_updates, over_runs, stack_trees
+from flowgrpo.parallel.row_sharding import DeviceMesh, many_updates, over_runs, stack_trees
 from flowgrpo.rollout.compiled import draw_tasks, make_exam, make_rollout, repeat, summarise, tool_mix
 from flowgrpo.types import BadInput, Batch, Trajectories, check_range
 
@@ -392,7 +392,7 @@ def train_many(
     updates: int,
     *,
     lanes: int | None = None,
-    mesh: Spread = None,
+    mesh: DeviceMesh = None,
 ) -> tuple[Run, dict[str, np.ndarray]]:
     """So many updates of several runs at once, seeds for instance: `step` is that of `one_program`, not yet jitted.
 

@@ -22,7 +22,7 @@ from flowgrpo.learner.critic import Valuation
 from flowgrpo.learner.update import Score, cast, make_score, score_rows
 from flowgrpo.models.critic import before
 from flowgrpo.models.trainable import acting
-from flowgrpo.parallel.row_sharding import Spread
+from flowgrpo.parallel.row_sharding import DeviceMesh
 from flowgrpo.types import BadInput, Batch, Trajectories
 
 ScoreTrajectories = Callable[[Any, Any, Trajectories], Trajectories]  # (params, reference_params, trajectories)
@@ -66,7 +66,7 @@ class _TrajectoryScorer:
     micro_rows: int
     slots: int | None
     compute_dtype: Any
-    mesh: Spread
+    mesh: DeviceMesh
 
     def __call__(self, params, reference_params, trajectories: Trajectories) -> Trajectories:
         nothing_nt = jnp.zeros(trajectories.turns.shape, jnp.float32)

@@ -37,7 +37,7 @@ from flowgrpo.generate.sampler import logprobs
 from flowgrpo.learner.diagnostics import WATCH, DiagnosticsSettings, batch_signal, metrics_of_sums, observe
 from flowgrpo.learner.state import LearnerState
 from flowgrpo.models.trainable import WHOLE, Trained
-from flowgrpo.parallel.row_sharding import Spread, abreast, lay, map_rows, sum_rows
+from flowgrpo.parallel.row_sharding import DeviceMesh, lay, map_rows, row_devices, sum_rows
 from flowgrpo.types import BadInput, Batch, check_range
 
 Score = Callable[[Any, Batch], Scores]  # (params, batch) -> what they say of it
@@ -64,16 +64,16 @@ def visit(wanted_r: Array, size: int) -> Visit:
 
 
 def accumulate(
-    function: Callable[[Any, Batch], tuple], shared, batch: Batch, wanted_r: Array, size: int, mesh: Spread = None
+    function: Callable[[Any, Batch], tuple], shared, batch: Batch, wanted_r: Array, size: int, mesh: DeviceMesh = None
 ) -> tuple:
     """`function(shared, micro-batch)` over the wanted rows: it gives (what is summed, what the largest is kept of).
 
     Each device of a mesh takes `size` rows at a time.
     """
-    return sum_rows(partial(_accumulate, function, size * abreast(mesh), mesh), mesh, shared, batch, wanted_r)
+    return sum_rows(partial(_accumulate, function, size * row_devices(mesh), mesh), mesh, shared, batch, wanted_r)
 
 
-def _accumulate(function, size: int, mesh: Spread, shared, batch: Batch, wanted_r: Array) -> tuple:
+def _accumulate(function, size: int, mesh: DeviceMesh, shared, batch: Batch, wanted_r: Array) -> tuple:
     rows = visit(wanted_r, size)
     sums, largest = jax.eval_shape(function, shared, _take(batch, rows, 0)[0])
     start = (
@@ -88,12 +88,12 @@ def _accumulate(function, size: int, mesh: Spread, shared, batch: Batch, wanted_
     return jax.lax.fori_loop(0, rows.trips, add, start)
 
 
-def score_rows(score: Score, params, batch: Batch, wanted_r: Array, size: int, mesh: Spread = None) -> Array:
+def score_rows(score: Score, params, batch: Batch, wanted_r: Array, size: int, mesh: DeviceMesh = None) -> Array:
     """Log-probabilities of the wanted rows, 0 in the others; no gradient -> logp_rs."""
-    return map_rows(partial(_score_rows, score, size * abreast(mesh), mesh), mesh, params, (batch, wanted_r))
+    return map_rows(partial(_score_rows, score, size * row_devices(mesh), mesh), mesh, params, (batch, wanted_r))
 
 
-def _score_rows(score: Score, size: int, mesh: Spread, params, pair: tuple[Batch, Array]) -> Array:
+def _score_rows(score: Score, size: int, mesh: DeviceMesh, params, pair: tuple[Batch, Array]) -> Array:
     batch, rows = pair[0], visit(pair[1], size)
 
     def fill(index, logp_rs):
@@ -189,12 +189,12 @@ def cast(params, dtype):
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
 
 
-def score_batch(score: Score, params, batch: Batch, *, micro_rows: int = 16, mesh: Spread = None) -> Array:
+def score_batch(score: Score, params, batch: Batch, *, micro_rows: int = 16, mesh: DeviceMesh = None) -> Array:
     """Log-probabilities of the rows that hold a chosen token, in micro-batches -> logp_rs."""
     return score_rows(score, params, batch, _own(batch).any(axis=1), micro_rows, mesh)
 
 
-def score_reference(score: Score, ref_params, batch: Batch, *, micro_rows: int = 16, mesh: Spread = None) -> Batch:
+def score_reference(score: Score, ref_params, batch: Batch, *, micro_rows: int = 16, mesh: DeviceMesh = None) -> Batch:
     """The batch with `logp_ref`."""
     return batch.replace(logp_ref=score_batch(score, ref_params, batch, micro_rows=micro_rows, mesh=mesh))
 
@@ -234,7 +234,7 @@ class _Update:
     mini_batches: int
     rescores: bool  # logp_old is scored before the first step
     skips: bool  # rows without an advantage are not visited
-    mesh: Spread  # the devices over which rows are dealt
+    mesh: DeviceMesh  # the devices over which rows are dealt
     trained: Trained  # which part of the parameters moves
     watch: DiagnosticsSettings | None  # what is told beside the algorithm's own metrics
 

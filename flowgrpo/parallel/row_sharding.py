@@ -44,7 +44,7 @@ class PerDevice(NamedTuple):
     size: int
 
 
-Spread = Mesh | PerDevice | None
+DeviceMesh = Mesh | PerDevice | None
 
 
 def data_mesh() -> Mesh | None:
@@ -53,7 +53,7 @@ def data_mesh() -> Mesh | None:
     return jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,)) if devices > 1 else None
 
 
-def divides(mesh: Spread) -> bool:
+def divides(mesh: DeviceMesh) -> bool:
     """Whether XLA divides the program, because the mesh has more than its data axis."""
     return isinstance(mesh, Mesh) and mesh.shape.get(AXIS, 1) != mesh.size
 
@@ -87,12 +87,12 @@ def _put(x, sharding: NamedSharding) -> Array:
     return jax.jit(wrap, out_shardings=sharding)(data)
 
 
-def abreast(mesh: Spread) -> int:
-    """How many times as many rows as one device takes stand side by side in a program that XLA divides; else 1."""
+def row_devices(mesh: DeviceMesh) -> int:
+    """Count the devices over which rows are dealt in a program that XLA divides; 1 in any other."""
     return mesh.shape.get(AXIS, 1) * mesh.shape.get(FSDP, 1) if isinstance(mesh, Mesh) and divides(mesh) else 1
 
 
-def lay(rows, mesh: Spread):
+def lay(rows, mesh: DeviceMesh):
     """Rows dealt over the devices, where XLA divides the program; elsewhere they stay as they are."""
     if not (isinstance(mesh, Mesh) and divides(mesh)):
         return rows
@@ -103,7 +103,7 @@ def lay(rows, mesh: Spread):
 # What is done with rows -------------------------------------------------------------------------------
 
 
-def map_rows(function: Callable, mesh: Spread, shared, rows):
+def map_rows(function: Callable, mesh: DeviceMesh, shared, rows):
     """`function(shared, rows)`, which treats every row for itself; its results stand in the order of the rows."""
     if mesh is None or divides(mesh):
         return function(shared, rows)
@@ -120,7 +120,7 @@ def map_rows(function: Callable, mesh: Spread, shared, rows):
     return _take(out, row_r % mesh.size * each + row_r // mesh.size)
 
 
-def sum_rows(function: Callable, mesh: Spread, shared, rows, wanted_r: Array) -> tuple:
+def sum_rows(function: Callable, mesh: DeviceMesh, shared, rows, wanted_r: Array) -> tuple:
     """`function(shared, rows, wanted_r)` -> (what adds up over rows, what the largest is kept of)."""
     if mesh is None or divides(mesh):
         return function(shared, rows, wanted_r)
@@ -161,7 +161,7 @@ def stack_trees(runs: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *x: jnp.stack(x), *runs)
 
 
-def over_runs(function: Callable, *, lanes: int | None = None, mesh: Spread = None) -> Callable:
+def over_runs(function: Callable, *, lanes: int | None = None, mesh: DeviceMesh = None) -> Callable:
     """`function` of one run as a function of a stack of them; `lanes` are vmapped on a device, all by default."""
     if lanes is not None and lanes < 1:
         raise BadInput(f"over_runs: lanes is {lanes}, but must be at least 1")

@@ -35,8 +35,8 @@ from flowgrpo.parallel.row_sharding import (
     FSDP,
     SHARED,
     TENSOR,
+    DeviceMesh,
     PerDevice,
-    Spread,
     data_mesh,
     divides,
     lay,
@@ -191,7 +191,7 @@ def _last(path: tuple) -> str:
 # Policies ---------------------------------------------------------------------------------------------
 
 
-def settle(policy: Policy, mesh: Spread, axes: Any) -> Policy:
+def settle(policy: Policy, mesh: DeviceMesh, axes: Any) -> Policy:
     """The policy on a mesh: each layer runs on the rows of its devices, over parameters gathered for it alone.
 
     Numbers are the same without. But left to itself XLA divides hidden states as the parameters are, by d over

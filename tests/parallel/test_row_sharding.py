@@ -86,7 +86,7 @@ def test_a_tree_is_laid_out_by_a_tree_of_shardings():
 
 
 def test_rows_stand_side_by_side_only_where_xla_divides_the_program():
-    assert [row_sharding.abreast(mesh) for mesh in (None, MESH, WIDE, EACH, DIVIDING)] == [1, 1, 1, 1, 4]
+    assert [row_sharding.row_devices(mesh) for mesh in (None, MESH, WIDE, EACH, DIVIDING)] == [1, 1, 1, 1, 4]
     assert [row_sharding.divides(mesh) for mesh in (None, MESH, WIDE, EACH, DIVIDING)] == [False] * 4 + [True]
     rows = {"x": jnp.arange(6.0)}
     assert all(row_sharding.lay(rows, mesh) is rows for mesh in (None, MESH, WIDE, EACH))
