@@ -1,5 +1,6 @@
 """Hosted rollouts over the real engine: those of the compiled rollout (E2), the same bits in any company (E3)."""
 
+import threading
 from functools import partial
 
 import jax
@@ -164,28 +165,45 @@ def test_F7_scoring_gives_what_the_hosted_rollout_recorded(engine):
         np.testing.assert_allclose(np.where(batch.chosen, scores.logp - batch.logp_sampled, 0), 0, atol=1e-5)
 
 
-def test_a_deadline_and_a_resumption_over_the_real_engine_leave_the_same_bits(engine):
-    """A6 with what the engine itself calls lost: requests are cancelled while they decode.
+class Halting:
+    """A decode program that halts after so many stretches, in the middle of actions, until it is told again."""
 
-    Deadlines double from one that no machine keeps; four places, so that each finds four calls under way at most.
+    def __init__(self, decode):
+        self.decode, self.stretches, self.told = decode, -1, threading.Condition()
+
+    def tell(self, stretches: int) -> None:
+        """Decode so many more; below 0, without end."""
+        with self.told:
+            self.stretches = stretches
+            self.told.notify()
+
+    def __call__(self, *inputs):
+        with self.told:
+            assert self.told.wait_for(lambda: self.stretches != 0, timeout=60)
+            self.stretches -= 1
+        return self.decode(*inputs)
+
+
+def test_a_deadline_and_a_resumption_over_the_real_engine_leave_the_same_bits(engine, monkeypatch):
+    """A6 with what the engine itself calls lost: requests are cancelled while they decode and while they queue.
+
+    Each rollout finds the engine at a halt when its deadline passes, so that no machine is too fast or too slow for it.
     """
     work, env = tasks_of(6, 4), make_env()
-    whole = values(run(Listening(engine), work, env=env))
-    now, given, got, rounds = work, (), {}, 0
-    while len(got) < 24:
-        settings = {"deadline": 0.05 * 2**rounds, "width": 4, "more": {"unfinished": given}}
-        rest = run(Listening(engine), now, Do(seconds=0.005), env=env, **settings)
+    whole, lost = values(run(Listening(engine), work, env=env)), engine.lost.generated
+    halting = Halting(engine.programs.decode)
+    monkeypatch.setattr(engine, "programs", engine.programs._replace(decode=halting))
+    now, given, got, resumed = work, (), {}, 0
+    for stretches in (3, 6, 12, -1):
+        halting.tell(stretches)
+        rest = run(Listening(engine), now, env=env, deadline=1.0 if stretches > 0 else None, more={"unfinished": given})
         got |= {(one["group"], one["sample"]): one for one in values(rest)}
-        now, given, rounds = ((), (), ()), rest.unfinished, rounds + 1
-    # A call under way at the deadline ends its trajectory: after an action as TIMEOUT, in the reset as a failure.
-    late = {place for place, one in got.items() if one["status"] in ("TIMEOUT", "TOOL_FAILURE")}
-    assert rounds > 2
-    assert [got[g, s] for g in range(6) for s in range(4) if (g, s) not in late] == [
-        one for one in whole if (one["group"], one["sample"]) not in late
-    ]
-    assert len(late) < 24  # or else nothing was compared
-    engine.generate([fg.Request([1], jax.random.key(0), 1)])
-    engine.lost.check()
+        now, given = ((), (), ()), rest.unfinished
+        resumed += sum(bool(one.turns) for one in given)
+    assert [got[g, s] for g in range(6) for s in range(4)] == whole
+    assert not given
+    assert resumed  # with turns behind them
+    assert engine.lost.check().generated > lost
 
 
 @pytest.mark.parametrize("appends", [True, False])
