@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from engine_cases import at_stretch
 from hosted_cases import Do, answer, check_sums, make_env, run, tasks_of, value, values
 from tiny_models import BANNED, POLICY, tiny_params
 
@@ -165,45 +166,26 @@ def test_F7_scoring_gives_what_the_hosted_rollout_recorded(engine):
         np.testing.assert_allclose(np.where(batch.chosen, scores.logp - batch.logp_sampled, 0), 0, atol=1e-5)
 
 
-class Halting:
-    """A decode program that halts after so many stretches, in the middle of actions, until it is told again."""
-
-    def __init__(self, decode):
-        self.decode, self.stretches, self.told = decode, -1, threading.Condition()
-
-    def tell(self, stretches: int) -> None:
-        """Decode so many more; below 0, without end."""
-        with self.told:
-            self.stretches = stretches
-            self.told.notify()
-
-    def __call__(self, *inputs):
-        with self.told:
-            assert self.told.wait_for(lambda: self.stretches != 0, timeout=60)
-            self.stretches -= 1
-        return self.decode(*inputs)
-
-
-def test_a_deadline_and_a_resumption_over_the_real_engine_leave_the_same_bits(engine, monkeypatch):
+def test_a_deadline_and_a_resumption_over_the_real_engine_leave_the_same_bits(engine):
     """A6 with what the engine itself calls lost: requests are cancelled while they decode and while they queue.
 
-    Each rollout finds the engine at a halt when its deadline passes, so that no machine is too fast or too slow for it.
+    The engine halts at two stretches until a deadline has passed, so that no machine is too fast or too slow for it.
     """
-    work, env = tasks_of(6, 4), make_env()
-    whole, lost = values(run(Listening(engine), work, env=env)), engine.lost.generated
-    halting = Halting(engine.programs.decode)
-    monkeypatch.setattr(engine, "programs", engine.programs._replace(decode=halting))
-    now, given, got, resumed = work, (), {}, 0
-    for stretches in (3, 6, 12, -1):
-        halting.tell(stretches)
-        rest = run(Listening(engine), now, env=env, deadline=1.0 if stretches > 0 else None, more={"unfinished": given})
-        got |= {(one["group"], one["sample"]): one for one in values(rest)}
-        now, given = ((), (), ()), rest.unfinished
-        resumed += sum(bool(one.turns) for one in given)
+    whole, go_on = values(run(Listening(engine), tasks_of(6, 4))), threading.Semaphore(0)
+    now, given, got, resumed = tasks_of(6, 4), (), {}, 0
+    with Engine(POLICY, tiny_params(), **SHAPE) as halting:
+        at_stretch(halting, lambda number, _: number in (3, 9) and go_on.acquire(timeout=60))
+        for deadline in (1.0, 1.0, None):
+            rest = run(Listening(halting), now, deadline=deadline, more={"unfinished": given})
+            got |= {(one["group"], one["sample"]): one for one in values(rest)}
+            now, given = ((), (), ()), rest.unfinished
+            resumed += sum(bool(one.turns) for one in given)
+            go_on.release()
+        lost = halting.lost.check().generated
     assert [got[g, s] for g in range(6) for s in range(4)] == whole
     assert not given
     assert resumed  # with turns behind them
-    assert engine.lost.check().generated > lost
+    assert lost
 
 
 @pytest.mark.parametrize("appends", [True, False])
