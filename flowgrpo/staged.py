@@ -171,9 +171,8 @@ class _Staged:
         """All stages, each with its models where they are used."""
         residency, watch, number = self.residency, self.watch, int(run.update) + 1
         with watch.iteration(number), ExitStack() as open_stages:
-            if (
-                self.moves
-            ):  # what was away is bound to its device; what was not has to be too, or programs compile twice
+            # What was away is bound to its device; what was not has to be too, or programs compile twice.
+            if self.moves:
                 run = jax.tree.map(_bound, run)
             _hold(residency, run)
             residency.enter("rollout")
