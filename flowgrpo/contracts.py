@@ -107,10 +107,13 @@ Params = dict[str, Array]
 
 
 class Cache(struct.PyTreeNode):
-    """Keys and values of the tokens so far, c slots a row; the slots from `next` on are free (n is the layer)."""
+    """Keys and values of the tokens so far, c slots a row; the slots from `next` on are free (n is the layer).
 
-    keys: Float[Array, "n r k c e"]
-    values: Float[Array, "n r k c e"]
+    Or an array for each layer; the keys of one may be [r k e c] (`models.kv_cache`).
+    """
+
+    keys: Float[Array, "n r k c e"] | tuple[Array, ...]
+    values: Float[Array, "n r k c e"] | tuple[Array, ...]
     positions: Int[Array, "r c"]
     segments: Int[Array, "r c"]
     next: Int[Array, "r"]
@@ -123,6 +126,7 @@ class Policy(NamedTuple):
     hidden: Callable[..., tuple]  # (params, tokens, positions, segments, cache) -> (hidden, cache)
     unembed: Callable[..., Array]  # (params, hidden) -> logits
     make_cache: Callable[..., Cache] | None = None  # (rows, slots) -> an empty cache
+    unstack: Callable[[Any], Any] | None = None  # params -> the same, laid out for many small steps
     mesh: Any = None  # a DeviceMesh of `parallel.row_sharding`; None: everything runs where it is
 
     def apply(self, params, tokens, positions=None, segments=None, cache=None) -> tuple:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flowgrpo.contracts import Cache, Completion, EngineClosed, Policy, Request
+from flowgrpo.contracts import Completion, EngineClosed, Policy, Request
 from flowgrpo.generate.kv_slots import Slot, TokenSpan, cut, decode_inputs, held_by, rest, widths
 from flowgrpo.generate.requests import Job, TextOf, make_job
 from flowgrpo.generate.sampler import MAX_KEPT, Rows, Sampled, decode, prefill, start_rows
@@ -72,14 +72,13 @@ def _extend(policy, params, rows: Rows, source, target, held, tokens, size, entr
     The tokens are given ones, computed as a batch of one whichever slot it is; without any, this is a copy. Source and
     target may be the same.
     """
-    one = Cache(*(_row(x, source, axis) for x, axis in zip(_parts(rows.cache), _AXES, strict=True)))
+    one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, source, 1, _row_axis(x)), rows.cache)
     kept_c = jnp.arange(one.segments.shape[1]) < held
     one = one.replace(segments=jnp.where(kept_c[None], one.segments, 0), next=jnp.full_like(one.next, held))
     if len(tokens):
         one = prefill(policy, params, one, tokens[None], (jnp.arange(len(tokens)) < size)[None])
-    parts = zip(_parts(rows.cache), _parts(one), _AXES, strict=True)
     return Rows(
-        cache=Cache(*(_put(x, new, target, axis) for x, new, axis in parts)),
+        cache=jax.tree.map(partial(_put, slot=target), rows.cache, one),
         token=rows.token.at[target].set(entry.token),
         key=rows.key.at[target].set(entry.key),
         count=rows.count.at[target].set(entry.count),
@@ -106,19 +105,13 @@ def _decode(policy, params, rows: Rows, going_r, settings, stop_ids, leave, *, s
     return decode(policy, params, rows, settings, stop_ids, steps=steps, leave=leave, banned=banned, width=width)
 
 
-_AXES = (1, 1, 0, 0, 0)  # where the slots are in each part of a cache
+def _row_axis(x) -> int:
+    """Where the slots are in a part of a cache: after the layers, where keys and values of all are stacked."""
+    return 1 if x.ndim == 5 else 0
 
 
-def _parts(cache: Cache) -> tuple:
-    return cache.keys, cache.values, cache.positions, cache.segments, cache.next
-
-
-def _row(x, slot, axis):
-    return jax.lax.dynamic_slice_in_dim(x, slot, 1, axis)
-
-
-def _put(x, row, slot, axis):
-    return jax.lax.dynamic_update_slice_in_dim(x, row, slot, axis)
+def _put(x, row, *, slot):
+    return jax.lax.dynamic_update_slice_in_dim(x, row, slot, _row_axis(x))
 
 
 AtSwap = Literal["recompute", "keep"]

@@ -144,8 +144,12 @@ def _fused(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig, *, 
     return jnp.swapaxes(jnp.where(something[:, :, None, None], mixed, jnp.zeros((), mixed.dtype)), 1, 2)
 
 
-def attend_cache(q: Array, block_of: Callable[[Array], Part], blocks: Array | int, config: DecoderConfig) -> Array:
+def attend_cache(
+    q: Array, block_of: Callable[[Array], Part], blocks: Array | int, config: DecoderConfig, *, turned: bool = False
+) -> Array:
     """Attend to the first `blocks` blocks of a cache, like `attend`; `block_of` gives keys, values and mask of one.
+
+    The keys of a block are [r k c e], or [r k e c] where they are `turned`.
 
     A block that a row does not see changes nothing of it, not even a bit, so a row's result does not depend on how far
     other rows are filled (E3).
@@ -153,8 +157,10 @@ def attend_cache(q: Array, block_of: Callable[[Array], Part], blocks: Array | in
     grouped = _group(q, config)
 
     def add(index, running):
-        return _add(running, block_of(index), grouped=grouped, config=config)
+        return _add(running, block_of(index), grouped=grouped, config=config, turned=turned)
 
+    if isinstance(blocks, int) and blocks == 1:
+        return _finish(add(0, _empty(grouped)), q)
     return _finish(jax.lax.fori_loop(0, blocks, add, _empty(grouped)), q)
 
 
@@ -171,11 +177,11 @@ def _empty(grouped: Array) -> _Running:
     return _Running(lowest, jnp.zeros_like(lowest), jnp.zeros(grouped.shape, jnp.float32))
 
 
-def _add(running: _Running, part: Part, *, grouped: Array, config: DecoderConfig) -> _Running:
+def _add(running: _Running, part: Part, *, grouped: Array, config: DecoderConfig, turned: bool = False) -> _Running:
     """One block more."""
     k, v = (x.astype(grouped.dtype) for x in part[:2])
     seen = part[2]
-    logits = _logits(grouped, k, seen, config)
+    logits = _logits(grouped, k, seen, config, turned)
     # What is subtracted cancels; its gradient need not be taken.
     highest = jax.lax.stop_gradient(jnp.maximum(running.highest, logits.max(axis=-1)))
     shares = jnp.where(seen[:, None, None], jnp.exp(logits - highest[..., None]), 0.0)
@@ -200,9 +206,10 @@ def _group(q: Array, config: DecoderConfig) -> Array:
     return q.reshape(rows, config.k, config.h // config.k, length, e)
 
 
-def _logits(grouped: Array, k: Array, seen: Array, config: DecoderConfig) -> Array:
+def _logits(grouped: Array, k: Array, seen: Array, config: DecoderConfig, turned: bool = False) -> Array:
     """Scaled and capped in float32, `LOWEST` where nothing is seen -> [r k g s c]."""
-    logits = jnp.einsum("rkgse,rkce->rkgsc", grouped, k, preferred_element_type=jnp.float32) * _scale(config)
+    which = "rkgse,rkec->rkgsc" if turned else "rkgse,rkce->rkgsc"
+    logits = jnp.einsum(which, grouped, k, preferred_element_type=jnp.float32) * _scale(config)
     if config.attention_softcap is not None:
         logits = config.attention_softcap * jnp.tanh(logits / config.attention_softcap)
     return jnp.where(seen[:, None, None], logits, LOWEST)

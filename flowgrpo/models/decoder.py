@@ -10,9 +10,9 @@ arrays.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from flowgrpo.contracts import Cache, Params, Policy
 from flowgrpo.models.attention import Attend, attend, attend_cache, visible
-from flowgrpo.models.config import DecoderConfig, check_config, rope_frequencies
+from flowgrpo.models.config import DecoderConfig, Rope, check_config, rope_frequencies
 from flowgrpo.models.kv_cache import Held, View, block, extend_cache, make_cache, write_cache
 
 PIECE, DIVIDED = 192, 4096  # terms of a sum in one piece, and of the longest sum that is divided
@@ -115,6 +115,13 @@ def rotate(x: Array, cosine: Array, sine: Array) -> Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
+class Divided(NamedTuple):
+    """A matrix in the pieces that `product` sums over, each in memory of its own."""
+
+    pieces: tuple[Array, ...]  # [terms, outputs] each
+    shape: tuple[int, ...]  # of the whole, with all its axes
+
+
 def multiply(x: Array, layer: Params, name: str, *, inputs: int = 1) -> Array:
     """`x W`, with the bias where there is one; and `+ x A B`, in their dtype, where there is an adapter of that name.
 
@@ -123,7 +130,7 @@ def multiply(x: Array, layer: Params, name: str, *, inputs: int = 1) -> Array:
     """
     w, bias = layer[name], layer.get(f"{name}_bias")
     flat = x.reshape(-1, math.prod(w.shape[:inputs]))
-    out = product(flat, w.reshape(flat.shape[1], -1)).astype(x.dtype)
+    out = _times(flat, w).astype(x.dtype)
     if f"{name}_a" in layer:
         a, b = layer[f"{name}_a"], layer[f"{name}_b"]
         change = (flat.astype(a.dtype) @ a.reshape(flat.shape[1], -1)) @ b.reshape(len(b), -1)
@@ -142,8 +149,22 @@ def product(x_ab: Array, w_bc: Array) -> Array:
     terms = x_ab.shape[1]
     if x_ab.dtype != jnp.float32 or terms > DIVIDED:
         return _whole_product(x_ab, w_bc)
-    pieces = [slice(start, start + PIECE) for start in range(0, terms, PIECE)]
-    return reduce(jnp.add, [x_ab[:, piece] @ w_bc[piece] for piece in pieces])
+    return _sum_pieces(x_ab, _pieces(w_bc))
+
+
+def _sum_pieces(x_ab: Array, pieces: Sequence[Array]) -> Array:
+    ends = np.cumsum([0, *(len(piece) for piece in pieces)])
+    terms = zip(ends, ends[1:], pieces, strict=False)
+    return reduce(jnp.add, [x_ab[:, start:end] @ piece for start, end, piece in terms])
+
+
+def _pieces(w_bc: Array) -> tuple[Array, ...]:
+    return tuple(w_bc[start : start + PIECE] for start in range(0, len(w_bc), PIECE))
+
+
+def _times(x_ab: Array, w: Array | Divided) -> Array:
+    """`product`, whose second factor may lie in pieces, or have more axes than two."""
+    return _sum_pieces(x_ab, w.pieces) if isinstance(w, Divided) else product(x_ab, w.reshape(x_ab.shape[1], -1))
 
 
 def _whole_product(x_ab: Array, w_bc: Array) -> Array:
@@ -164,24 +185,25 @@ def attention(x: Array, layer: Params, held: Held | None, view: View, config: De
     q, k, v = (multiply(x, layer, name) for name in ("q", "k", "v"))
     if config.qk_norm:
         q, k = rms_norm(q, layer["q_norm"], config), rms_norm(k, layer["k_norm"], config)
-    angle = view.positions.astype(jnp.float32)[:, :, None, None] * layer["frequency"][None, None, None, :]
-    cosine, sine = (turn(angle) * layer["magnitude"] for turn in (jnp.cos, jnp.sin))
+    cosine, sine = (x[layer["rope"]] for x in view.angles)
     q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
     if held is None or view.slots is None:
         q, k, v = (jnp.swapaxes(y, 1, 2) for y in (q, k, v))
         seen = visible(view.positions, view.k_positions, view.segments, view.k_segments, layer["window"])
         mixed = attend(q, k, v, seen, config)
     else:
-        held = write_cache(held, (k, v), layer["index"], view.slots)
+        held = write_cache(held, (k, v), layer, view)
         block_of = partial(block, held=held, layer=layer, view=view)
-        mixed = attend_cache(jnp.swapaxes(q, 1, 2), block_of, view.blocks, config)
+        mixed = attend_cache(jnp.swapaxes(q, 1, 2), block_of, view.blocks, config, turned=view.turned)
     return multiply(jnp.swapaxes(mixed, 1, 2), layer, "o", inputs=2), held
 
 
 def feed_forward(x: Array, layer: Params, config: DecoderConfig) -> Array:
     """`down(act(gate x) * up x)`."""
     act = jax.nn.silu if config.activation == "silu" else partial(jax.nn.gelu, approximate=True)
-    return multiply(act(multiply(x, layer, "gate")) * multiply(x, layer, "up"), layer, "down")
+    # Computed again in the backward pass, which takes less time than to write its steps down and read them.
+    gated = jax.checkpoint(lambda gate, up: act(gate) * up)
+    return multiply(gated(multiply(x, layer, "gate"), multiply(x, layer, "up")), layer, "down")
 
 
 def run_layer(x: Array, layer: Params, held: Held | None, view: View, config: DecoderConfig, attend: Attend) -> tuple:
@@ -217,16 +239,20 @@ def hidden(
     """
     tokens = jnp.asarray(tokens)
     segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
-    cache, view = extend_cache(tokens, positions, segments, cache)
+    cache, view = extend_cache(tokens, positions, segments, cache, config)
+    view = view._replace(angles=_angles(view.positions, config))
     x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
     x = jnp.where(segments[:, :, None] > 0, x, jnp.zeros((), x.dtype))
-    declared = parameters(config)
-    stacked = {name: value for name, value in params.items() if declared[name].axes.startswith("n")}
-    stacked |= layer_data(config) | (adapter or {})
+    by_layer = {name for name, parameter in parameters(config).items() if parameter.axes.startswith("n")}
+    layers = {name: value for name, value in params.items() if name in by_layer} | layer_data(config) | (adapter or {})
     step = partial(_step, view=view, config=config, attend=attend, settle=settle)
     # The cache is carried and not scanned over, so that a step changes it in place.
     held = None if cache is None else (cache.keys, cache.values)
-    (x, held), _ = jax.lax.scan(jax.checkpoint(step) if remat else step, (x, held), stacked, unroll=unroll)
+    if cache is not None and isinstance(cache.keys, tuple):
+        for index in range(config.num_layers):
+            (x, held), _ = step((x, held), {name: value[index] for name, value in layers.items()})
+    else:
+        (x, held), _ = jax.lax.scan(jax.checkpoint(step) if remat else step, (x, held), layers, unroll=unroll)
     x = rms_norm(x, params["norm"], config)
     x = jnp.where(segments[:, :, None] > 0, x, jnp.zeros((), x.dtype))
     return x, None if cache is None or held is None else cache.replace(keys=held[0], values=held[1])
@@ -245,15 +271,59 @@ def layer_data(config: DecoderConfig) -> dict[str, np.ndarray]:
     return {
         "index": np.arange(config.num_layers, dtype=np.int32),
         "window": np.array([unbounded if window is None else window for window in config.windows], np.int32),
-        "frequency": np.stack([rope_frequencies(rope, config.e) for rope in config.ropes]),
-        "magnitude": np.array([rope.magnitude for rope in config.ropes], np.float32),
+        "rope": np.array([distinct_ropes(config).index(rope) for rope in config.ropes], np.int32),
     }
+
+
+def distinct_ropes(config: DecoderConfig) -> list[Rope]:
+    """The ropes of all layers, each once."""
+    return list(dict.fromkeys(config.ropes))
+
+
+def _angles(positions: Array, config: DecoderConfig) -> tuple[Array, Array]:
+    """Cosine and sine of each rope's angles [ropes r s 1 e/2], which all of its layers share."""
+    ropes = distinct_ropes(config)
+    frequency = np.stack([rope_frequencies(rope, config.e) for rope in ropes])[:, None, None, None]
+    magnitude = np.array([rope.magnitude for rope in ropes], np.float32)[:, None, None, None, None]
+
+    def turn(positions: Array) -> tuple[Array, Array]:
+        angle = positions.astype(jnp.float32)[None, :, :, None, None] * frequency
+        return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
+
+    def in_branch(positions: Array) -> tuple[Array, Array]:
+        # XLA would compute them again for each head and layer on a CPU, but not what comes out of a branch; this one
+        # is always taken, which XLA can't know.
+        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(turn, positions))
+        return jax.lax.cond(positions.max() > -2, turn, lambda _: blank, positions)
+
+    return jax.lax.platform_dependent(positions, cpu=in_branch, default=turn)
+
+
+def unstack(params: Params, *, config: DecoderConfig) -> Params:
+    """Lay the parameters out for many small steps: each layer's on their own, and matrices in the pieces of a sum.
+
+    Taken from a stack in each step, they would be copied in each step.
+    """
+    declared, factors = parameters(config), matrices(config)
+    unembedding = params["embed"].T if config.tied else params["unembed"]
+    laid: dict[str, Any] = {"embed": params["embed"], "norm": params["norm"], "unembed": _divide(unembedding)}
+    for name, value in params.items():
+        if declared[name].axes.startswith("n"):
+            inputs = len(factors[name][0]) if name in factors else 0
+            laid[name] = tuple(_divide(x, inputs) if inputs else x for x in value)
+    return laid
+
+
+def _divide(w: Array, inputs: int = 1) -> Array | Divided:
+    """A matrix in pieces, where `product` sums over these; its first so many axes are summed over."""
+    flat = w.reshape(math.prod(w.shape[:inputs]), -1)
+    return w if w.dtype != jnp.float32 or len(flat) > DIVIDED else Divided(_pieces(flat), w.shape)
 
 
 def unembed(params: Params, hidden: Array, *, config: DecoderConfig) -> Array:
     """Logits in float32: [... d] -> [... v]."""
     flat = hidden.reshape(-1, hidden.shape[-1])
-    logits = product(flat, params["embed"].T if config.tied else params["unembed"])
+    logits = _times(flat, params["unembed"] if "unembed" in params else params["embed"].T)
     logits = logits.reshape(*hidden.shape[:-1], -1)
     cap = config.logit_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap)
@@ -265,7 +335,8 @@ def make_policy(
     """The decoder as pure functions of its parameters.
 
     `remat` computes each layer again in the backward pass. `unroll` compiles so many layers in a row (True: all of
-    them) instead of looping over them, which takes a quarter off an update of a few small layers on a CPU. `attend`
+    them) instead of looping over them, which takes a quarter off an update of a few small layers on a CPU, and where it
+    is all of them a third off decoding, whose layers then have caches of their own. `attend`
     scores whole rows, for training; a kernel takes its place here (see `attention.fused`). With a cache, attention is
     always that of `attend_cache`.
     """
@@ -274,7 +345,8 @@ def make_policy(
         init=partial(_init, config=config, dtype=dtype),
         hidden=partial(hidden, config=config, remat=remat, unroll=unroll, attend=attend),
         unembed=partial(unembed, config=config),
-        make_cache=partial(make_cache, config=config, dtype=dtype),
+        make_cache=partial(make_cache, config=config, dtype=dtype, stacked=unroll is not True),
+        unstack=partial(unstack, config=config) if unroll is True else None,
     )
 
 

@@ -44,20 +44,33 @@ def deal(lengths, width, random):
         yield tokens_rs.astype(np.int32), segments_rs.astype(np.int32)
 
 
-@pytest.mark.parametrize(("name", "width", "slots"), [("full", 1, 19), ("full", 5, 30), ("near", 19, 19)])
-def test_M2_cached_decoding_equals_the_full_forward(name, width, slots):
-    """Free slots of the cache are never read, and a step of padding leaves it as it was."""
+CACHED = [("full", 1, 19, 1), ("full", 5, 30, 1), ("near", 19, 19, 1), ("full", 1, 19, True), ("near", 5, 130, True)]
+
+
+@pytest.mark.parametrize(("name", "width", "slots", "unroll"), CACHED)
+def test_M2_cached_decoding_equals_the_full_forward(name, width, slots, unroll):
+    """Free slots of the cache are never read, and a step of padding leaves it as it was.
+
+    Layers are stacked, or each has parameters and a cache of its own.
+    """
     config, lengths, found = CONFIGS[name], (19, 1, 7, 12), [[] for _ in range(ROWS)]
-    params, cache = random_params(config), make_policy(config).make_cache(ROWS, slots)
-    cache = cache.replace(keys=cache.keys + 1e30, values=cache.values + 1e30)
+    policy = make_policy(config, unroll=unroll)
+    params, cache = random_params(config), policy.make_cache(ROWS, slots)
+    keys, values = jax.tree.map(lambda x: x + 1e30, (cache.keys, cache.values))
+    cache = cache.replace(keys=keys, values=values)
+
+    @jax.jit
+    def apply(params, *given):
+        return policy.apply(params if policy.unstack is None else policy.unstack(params), *given)
+
     for chunk_rs, segments_rs in deal(lengths, width, np.random.default_rng(0)):
-        logits, cache = apply(config)(params, chunk_rs, segments=segments_rs, cache=cache)
+        logits, cache = apply(params, chunk_rs, None, segments_rs, cache)
         for r in range(ROWS):
             found[r].extend(np.asarray(logits[r])[segments_rs[r] > 0])
     assert cache.next.tolist() == list(lengths)
     for r, n in enumerate(lengths):
         np.testing.assert_allclose(found[r], forward(config)[r, :n], **TOLERANCE)
-    logits, after = apply(config)(params, chunk_rs, segments=0 * segments_rs, cache=cache)
+    logits, after = apply(params, chunk_rs, None, 0 * segments_rs, cache)
     assert not np.any(logits)
     jax.tree.map(np.testing.assert_array_equal, after, cache)
 
