@@ -50,7 +50,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # the master computes nothing
     config = preset(**given(Config))
     folder, options = chosen_run(f"runs/cluster-{config.seed}")
-    launched = Launched(flags.FLAGS["compilation_cache"].value, bool(flags.FLAGS["deterministic"].value))
+    launched = Launched(app.compilation_cache(), bool(flags.FLAGS["deterministic"].value))
     gpus = {"rollout": _ROLLOUT_GPUS.value, "train": _TRAINER_GPUS.value}
     with RayBackend(_ADDRESS.value, gpus=gpus) as backend:
         result = train(config, folder, backend=backend, launched=launched, on_turn=StatusTable(_SHOWN.value), **options)

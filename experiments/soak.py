@@ -27,6 +27,7 @@ from absl import flags
 
 from experiments.cli import app
 from experiments.cli.help import flag_heading
+from flowgrpo import launch
 from flowgrpo.distributed.kill_series import run_cluster_soak
 from flowgrpo.run.kill_series import run_soak
 from flowgrpo.types import BadInput
@@ -53,7 +54,7 @@ def main() -> None:
     """Soak, and say what came of it."""
     name = _EXPERIMENT.value
     base = Path(_WORKDIR.value or f"runs/soak-{name}")
-    cache = flags.FLAGS["compilation_cache"].value or base / "compiled"
+    cache = base / "compiled" if app.compilation_cache() in (None, launch.USER) else app.compilation_cache()
     sizes = [*shlex.split(SMALL[name]), *shlex.split(_ARGUMENTS.value)]
     command = [sys.executable, "-m", f"experiments.{name}", f"--compilation_cache={cache}", *sizes]
     if name == "cluster":

@@ -126,7 +126,7 @@ class Policy(NamedTuple):
     hidden: Callable[..., tuple]  # (params, tokens, positions, segments, cache) -> (hidden, cache)
     unembed: Callable[..., Array]  # (params, hidden) -> logits
     make_cache: Callable[..., Cache] | None = None  # (rows, slots) -> an empty cache
-    unstack: Callable[[Any], Any] | None = None  # params -> the same, laid out for many small steps
+    unstack_layers: Callable[[Any], Any] | None = None  # params -> the same, laid out for many small steps
     mesh: Any = None  # a DeviceMesh of `parallel.row_sharding`; None: everything runs where it is
 
     def apply(self, params, tokens, positions=None, segments=None, cache=None) -> tuple:

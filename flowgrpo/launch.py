@@ -1,6 +1,6 @@
 """Setup before JAX's backend starts: XLA's flags, the compilation cache, other processes; and profiles of a run.
 
-    configure(compilation_cache="runs/cache", deterministic=True, cpu_devices=cores())
+    configure(deterministic=True, cpu_devices=cores())
     join("10.0.0.1:9000", num_processes=2, process_id=0)
     with profile("runs/profile"):
         ...
@@ -9,10 +9,14 @@ Importing JAX starts nothing; the first array or device does. From then on XLA r
 refuses to come too late. What the user wrote in `XLA_FLAGS` stays as it is.
 """
 
+import hashlib
 import os
+import platform
 import socket
+import stat
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partialmethod
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -32,18 +36,21 @@ NO_FLAWED_FUSION = "--xla_cpu_experimental_ynn_fusion_type="
 PLAIN_KERNELS = ("DNNL_MAX_CPU_ISA", "SSE41")
 DAY = 86400  # seconds
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # for the products of a CPU device
+USER = "user"  # the compilation cache in a folder of the user's own
+CACHE_LIMIT = 1 << 30  # bytes that it holds at most when a process begins
 _CONFIGURED: dict[str, object] = {}  # what `configure` was called with in this process
 DETERMINISTIC = ("--xla_gpu_deterministic_ops=true",)  # the CPU is deterministic as it is
 
 
 def configure(
-    *, compilation_cache: str | os.PathLike | None = None, deterministic: bool = False, cpu_devices: int = 1
+    *, compilation_cache: str | os.PathLike | None = USER, deterministic: bool = False, cpu_devices: int = 1
 ) -> None:
-    """Set what XLA reads when it starts, and keep compiled programs in a folder where one is given.
+    """Set what XLA reads when it starts, and keep compiled programs from process to process.
 
-    Several `cpu_devices` work side by side with a thread each, where one device would take all threads for every
-    product: programs of many small operations are up to twice as fast, once their rows are dealt over the devices.
-    Called again with the same settings it does nothing.
+    They are kept in the folder of `compilation_cache`: by default in one of the user's own (`user_cache`), unless JAX
+    was told of another; nowhere with None. Several `cpu_devices` work side by side with a thread each, where one device
+    would take all threads for every product: programs of many small operations are up to twice as fast, once their rows
+    are dealt over the devices. Called again with the same settings it does nothing.
     """
     chosen = {"compilation_cache": compilation_cache, "deterministic": deterministic, "cpu_devices": cpu_devices}
     if _backend_started():
@@ -62,8 +69,7 @@ def configure(
         flags += [ONE_THREAD]
     os.environ["XLA_FLAGS"] = add_flags(os.environ.get("XLA_FLAGS", ""), flags)
     round_rows_alike()
-    if compilation_cache is not None:
-        _keep_compiled(make_folder(compilation_cache))
+    _keep_compiled(compilation_cache)
     write_programs_whole()
     _CONFIGURED.update(chosen)
 
@@ -176,11 +182,47 @@ def _set_cpu_devices(count: int) -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
-def _keep_compiled(folder: Path) -> None:
-    """Keep every compiled program, however small and quickly made."""
+def user_cache() -> Path:
+    """The folder below `$XDG_CACHE_HOME` or `~/.cache` where programs for processors like this one are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    # A program runs on processors alone that have all instructions of the one that it was compiled for.
+    kind = " ".join([platform.machine(), version("jaxlib"), processor().get("flags", platform.processor())])
+    return Path(base) / "flowgrpo" / "programs" / hashlib.sha256(kind.encode()).hexdigest()[:12]
+
+
+def limit_cache(folder: Path, size: int) -> None:
+    """Remove the files of a folder that were not used for longest until the others hold no more bytes than this."""
+    files = []
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # another process may be at it
+            found = path.stat()
+            if stat.S_ISREG(found.st_mode):
+                files.append((max(found.st_atime, found.st_mtime), found.st_size, path))
+    excess = sum(size for _, size, _ in files) - size
+    for _, held, path in sorted(files):
+        if excess <= 0:
+            return
+        path.unlink(missing_ok=True)
+        excess -= held
+
+
+def _keep_compiled(folder: str | os.PathLike | None) -> None:
+    """Keep every compiled program in this folder, however small and quickly made."""
     import jax
 
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if folder is None:
+        jax.config.update("jax_compilation_cache_dir", None)
+        return
+    if folder == USER:
+        if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
+            return
+        try:
+            folder = make_folder(user_cache())
+        except BadInput as error:
+            warnings.warn(f"compiled programs are not kept: {error}", stacklevel=3)
+            return
+        limit_cache(folder.parent, CACHE_LIMIT)
+    jax.config.update("jax_compilation_cache_dir", str(make_folder(folder)))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from flax import struct
 from jax import Array
+from jax.sharding import Mesh
 
 from flowgrpo.batching.layouts import rows_by_trajectory
 from flowgrpo.batching.packing import account, pack
@@ -31,7 +32,8 @@ from flowgrpo.learner.scoring import ScoreTrajectories, make_score_trajectories
 from flowgrpo.learner.state import LearnerState, init_learner
 from flowgrpo.learner.update import Update, cast, make_update
 from flowgrpo.models.trainable import WHOLE, Trained, acting
-from flowgrpo.parallel.row_sharding import DeviceMesh, many_updates, over_runs, stack_trees
+from flowgrpo.parallel.compile_ahead import compile_ahead, on_host
+from flowgrpo.parallel.row_sharding import DeviceMesh, many_updates, over_runs, replicated, stack_trees
 from flowgrpo.rollout.compiled import draw_tasks, make_exam, make_rollout, repeat, summarise, tool_mix
 from flowgrpo.types import BadInput, Batch, Trajectories, check_range
 
@@ -101,20 +103,39 @@ class Learning(NamedTuple):
     update: Callable[[Run, Batch], tuple[Run, Metrics]]
 
 
+class RolloutTasks(struct.PyTreeNode):
+    """Tasks that are to be played, a trajectory each."""
+
+    tasks: Any
+    keys: Array  # n: from which each trajectory follows
+    group: Array  # n
+    version: Array  # of the parameters that play
+    judge_key: Array
+
+
+Judge = Callable[[Trajectories, Array], Trajectories]  # (trajectories, key) -> the same with another outcome
+
+
 class Iteration(NamedTuple):
     """The stages of one update, and what they are bound to; pure, to be jitted by the caller."""
 
     env: Env
     algorithm: Algorithm
     settings: Settings
-    rollout: Callable[[Run], Trajectories]  # judged
+    mesh: DeviceMesh
+    draw: Callable[[Run], RolloutTasks]
+    play: Callable[[Any, RolloutTasks], Trajectories]  # (params, what was drawn)
+    judge: Judge | None  # without one the outcome is what the environment paid
     score_trajectories: Callable[[Run, Trajectories], Trajectories]
     credit: Callable[[Trajectories], Credit]
     update: Callable[[Run, Batch], tuple[Run, Metrics]]
     lay_out: Callable[..., Batch]  # (trajectories, *credit) -> rows, in a way that compiles
 
-
-Judge = Callable[[Trajectories, Array], Trajectories]  # (trajectories, key) -> the same with another outcome
+    def rollout(self, run: Run) -> Trajectories:
+        """Draw tasks, play them, and judge what came of it."""
+        drawn = self.draw(run)
+        played = self.play(run.learner.params, drawn)
+        return played if self.judge is None else self.judge(played, drawn.judge_key)
 
 
 def make_iteration(
@@ -139,16 +160,19 @@ def make_iteration(
     rest = {"banned": (PAD,), "critic": critic, "trained": trained, "slots": slots}
     learning = make_learning(policy, algorithm, optimizer, settings, **rest)
 
-    def roll_out(run: Run) -> Trajectories:
+    def draw(run: Run) -> RolloutTasks:
         task_key, sample_key, judge_key = jax.random.split(jax.random.fold_in(run.key, run.update), 3)
         queries = settings.queries * settings.oversample
         tasks, group_n = repeat(draw_tasks(env, task_key, queries, "train"), settings.samples)
-        keys = jax.random.split(sample_key, len(group_n))
-        played = rollout(sampled(run.learner.params, settings.compute_dtype), tasks, keys, group_n, run.learner.version)
-        return played if judge is None else judge(played, judge_key)
+        return RolloutTasks(tasks, jax.random.split(sample_key, len(group_n)), group_n, run.learner.version, judge_key)
+
+    def play(params: Any, drawn: RolloutTasks) -> Trajectories:
+        params = sampled(params, settings.compute_dtype)
+        return rollout(params, drawn.tasks, drawn.keys, drawn.group, drawn.version)
 
     lay_out = partial(_lay_out, slots=slots, skips=algorithm.skips)
-    return Iteration(env, algorithm, settings, roll_out, lay_out=lay_out, **learning._asdict())
+    bound = (env, algorithm, settings, policy.mesh, draw, play, judge)
+    return Iteration(*bound, lay_out=lay_out, **learning._asdict())
 
 
 def make_learning(
@@ -325,43 +349,93 @@ def one_program(iteration: Iteration) -> Callable[[Run], tuple[Run, Metrics]]:
     return step
 
 
-def three_programs(iteration: Iteration) -> Callable[[Run], tuple[Run, Metrics]]:
+def three_programs(iteration: Iteration) -> "ThreePrograms":
     """Build `step(run)`: a whole iteration, with packing on the host between programs that are each compiled once."""
-    settings = iteration.settings
-    learn = make_learn(
-        Learning(iteration.score_trajectories, iteration.credit, iteration.update),
-        iteration.algorithm,
-        tools=len(iteration.env.tools),
-        samples=settings.samples,
-        row_length=longest(iteration.env),
-        rows=settings.queries * settings.samples,
-        ranks=settings.mini_batches,
-    )
-    rollout = jax.jit(iteration.rollout)
-    return lambda run: learn(run, rollout(run))
+    return ThreePrograms(iteration)
+
+
+class ThreePrograms:
+    """An iteration in programs of its own stages, as `step(run) -> (run, metrics)`.
+
+    The rollout's program is `play`, which plays other tasks as well, where they are `placed` like an iteration's own.
+    """
+
+    def __init__(self, iteration: Iteration):
+        settings, mesh = iteration.settings, iteration.mesh
+        self.trajectories = settings.queries * settings.oversample * settings.samples
+        self._mesh = mesh if isinstance(mesh, Mesh) else None
+        self._draw = jax.jit(iteration.draw, out_shardings=replicated(self._mesh))
+        self.play = jax.jit(iteration.play)
+        self._judge = None if iteration.judge is None else jax.jit(iteration.judge)
+        self.learn = make_learn(
+            Learning(iteration.score_trajectories, iteration.credit, iteration.update),
+            iteration.algorithm,
+            tools=len(iteration.env.tools),
+            samples=settings.samples,
+            row_length=longest(iteration.env),
+            rows=settings.queries * settings.samples,
+            ranks=settings.mini_batches,
+        )
+
+    def __call__(self, run: Run) -> tuple[Run, Metrics]:
+        drawn = self._draw(run)
+        played = self.play(run.learner.params, drawn)
+        return self.learn(run, played if self._judge is None else self._judge(played, drawn.judge_key))
+
+    def placed(self, draw: Callable[..., Any]) -> Any:
+        """`draw`, jitted, whose results lie as an iteration's do."""
+        return jax.jit(draw, out_shardings=replicated(self._mesh))
+
+    def compile(self, run: Run) -> None:
+        """Compile all programs for a run like this, which may be done in a thread while something else runs."""
+        drawn = compile_ahead(self._draw, run)
+        played = compile_ahead(self.play, run.learner.params, drawn)
+        judged = played if self._judge is None else compile_ahead(self._judge, played, drawn.judge_key)
+        self.learn.compile(run, judged)
 
 
 def make_learn(
     learning: Learning, algorithm: Algorithm, *, tools: int, samples: int, row_length: int, rows: int, ranks: int = 1
-) -> Callable[[Run, Trajectories], tuple[Run, Metrics]]:
+) -> "Learn":
     """`learn(run, played)`: scoring, credit, packing on the host into at most so many rows, update, figures of all.
 
     `ranks` is the number of mini-batches, over which `pack` deals the trajectories.
     """
     figures_of = jax.jit(partial(rollout_metrics, tools=tools, samples=samples))
     sizes: dict[str, int] = {"row_length": row_length, "rows": rows + -rows % ranks, "ranks": ranks}
-    stages = Learning(*(jax.jit(stage) for stage in learning))
+    return Learn(Learning(*(jax.jit(stage) for stage in learning)), algorithm, figures_of, sizes)
 
-    def learn(run: Run, played: Trajectories) -> tuple[Run, Metrics]:
-        scored = stages.score_trajectories(run, played) if algorithm.before else played
-        credit = jax.device_get(stages.credit(scored))
+
+@dataclass(frozen=True, eq=False)
+class Learn:
+    """The stages of an iteration after its rollout, as `learn(run, played) -> (run, metrics)`."""
+
+    stages: Any  # a Learning, whose functions are jitted
+    algorithm: Algorithm
+    figures_of: Any
+    sizes: dict[str, int]
+
+    def __call__(self, run: Run, played: Trajectories) -> tuple[Run, Metrics]:
+        scored = self.stages.score_trajectories(run, played) if self.algorithm.before else played
+        credit = jax.device_get(self.stages.credit(scored))
         trajectories = jax.device_get(scored)
-        batch = pack(trajectories, *credit[:2], **sizes, target=credit.target, skip_no_signal=algorithm.skips)
-        run, metrics = stages.update(run, batch)
-        fates = count_fates(trajectories, credit, batch, algorithm)
-        return run, metrics | figures_of(played, credit) | fates
+        batch = self.pack(trajectories, credit)
+        run, metrics = self.stages.update(run, batch)
+        fates = count_fates(trajectories, credit, batch, self.algorithm)
+        return run, metrics | self.figures_of(played, credit) | fates
 
-    return learn
+    def pack(self, trajectories: Trajectories, credit: Credit) -> Batch:
+        """Pack what has a signal into rows, on the host."""
+        rest = {"target": credit.target, "skip_no_signal": self.algorithm.skips}
+        return pack(trajectories, *credit[:2], **self.sizes, **rest)
+
+    def compile(self, run: Run, played: Trajectories) -> None:
+        """Compile all programs for a run and trajectories of these shapes."""
+        scored = compile_ahead(self.stages.score_trajectories, run, played) if self.algorithm.before else played
+        credit = on_host(compile_ahead(self.stages.credit, scored))
+        blank = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (on_host(scored), credit))
+        compile_ahead(self.stages.update, run, self.pack(*blank))
+        compile_ahead(self.figures_of, played, credit)
 
 
 def count_fates(trajectories: Trajectories, credit: Credit, batch: Batch, algorithm: Algorithm) -> dict[str, int]:

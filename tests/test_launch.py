@@ -18,7 +18,8 @@ STARTED = launch._backend_started
 
 @pytest.fixture
 def early(monkeypatch):
-    """As if no backend had started."""
+    """As if no backend had started; it has, with the tests' own flags."""
+    jax.devices()
     monkeypatch.setattr(launch, "_backend_started", lambda: False)
     monkeypatch.setattr(launch, "_CONFIGURED", {})
     monkeypatch.setenv("XLA_FLAGS", "")
@@ -102,6 +103,48 @@ def test_a_profile_is_written_where_it_is_asked_for(tmp_path):
     with launch.profile(tmp_path / "trace"):
         jax.numpy.ones(3).block_until_ready()
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+
+
+@pytest.mark.usefixtures("early")
+def test_programs_are_kept_in_a_folder_of_the_user_unless_jax_was_told_of_another(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told = jax.config.jax_compilation_cache_dir
+    try:
+        for given, kept in ((None, str(launch.user_cache())), ("told", "told")):
+            jax.config.update("jax_compilation_cache_dir", given)
+            launch.configure()
+            assert jax.config.jax_compilation_cache_dir == kept
+        launch.configure(compilation_cache=None)
+        assert jax.config.jax_compilation_cache_dir is None
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        with pytest.warns(UserWarning, match="compiled programs are not kept: .*file"):
+            launch.configure()
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", told)
+
+
+def test_processors_that_differ_have_caches_that_differ(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folders = []
+    for flags in ("fpu avx2", "fpu avx2 avx512f", "fpu avx2"):
+        monkeypatch.setattr(launch, "processor", lambda flags=flags: {"flags": flags})
+        folders.append(launch.user_cache())
+    assert folders[0] == folders[2] != folders[1]
+    assert all(folder.is_relative_to(tmp_path / "flowgrpo") for folder in folders)
+
+
+def test_a_cache_that_is_too_large_loses_what_was_not_used_for_longest(tmp_path):
+    for age, name in enumerate(["newest", "newer", "older", "oldest"]):
+        path = tmp_path / "kind" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(100))
+        os.utime(path, (10**9 - age, 10**9 - age))
+    for limit, left in ((400, 4), (250, 2), (199, 1)):
+        launch.limit_cache(tmp_path, limit)
+        names = {path.name for path in (tmp_path / "kind").iterdir()}
+        assert names == set(["newest", "newer", "older", "oldest"][:left])
 
 
 SEVERAL_DEVICES = """

@@ -1,14 +1,13 @@
 """Tokens a second of decoding: blocks of rows alone, and the engine's continuous batching against them.
 
     python -m experiments.benchmarks.decode
-    python -m experiments.benchmarks.decode --torch          (needs the extra [oracle])
     python -m experiments.benchmarks.decode --model=PATH --rows=16 --tokens=128 --requests=0
 
 Blocks: `decode` alone after a prefill, as a share of the machine's measured bandwidth (weights and the filled part of
-the cache are read once a step) and of its matrix-product rate; `--torch` runs transformers' `generate`
-on the same shape in turn, prompts included on both sides. Engine: requests of lognormal lengths against as many slots
-decoding without a gap, prompts and bookkeeping not included; `compiled` counts programs during warm-up and after it.
-Medians of several runs, which alternate. No stop ids, so lengths are exact.
+the cache are read once a step) and of its matrix-product rate. Engine: requests of lognormal lengths against as many
+slots decoding without a gap, prompts and bookkeeping not included; `compiled` counts programs during warm-up and after
+it. Medians of several runs, which alternate. No stop ids, so lengths are exact. `benchmarks.peers` lets other systems
+decode the same blocks.
 
 Measured on two shared cores with the small model: 64 x 64 at 1.3 of PyTorch and 16 x 128 at 1.75; the engine at 0.53 of
 the slots without gaps, of which 0.9 can be reached, since its last requests decode among empty slots. 7 programs are
@@ -16,8 +15,6 @@ compiled in the first requests and none after. Three to six minutes.
 """
 
 import statistics
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +36,6 @@ from flowgrpo.types import BadInput
 
 flag_heading("What is run")
 _MODEL = flags.DEFINE_string("model", "small", f"{', '.join(ceilings.SHAPES)}, a model folder, or a hub id.")
-_TORCH = flags.DEFINE_bool("torch", False, "Run transformers' generate in PyTorch too.")
 flag_heading("Sizes")
 _ROWS = flags.DEFINE_list("rows", ["64", "16"], "Rows of each block.")
 _PROMPT = flags.DEFINE_integer("prompt", 32, "Tokens of every prompt.", lower_bound=2)
@@ -80,17 +76,16 @@ def random_tokens(model: Model, shape: tuple[int, ...], seed: int) -> np.ndarray
     return np.random.default_rng(seed).integers(0, model.config.v, shape, np.int32)
 
 
-def measure_block(model: Model, rows: int, tokens: int, most: ceilings.Ceilings, peer: Any) -> dict:
-    """Speed of one block, its shares of the ceilings, and the ratio to the peer where there is one."""
+def measure_block(model: Model, rows: int, tokens: int, most: ceilings.Ceilings) -> dict:
+    """Speed of one block, and its shares of the ceilings."""
     block, runs = Block(model, rows, tokens, _PROMPT.value + tokens), []
-    generate = peer_block(peer, model, rows, tokens) if peer else lambda: 0.0
     for _ in range(1 + _REPEATS.value):
         prefilled, decoding = block.run()
-        runs.append({"prefill": prefilled, "decoding": decoding, "peer": generate()})
+        runs.append({"prefill": prefilled, "decoding": decoding})
     took = medians(runs)
     seen, step = _PROMPT.value + tokens / 2, took["decoding"] / tokens
     moved = ceilings.step_bytes(model.params, model.config, rows, seen)
-    result = {
+    return {
         "rows": rows,
         "tokens": tokens,
         "tokens_per_second": round(rows / step),
@@ -99,10 +94,6 @@ def measure_block(model: Model, rows: int, tokens: int, most: ceilings.Ceilings,
         "of_flops": significant(forward_flops(model.config, rows, seen) / most.flops / step),
         "prefill_seconds": round(took["prefill"], 4),
     }
-    if peer:
-        result["torch_tokens_per_second"] = round(rows * tokens / took["peer"])
-        result["over_torch"] = significant(took["peer"] / (took["prefill"] + took["decoding"]))
-    return result
 
 
 def measure_engine(model: Model) -> dict:
@@ -156,48 +147,15 @@ def requests(model: Model, number: int, seed: int) -> list[Request]:
     return [Request(p, k, n, top_k=MAX_KEPT) for p, k, n in zip(prompts, keys, length_n, strict=True)]
 
 
-def open_peer(model: Model) -> Any:
-    """PyTorch's model of the same shape."""
-    measuring.check_installed("--torch", "torch", "transformers")
-    import torch
-    import transformers
-
-    path = _MODEL.value
-    if path in ceilings.SHAPES:
-        peer = measuring.torch_model(ceilings.SHAPES[path])
-    else:
-        peer = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    assert peer.num_parameters() == count_parameters(model.config)
-    return peer.eval()
-
-
-def peer_block(peer: Any, model: Model, rows: int, tokens: int) -> Callable[[], float]:
-    """A function that generates a block and returns its seconds."""
-    import torch
-
-    prompts = torch.from_numpy(random_tokens(model, (rows, _PROMPT.value), seed=rows)).long()
-    sampled = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "pad_token_id": 0}
-    lengths = {"min_new_tokens": tokens, "max_new_tokens": tokens, "eos_token_id": None}
-    seen = torch.ones_like(prompts)
-
-    def generate() -> float:
-        with torch.inference_mode():
-            return seconds(lambda: len(peer.generate(prompts, attention_mask=seen, **sampled, **lengths)))
-
-    return generate
-
-
 def main() -> None:
     """Measure, print the tables and one JSON line."""
-    measuring.let_threads_sleep()
     rows, tokens = measuring.whole_numbers(_ROWS), measuring.whole_numbers(_TOKENS)
     if len(rows) != len(tokens):
         raise BadInput(f"--rows has {len(rows)} entries and --tokens {len(tokens)}: give one of each a block")
     pairs = list(zip(rows, tokens, strict=True))
     model = ceilings.open_model(_MODEL.value)
-    peer = open_peer(model) if _TORCH.value else None
     most = ceilings.measure_ceilings()
-    blocks = [measure_block(model, *pair, most, peer) for pair in with_progress("block", pairs)]
+    blocks = [measure_block(model, *pair, most) for pair in with_progress("block", pairs)]
     show_columns(blocks)
     engine = [measure_engine(model) for _ in with_progress("engine", [model] if _REQUESTS.value else [])]
     show_columns(engine)

@@ -1,7 +1,6 @@
 """Tokens a second of whole training iterations, and of what they are made of, against what could be reached.
 
     python -m experiments.benchmarks.iteration
-    python -m experiments.benchmarks.iteration --parts=trl           (needs the extra [oracle])
     python -m experiments.benchmarks.iteration --parts=iteration,prefill --repeats=3
     python -m experiments.benchmarks.iteration --parts=iteration --cpu_devices=2
 
@@ -9,14 +8,13 @@
 demonstrations for some steps before, so that episodes take seven turns and groups have mixed outcomes. As three
 programs with packing between them, as one program, and stage by stage. Only real tokens count, no padding.
 `scaling`: the same in three programs with other group sizes, widths and turn limits, one at a time. `prefill`: the
-rollout, whose cache is appended to, against every turn with its whole context in a fresh cache. `trl`: steps of
-GRPOTrainer and of this loop in turn, with one turn and with three (see `trl_peer`). Medians of several runs, which
-alternate where they are compared. `benchmarks.update` measures the update alone, `benchmarks.seeds` several seeds.
+rollout, whose cache is appended to, against every turn with its whole context in a fresh cache. Medians of several
+runs, which alternate where they are compared. `benchmarks.update` measures the update alone, `benchmarks.seeds` several
+seeds, `benchmarks.peers` the iterations of other systems.
 
 Measured on two shared cores: 14,800 tokens a second in three programs, of whose time three quarters are rollout, and
 11,000 in one; 27,700 with `--cpu_devices=2`. Prefilling every turn takes 2.3 times as long as the rollout, and gives
-the same tokens. Of TRL's steps a second 0.9 to 1.0 with one turn, and 1.2 to 1.3 with three, where it prefills every
-turn. Ten minutes, and three more for `trl`.
+the same tokens. Ten minutes.
 """
 
 import tempfile
@@ -32,7 +30,7 @@ from absl import flags
 from jax import Array
 
 import flowgrpo as fg
-from experiments.benchmarks import measuring, trl_peer
+from experiments.benchmarks import measuring
 from experiments.cli import app
 from experiments.cli.help import flag_heading
 from flowgrpo import loop
@@ -49,10 +47,10 @@ from flowgrpo.rollout.compiled import draw_tasks, make_rollout, repeat
 from flowgrpo.run.warm_start import warm_start
 from flowgrpo.types import Trajectories
 
-PARTS = ("iteration", "scaling", "prefill", "trl")
+PARTS = ("iteration", "scaling", "prefill")
 
 flag_heading("What is run")
-_PARTS = flags.DEFINE_list("parts", list(PARTS[:-1]), f"Any of {', '.join(PARTS)}.")
+_PARTS = flags.DEFINE_list("parts", list(PARTS), f"Any of {', '.join(PARTS)}.")
 flag_heading("Sizes")
 _QUERIES = flags.DEFINE_integer("queries", 32, "Tasks of an iteration.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 8, "Trajectories of a task.", lower_bound=1)
@@ -210,8 +208,6 @@ def _share_of_same(played: Trajectories, said: list[Array]) -> float:
 
 def _measure(part: str) -> list[dict]:
     """The records of one part."""
-    if part == "trl":
-        return [trl_peer.measure_trl(turns, _REPEATS.value) for turns in trl_peer.ACTION]
     if part == "scaling":
         return _measure_scaling()
     measure = {"iteration": _measure_iteration, "prefill": _measure_prefill}[part]
@@ -220,14 +216,11 @@ def _measure(part: str) -> list[dict]:
 
 def main() -> None:
     """Measure, print the tables and one JSON line."""
-    measuring.let_threads_sleep()
     measuring.check_known(_PARTS, PARTS)
     for flag in (_GROUPS, _WIDTHS):
         measuring.whole_numbers(flag)
     for turns in measuring.whole_numbers(_TURNS):
         fg.arithmetic(turns=turns)  # which refuses a limit that is too low
-    if "trl" in _PARTS.value:
-        measuring.check_installed("--parts=trl", "torch", "trl", "datasets")
     result: dict[str, list[dict]] = {}
     for part in with_progress("part", [part for part in PARTS if part in _PARTS.value]):
         result[part] = _measure(part)

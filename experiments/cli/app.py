@@ -30,7 +30,11 @@ from flowgrpo.run.signals import BY_SIGNAL, listening, number_of
 from flowgrpo.types import BadInput
 
 flag_heading("Every command")
-_CACHE = flags.DEFINE_string("compilation_cache", None, "Folder that keeps compiled programs from run to run.")
+_CACHE = flags.DEFINE_string(
+    "compilation_cache",
+    launch.USER,
+    "Folder that keeps compiled programs from run to run: one of your own below ~/.cache (user), none, or a path.",
+)
 _PROFILE = flags.DEFINE_string("profile_dir", None, "Folder for a trace of the run, for XProf or Perfetto.")
 _DEVICES = flags.DEFINE_integer(
     "cpu_devices", None, "CPU devices that work side by side; by default what suits the experiment.", lower_bound=1
@@ -48,7 +52,7 @@ def run(main: Callable[[], None], *, cpu_devices: int = 1) -> None:
         with listening(signal.SIGTERM):  # to the end: the signal may come twice, and the sentence is still to be said
             try:
                 launch.configure(
-                    compilation_cache=_CACHE.value,
+                    compilation_cache=compilation_cache(),
                     deterministic=_DETERMINISTIC.value,
                     cpu_devices=_DEVICES.value or cpu_devices,
                 )
@@ -65,6 +69,11 @@ def run(main: Callable[[], None], *, cpu_devices: int = 1) -> None:
     # Of transformers only tokenizers and configurations are used, which need no PyTorch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     app.run(guarded, flags_parser=_parse)
+
+
+def compilation_cache() -> str | None:
+    """Read where compiled programs are to be kept, as `launch.configure` takes it."""
+    return None if _CACHE.value == "none" else _CACHE.value
 
 
 def _leave(status: int) -> Never:

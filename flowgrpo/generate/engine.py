@@ -106,7 +106,7 @@ def _decode(policy, params, rows: Rows, going_r, settings, stop_ids, leave, *, s
 
 
 def _row_axis(x) -> int:
-    """Where the slots are in a part of a cache: after the layers, where keys and values of all are stacked."""
+    """Find the axis of the slots in a part of a cache: after the layers, where keys and values of all are stacked."""
     return 1 if x.ndim == 5 else 0
 
 

@@ -195,7 +195,7 @@ def decode(
     budget is used up. With `leave` the first row that ends ends the stretch, so that another can enter.
     `width` is the size of the recorded sets, 0 for full support.
     """
-    laid = params if policy.unstack is None else policy.unstack(params)  # here, and not in each step
+    laid = params if policy.unstack_layers is None else policy.unstack_layers(params)  # here, and not in each step
     step = partial(_step, policy, laid, settings, stop_ids, banned=banned, width=width)
     start = (jnp.int32(0), rows, _no_tokens(steps, len(rows.token), width))
     wanted = jnp.where(leave, rows.active.sum(dtype=jnp.int32), 1)

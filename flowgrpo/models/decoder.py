@@ -299,7 +299,7 @@ def _angles(positions: Array, config: DecoderConfig) -> tuple[Array, Array]:
     return jax.lax.platform_dependent(positions, cpu=in_branch, default=turn)
 
 
-def unstack(params: Params, *, config: DecoderConfig) -> Params:
+def unstack_layers(params: Params, *, config: DecoderConfig) -> Params:
     """Lay the parameters out for many small steps: each layer's on their own, and matrices in the pieces of a sum.
 
     Taken from a stack in each step, they would be copied in each step.
@@ -346,7 +346,7 @@ def make_policy(
         hidden=partial(hidden, config=config, remat=remat, unroll=unroll, attend=attend),
         unembed=partial(unembed, config=config),
         make_cache=partial(make_cache, config=config, dtype=dtype, stacked=unroll is not True),
-        unstack=partial(unstack, config=config) if unroll is True else None,
+        unstack_layers=partial(unstack_layers, config=config) if unroll is True else None,
     )
 
 

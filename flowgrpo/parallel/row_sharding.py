@@ -61,9 +61,14 @@ def divides(mesh: DeviceMesh) -> bool:
 # Where things lie -------------------------------------------------------------------------------------
 
 
+def replicated(mesh: Mesh | None) -> NamedSharding | None:
+    """Everything on each device of a mesh; None, which leaves it open, without one."""
+    return None if mesh is None else NamedSharding(mesh, SHARED)
+
+
 def share(tree, mesh: Mesh | None):
     """The tree on every device of the mesh: what a program gives back lies there, and what it is given first should."""
-    return tree if mesh is None else place_on_devices(tree, NamedSharding(mesh, SHARED))
+    return tree if mesh is None else place_on_devices(tree, replicated(mesh))
 
 
 def place_on_devices(tree, shardings):

@@ -47,7 +47,7 @@ T = TypeVar("T")
 class Launched(NamedTuple):
     """How JAX is configured in the processes of a cluster, as in the one that starts it."""
 
-    compilation_cache: str | None = None
+    compilation_cache: str | None = launch.USER
     deterministic: bool = False
 
 

@@ -30,6 +30,7 @@ from flowgrpo.models.config import DecoderConfig, small_config
 from flowgrpo.models.critic import HEAD, make_critic
 from flowgrpo.models.decoder import make_policy, matrices
 from flowgrpo.models.trainable import ActorCritic, acting
+from flowgrpo.parallel.compile_ahead import compile_ahead
 from flowgrpo.parallel.sharding import critic_axes, decoder_axes, mesh_of, place_state, settle
 from flowgrpo.recipes.hosted import record
 from flowgrpo.recipes.registry import ALGORITHMS, BY_IMPORT, ENVIRONMENTS, falling_optimizer, make_algorithm, make_env
@@ -297,6 +298,7 @@ def imitation_step(setup: Setup, key: jax.Array) -> Callable[[loop.Run], tuple[l
 
 VALIDATION_TASKS = 256
 RECORDED = 200  # test trajectories that are written
+MOST_BLOCKS, MOST_FILL = 16, 4  # of an examination by an iteration's program: blocks, and how often its tasks fill one
 
 
 class PureWork(TestedWork):
@@ -307,7 +309,9 @@ class PureWork(TestedWork):
 
     def __init__(self, setup: Setup, folder: Path | None = None):
         self.setup, self._folder, self._keys = setup, folder, seed_keys(setup.config.seed)
-        self._play = jax.jit(_make_exam(setup, "validation", VALIDATION_TASKS))
+        self._step = loop.three_programs(setup.iteration)
+        counts = {"validation": VALIDATION_TASKS, "test": setup.config.test_tasks}
+        self._exams = {split: _Exam(setup, self._step, split, count) for split, count in counts.items()}
         super().__init__(
             NAME,
             setup.config,
@@ -327,32 +331,37 @@ class PureWork(TestedWork):
     def warm_start(self) -> WarmStart:
         return planner_imitation(self.setup, self._keys)
 
+    def compile_ahead(self, run: loop.Run) -> None:
+        """Compile an iteration and the examinations."""
+        if self.setup.config.control != "supervised":
+            self._step.compile(run)
+        for split, exam in self._exams.items():
+            exam.compile(run.learner.params, self._keys[split])
+
     def begin(self, params: Any) -> Any:
         return with_critic(self.setup.critic, self._keys["start"], params)
 
     def make_step(self) -> Step:
         """An iteration, or as much imitation again where that is the control."""
-        setup = self.setup
-        if setup.config.control == "supervised":
-            return imitation_step(setup, self._keys["demonstrations"])
-        return loop.three_programs(setup.iteration)
+        if self.setup.config.control == "supervised":
+            return imitation_step(self.setup, self._keys["demonstrations"])
+        return self._step
 
     def line(self, figures: Mapping[str, Any]) -> dict[str, Any]:
         return train_line(figures, tools=self.setup.env.tools)
 
     def examine(self, params: Any) -> Validation:
-        return validation_of(_rollout_metrics(self._play(params, self._keys["validation"]), self.setup.env))
+        played = self._exams["validation"](params, self._keys["validation"])
+        return validation_of(_rollout_metrics(played, self.setup.env))
 
     def test(self, params: Sequence[Any]) -> Tested:
         """The table, with one task that was failed before and solved after."""
-        env, tasks = self.setup.env, self.setup.config.test_tasks
-        play = _make_exam(self.setup, "test", tasks)
-        answered = jax.jit(partial(_play_with_gold, play=play, env=env, count=tasks))
-        rollouts, gold = zip(*(answered(one, self._keys["test"]) for one in params), strict=True)
+        env, exam, key = self.setup.env, self._exams["test"], self._keys["test"]
+        rollouts = [exam(one, key) for one in params]
         if self._folder is not None:
-            for when, rollout, answers in zip(("before", "after"), rollouts, gold, strict=True):
-                path = self._folder / "trajectories" / f"test-{when}.jsonl"
-                record(path, first_records(rollout, env, answers))
+            gold = None if env.answer is None else exam.answers(key)
+            for when, rollout in zip(("before", "after"), rollouts, strict=True):
+                record(self._folder / "trajectories" / f"test-{when}.jsonl", first_records(rollout, env, gold))
         before, after = figures = [_rollout_metrics(rollout, env) for rollout in rollouts]
         words = "\n".join([before_after_table(before, after), "", *stories(rollouts, env)])
         return Tested(figures, words, {"right_tool_before": before.right_tool, "right_tool_after": after.right_tool})
@@ -365,10 +374,51 @@ def _make_exam(setup: Setup, split: str, tasks: int, samples: int = 1):
     return lambda params, key: exam(acting(params), key)
 
 
-def _play_with_gold(params, key: jax.Array, *, play, env: fg.Env, count: int):
-    """How the parameters do on the test tasks, with the gold answers of these where their environment has some."""
-    gold = None if env.answer is None else jax.vmap(env.answer)(compiled.examined(env, key, count, "test"))
-    return play(params, key), gold
+class _Exam:
+    """An examination on fresh tasks of a split, by the program that plays an iteration, so many tasks at a time.
+
+    One that takes far more or far fewer tasks than an iteration has a program of its own.
+    """
+
+    def __init__(self, setup: Setup, step: loop.ThreePrograms, split: str, tasks: int):
+        self._env, self._split, self._tasks = setup.env, split, tasks
+        self._width, self._play = step.trajectories, step.play
+        shared = tasks <= MOST_BLOCKS * self._width and self._width <= MOST_FILL * tasks
+        self._alone = None if shared else jax.jit(_make_exam(setup, split, tasks))
+        self._blocks = -(-tasks // self._width)
+        self._draw = step.placed(self._drawn)
+        self._pick = step.placed(lambda drawn, index: jax.tree.map(lambda x: x[index], drawn))
+
+    def __call__(self, params: Any, key: jax.Array) -> Trajectories:
+        """Play it, and bring what was played to the host."""
+        if self._alone is not None:
+            return jax.device_get(self._alone(params, key))
+        drawn = self._draw(key)
+        played = [jax.device_get(self._play(params, self._pick(drawn, index))) for index in range(self._blocks)]
+        return jax.tree.map(lambda *x: np.concatenate(x)[: self._tasks], *played)
+
+    def answers(self, key: jax.Array) -> Any:
+        """The gold answers of the tasks, of an environment that has some."""
+        assert self._env.answer is not None
+        answer = jax.vmap(self._env.answer)
+        return jax.jit(lambda key: answer(compiled.examined(self._env, key, self._tasks, self._split)))(key)
+
+    def compile(self, params: Any, key: jax.Array) -> None:
+        """Compile all programs."""
+        if self._alone is not None:
+            compile_ahead(self._alone, params, key)
+        else:
+            drawn = compile_ahead(self._draw, key)
+            compile_ahead(self._play, params, compile_ahead(self._pick, drawn, 0))
+
+    def _drawn(self, key: jax.Array) -> loop.RolloutTasks:
+        """The tasks of `compiled.make_exam` and their keys, in blocks; the last is filled up with the first."""
+        tasks = compiled.examined(self._env, key, self._tasks, self._split)
+        keys = jax.random.split(jax.random.split(key)[1], self._tasks)
+        index_bw = (jnp.arange(self._blocks * self._width) % self._tasks).reshape(self._blocks, self._width)
+        tasks, keys = jax.tree.map(lambda x: x[index_bw], (tasks, keys))
+        unused = jax.random.split(key, self._blocks)
+        return loop.RolloutTasks(tasks, keys, index_bw, jnp.zeros(self._blocks, jnp.int32), unused)
 
 
 # What was played ----------------------------------------------------------------------------------------

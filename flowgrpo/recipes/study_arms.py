@@ -168,7 +168,7 @@ def stale_sampler(setup: pure.Setup, *, lag: int) -> ArmProgram:
         now = late.run.learner
         oldest = now.replace(params=jax.tree.map(lambda x: x[0], late.older))
         played = setup.iteration.rollout(late.run.replace(learner=oldest))
-        one = loop.one_program(setup.iteration._replace(rollout=lambda _: played))
+        one = loop.one_program(setup.iteration._replace(play=lambda *_: played, judge=None))
         run, metrics = one(late.run)
         older = jax.tree.map(lambda x, new: jnp.concatenate([x[1:], new[None]]), late.older, now.params)
         return StaleRun(run, older), metrics
@@ -181,7 +181,8 @@ def paid_by_turn(setup: pure.Setup) -> ArmProgram:
 
     The kind of heuristic that process rewards are made of: plausible, and not what is wanted.
     """
-    return iteration_program(setup.iteration._replace(rollout=lambda run: _with_pay(setup.iteration.rollout(run))))
+    play = setup.iteration.play
+    return iteration_program(setup.iteration._replace(play=lambda *given: _with_pay(play(*given))))
 
 
 def _with_pay(played: Trajectories) -> Trajectories:

@@ -10,6 +10,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -78,6 +79,8 @@ class Work(ABC):
     keeps_start = True  # whether the start is kept to the end, and is the reference
     remembers = False  # whether checkpoints hold the memory of a master
     memory: RunMemory | None = None  # or that of the run itself, which is one process then
+    # Compiles what comes after the imitation for a run like this one, in a thread beside it.
+    compile_ahead: Callable[[loop.Run], None] | None = None
 
     def __init__(
         self,
@@ -265,9 +268,20 @@ class Session:
             self.progress.show("warm start", step, {"loss": loss}, total=warm.steps)
 
         warm = self.work.warm_start()
-        params = warm_start(warm, self.folder, tell, lambda: metrics.position)
+        pool = ThreadPoolExecutor(1)
+        try:
+            compiling = pool.submit(self._compile_ahead, warm.state.params)
+            params = warm_start(warm, self.folder, tell, lambda: metrics.position)
+            compiling.result()
+        finally:
+            pool.shutdown(wait=False)
         with held():
             self.begin(self.work.begin(params), metrics.position)
+
+    def _compile_ahead(self, params: Any) -> None:
+        """Compile for a run with parameters like these, where the work can."""
+        if self.work.compile_ahead is not None:
+            self.work.compile_ahead(self.work.place(self._start_run(self.work.begin(params), self.work.key)))
 
     def open_metrics(self, loggers: Sequence[str] = ()) -> Metrics:
         """The files of metrics, cut back to where the run stands; every line is looked at, and logged elsewhere."""

@@ -185,7 +185,13 @@ BAD_INPUT = [
     ("benchmarks.answers", "--pairs=none.txt", "--pairs=none.txt is no file"),
     ("benchmarks.loading", "--width=300", "--width=300 must be a multiple of 256"),
     ("benchmarks.update", "--models=huge", "--models=huge has 'huge'; choose from prototype, small, medium, large"),
-    ("benchmarks.iteration", "--parts=whole", "choose from iteration, scaling, prefill, trl"),
+    ("benchmarks.iteration", "--parts=whole", "choose from iteration, scaling, prefill"),
+    ("benchmarks.peers", "--cases=tennis", "--cases=tennis has 'tennis'; choose from single, single_kl, three_turns,"),
+    ("benchmarks.peers", "--systems=flowgrpo,verl", "has 'verl'; choose from flowgrpo, trl, tunix, generate, vllm"),
+    ("benchmarks.peers", "--pythons=tunix", "--pythons=tunix must be NAME=PATH with one of flowgrpo, trl, tunix,"),
+    ("benchmarks.peers", "--pythons=vllm=/nowhere", "--pythons=vllm=/nowhere: /nowhere is no program that can be run"),
+    ("benchmarks.peers", "--systems=vllm --pythons=vllm=/bin/false", "vllm needs vllm, which /bin/false lacks"),
+    ("benchmarks.peers", "--systems=flowgrpo --cases=", "--cases= names no case"),
 ]
 
 

@@ -61,7 +61,7 @@ def test_M2_cached_decoding_equals_the_full_forward(name, width, slots, unroll):
 
     @jax.jit
     def apply(params, *given):
-        return policy.apply(params if policy.unstack is None else policy.unstack(params), *given)
+        return policy.apply(params if policy.unstack_layers is None else policy.unstack_layers(params), *given)
 
     for chunk_rs, segments_rs in deal(lengths, width, np.random.default_rng(0)):
         logits, cache = apply(params, chunk_rs, None, segments_rs, cache)

