@@ -32,7 +32,7 @@ from flowgrpo.learner.scoring import ScoreTrajectories, make_score_trajectories
 from flowgrpo.learner.state import LearnerState, init_learner
 from flowgrpo.learner.update import Update, cast, make_update
 from flowgrpo.models.trainable import WHOLE, Trained, acting
-from flowgrpo.parallel.compile_ahead import compile_ahead, on_host
+from flowgrpo.parallel.compile_ahead import compile_ahead, jit_quickly, on_host
 from flowgrpo.parallel.row_sharding import DeviceMesh, many_updates, over_runs, replicated, stack_trees
 from flowgrpo.rollout.compiled import draw_tasks, make_exam, make_rollout, repeat, summarise, tool_mix
 from flowgrpo.types import BadInput, Batch, Trajectories, check_range
@@ -364,7 +364,7 @@ class ThreePrograms:
         settings, mesh = iteration.settings, iteration.mesh
         self.trajectories = settings.queries * settings.oversample * settings.samples
         self._mesh = mesh if isinstance(mesh, Mesh) else None
-        self._draw = jax.jit(iteration.draw, out_shardings=replicated(self._mesh))
+        self._draw = self.placed(iteration.draw)
         self.play = jax.jit(iteration.play)
         self._judge = None if iteration.judge is None else jax.jit(iteration.judge)
         self.learn = make_learn(
@@ -383,8 +383,8 @@ class ThreePrograms:
         return self.learn(run, played if self._judge is None else self._judge(played, drawn.judge_key))
 
     def placed(self, draw: Callable[..., Any]) -> Any:
-        """`draw`, jitted, whose results lie as an iteration's do."""
-        return jax.jit(draw, out_shardings=replicated(self._mesh))
+        """Jit what draws tasks so that they lie as an iteration's do."""
+        return jit_quickly(draw, out_shardings=replicated(self._mesh))
 
     def compile(self, run: Run) -> None:
         """Compile all programs for a run like this, which may be done in a thread while something else runs."""

@@ -30,7 +30,7 @@ from flowgrpo.models.config import DecoderConfig, small_config
 from flowgrpo.models.critic import HEAD, make_critic
 from flowgrpo.models.decoder import make_policy, matrices
 from flowgrpo.models.trainable import ActorCritic, acting
-from flowgrpo.parallel.compile_ahead import compile_ahead
+from flowgrpo.parallel.compile_ahead import compile_ahead, jit_quickly
 from flowgrpo.parallel.sharding import critic_axes, decoder_axes, mesh_of, place_state, settle
 from flowgrpo.recipes.hosted import record
 from flowgrpo.recipes.registry import ALGORITHMS, BY_IMPORT, ENVIRONMENTS, falling_optimizer, make_algorithm, make_env
@@ -264,8 +264,8 @@ def warm_optimizer(setup: Setup) -> optax.GradientTransformation:
 def planner_imitation(setup: Setup, keys: Mapping[str, jax.Array]) -> WarmStart:
     """The imitation before reinforcement, whose demonstrations follow from the key of each step."""
     config, key = setup.config, keys["demonstrations"]
-    draw = jax.jit(partial(loop.demonstration_rows, setup.env, rows=config.warm_rows))
-    held = jax.jit(partial(loop.demonstration_rows, setup.env, rows=VALIDATION_ROWS, split="validation"))(key)
+    draw = jit_quickly(partial(loop.demonstration_rows, setup.env, rows=config.warm_rows))
+    held = jit_quickly(partial(loop.demonstration_rows, setup.env, rows=VALIDATION_ROWS, split="validation"))(key)
     loss = jax.jit(make_validation(setup.policy, banned=(PAD,)))
     optimizer = warm_optimizer(setup)
     params = jax.jit(setup.policy.init)(keys["start"])
@@ -401,7 +401,7 @@ class _Exam:
         """The gold answers of the tasks, of an environment that has some."""
         assert self._env.answer is not None
         answer = jax.vmap(self._env.answer)
-        return jax.jit(lambda key: answer(compiled.examined(self._env, key, self._tasks, self._split)))(key)
+        return jit_quickly(lambda key: answer(compiled.examined(self._env, key, self._tasks, self._split)))(key)
 
     def compile(self, params: Any, key: jax.Array) -> None:
         """Compile all programs."""
