@@ -1,7 +1,8 @@
-"""How exact sampling is: the ratio of an unchanged policy (F7), and what a request gets at other widths (E3).
+"""How exact sampling is, and its price: the ratio of an unchanged policy (F7), a request at other widths (E3).
 
     python -m experiments.benchmarks.exactness
     python -m experiments.benchmarks.exactness --models=PATH --tokens=2000 --requests=16
+    python -m experiments.benchmarks.exactness --parts=price --cpu_devices=2
 
 F7: requests through the engine at temperature 0.7; then `logprobs` scores every sampled token again in padded rows, as
 a trainer does, in other shapes than the engine's. `max`, `p999` and `mean` are of |log rho|, the difference between the
@@ -11,6 +12,8 @@ the figure is given as it is.
 E3: the same requests at several widths of the engine. At one width, alone, together and shuffled, all bits must be
 equal. Against the widest, log-probabilities must agree within 1e-5 up to the first other token, and that must be a
 near-tie, of a margin below 1e-4; each is listed.
+
+`price` (`exactness_price`): seconds of decoding and of an update over those without each of the means to it, in turn.
 
 Models are random: `small` has 4.07 M parameters and a vocabulary of 512, its init scale raised from 0.02 to 0.14 so
 that it is as sure of its tokens as a trained model is; `tiny` has every feature on, and the tests decode with it.
@@ -29,8 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments.benchmarks import ceilings
-from experiments.benchmarks.measuring import print_result
+from experiments.benchmarks import ceilings, exactness_price
+from experiments.benchmarks.measuring import check_known, print_result
 from experiments.cli import app
 from experiments.cli.help import flag_heading
 from flowgrpo.contracts import Completion, Request
@@ -41,13 +44,18 @@ from flowgrpo.models.hf import Model, init_model, load_model
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import show_lines, significant
 
+PARTS = ("ratio", "widths", "price")
+
 flag_heading("What is run")
+_PARTS = flags.DEFINE_list("parts", list(PARTS[:-1]), f"Any of {', '.join(PARTS)}.")
 _MODELS = flags.DEFINE_list("models", ["small", "tiny"], "small, tiny, model folders, or hub ids.")
 flag_heading("Sizes")
 _TOKENS = flags.DEFINE_integer("tokens", 10_240, "Tokens sampled for each float32 figure of F7.", lower_bound=1)
 _HALF_TOKENS = flags.DEFINE_integer("half_tokens", 2048, "Tokens for each bfloat16 figure.", lower_bound=0)
 _REQUESTS = flags.DEFINE_integer("requests", 64, "Requests of E3.", lower_bound=1)
 _WIDTHS = flags.DEFINE_multi_integer("widths", [1, 2, 4, 8, 16], "Widths of the engine.", lower_bound=1)
+
+_REPEATS = flags.DEFINE_integer("repeats", 9, "Rounds of `price`.", lower_bound=1)
 
 SCALE, TEMPERATURE, BANNED = 0.14, 0.7, (0,)
 BAR, NEAR = 1e-5, 1e-4  # of log-probabilities, and of the margin of a near-tie
@@ -158,19 +166,23 @@ def _compare(model: Model, request: Request, one: Completion, other: Completion)
 
 def main() -> None:
     """Measure, print the tables and one JSON line."""
+    check_known(_PARTS, PARTS)
+    parts = _PARTS.value
     ratios, widths, ties = [], [], []
     counts = {"float32": _TOKENS.value, "bfloat16": _HALF_TOKENS.value}
     cases = [(name, dtype) for name in _MODELS.value for dtype in counts if counts[dtype]]
-    models = {case: _open_model(*case) for case in cases}
-    for name, dtype in with_progress("ratio", cases):
+    models = {case: _open_model(*case) for case in cases} if {"ratio", "widths"} & set(parts) else {}
+    for name, dtype in with_progress("ratio", cases if "ratio" in parts else []):
         ratios.append({"model": name, "dtype": dtype} | _measure_ratio(models[name, dtype], counts[dtype]))
     show_lines(ratios)
-    for name in with_progress("widths", _MODELS.value):
+    for name in with_progress("widths", _MODELS.value if "widths" in parts else []):
         for lines, found in zip((widths, ties), _measure_widths(models[name, "float32"]), strict=True):
             lines += [{"model": name} | line for line in found]
     show_lines(widths)
     show_lines(ties)
-    print_result("exactness", bar=BAR, ratio=ratios, widths=widths, near_ties=ties)
+    prices = exactness_price.measure(_REPEATS.value) if "price" in parts else []
+    show_lines(prices)
+    print_result("exactness", bar=BAR, ratio=ratios, widths=widths, near_ties=ties, price=prices)
 
 
 if __name__ == "__main__":

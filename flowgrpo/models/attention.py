@@ -187,11 +187,16 @@ def _add(running: _Running, part: Part, *, grouped: Array, config: DecoderConfig
     shares = jnp.where(seen[:, None, None], jnp.exp(logits - highest[..., None]), 0.0)
     faded = jnp.exp(running.highest - highest)
     mixed = jnp.einsum("rkgsc,rkce->rkgse", shares.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    # The shares are summed by a product like that with the values: its order is the same for every row and query, and
-    # that of a sum over an axis, or of a product with a vector, is not.
-    ones = jnp.ones((*v.shape[:3], COLUMNS), jnp.float32)
-    total = jnp.einsum("rkgsc,rkce->rkgse", shares, ones)[..., 0]
-    return _Running(highest, running.total * faded + total, running.mixed * faded[..., None] + mixed)
+    return _Running(highest, running.total * faded + total_of(shares), running.mixed * faded[..., None] + mixed)
+
+
+def total_of(shares: Array) -> Array:
+    """Sum over the keys [r k g s c], by a product like that with the values.
+
+    Its order is the same for every row and query; that of a sum over an axis, or of a product with a vector, is not.
+    """
+    ones = jnp.ones((*shares.shape[:2], shares.shape[-1], COLUMNS), jnp.float32)
+    return jnp.einsum("rkgsc,rkce->rkgse", shares, ones)[..., 0]
 
 
 def _finish(running: _Running, q: Array) -> Array:

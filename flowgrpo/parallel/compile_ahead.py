@@ -15,15 +15,15 @@ import jax
 
 def compile_ahead(program: Any, *arguments: Any) -> Any:
     """Compile a jitted function for these arguments, or for their shapes -> the shapes of what it gives."""
-    lowered = program.lower(*arguments)
-    compiled = lowered.compile()
-    return jax.tree.map(_result, lowered.out_info, compiled.output_shardings)
+    shapes = program.eval_shape(*arguments)  # which alone says whose types are weak
+    compiled = program.lower(*arguments).compile()
+    return jax.tree.map(_result, shapes, compiled.output_shardings)
 
 
-def _result(info: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    """The shape of a result; one that lies on the only device is not bound to it."""
+def _result(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    """The shape of a result and where it lies; one on the only device is not bound to it."""
     bound = sharding if len(sharding.device_set) > 1 else None
-    return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=bound, weak_type=getattr(info, "weak_type", False))
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=bound, weak_type=shape.weak_type)
 
 
 def on_host(shapes: Any) -> Any:

@@ -32,7 +32,7 @@ ACTION = {1: workload.ANSWER, 3: 96}  # words of a turn at most, by the number o
 ENDS = 34  # (512 - 2) / 15: one word with this weight among 510 others has a probability of 1/16
 # The longest trajectory of three turns fills a row, the others share rows: few are left, and large micro-batches would
 # be half empty.
-MICRO_ROWS = {1: 16, 3: 4}
+MICRO_ROWS = {1: 8, 3: 4}
 
 
 class DialogueState(struct.PyTreeNode):
@@ -112,7 +112,7 @@ def _train(lane: protocol.Lane, case: workload.Training, policy: Policy, params:
         lane.done(int(metrics["tokens"]) - workload.EPISODES * PROMPT)
 
 
-def _generate(policy: Policy, tokens: int, params: Params, rows: tuple[Array, Array]) -> Array:
+def generate_block(policy: Policy, tokens: int, params: Params, rows: tuple[Array, Array]) -> Array:
     """Sample after prompts, each with its key: [r s], [r] -> [r u]."""
     prompt_rs, key_r = rows
     width, before_rs = len(prompt_rs), prompt_rs[:, :-1]
@@ -128,7 +128,7 @@ def _decode(lane: protocol.Lane, case: workload.Decoding, policy: Policy, params
     """Generate a block of rows in every step, dealt over the devices."""
     rows, tokens = case
     prompt_rs = np.array(workload.random_ids(rows), np.int32)
-    one = partial(_generate, policy, tokens)
+    one = partial(generate_block, policy, tokens)
     generate = jax.jit(lambda params, prompt_rs, key_r: map_rows(one, policy.mesh, params, (prompt_rs, key_r)))
     params = share(params, policy.mesh)
     for seed in count():
@@ -141,7 +141,7 @@ def _decode(lane: protocol.Lane, case: workload.Decoding, policy: Policy, params
 def main() -> None:
     """Train, or decode alone, as the case wants it."""
     lane, job = protocol.open_lane()
-    launch.configure(cpu_devices=job.devices)
+    launch.configure(cpu_devices=job.devices, compilation_cache=None)
     model = init_model(job.shape, jax.random.key(0))
     policy = make_policy(model.config, unroll=True)._replace(mesh=data_mesh())
     case = workload.CASES[job.case]
