@@ -10,7 +10,7 @@ from pathlib import Path
 from experiments.cli.listing import listing
 
 GROUPS = {
-    "The machine": ("ceilings",),
+    "The machine": ("ceilings", "startup"),
     "Learning": ("update", "packing", "meshes"),
     "Playing": ("decode", "hosted", "exactness", "loading"),
     "Looking": ("viewer",),

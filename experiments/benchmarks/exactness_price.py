@@ -44,7 +44,7 @@ WORKS = {
 
 
 @contextmanager
-def _without(means: str | None) -> Iterator[dict[str, str]]:
+def _without(means: str | None) -> Iterator[dict[str, Any]]:
     """Programs that are traced here do without one of the means; what is given are options of their compilation."""
     pieces, blocks, total = decoder.PIECE, attention.BLOCK, attention.total_of
     if means == "sums in pieces":
@@ -77,7 +77,7 @@ def _program(work: str, means: str | None) -> Callable[[], Any]:
         state = share(init_learner(params, optimizer), mesh)
         arguments = (state, share(ceilings.full_batch(config, rows, tokens), mesh))
     with _without(means) as options:
-        compiled = jax.jit(function).lower(*arguments).compile(compiler_options=options or None)
+        compiled = jax.jit(function).lower(*arguments).compile(dict(options) or None)
     return partial(compiled, *arguments)
 
 

@@ -30,6 +30,7 @@ from flowgrpo.types import BadInput
 
 OFFLOAD = {"none": DEVICE, "host": HOST, "disk": DISK}
 DTYPES = ("float32", "bfloat16")
+FEW_LAYERS = 4  # of a model whose layers are compiled one after the other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +87,13 @@ def frozen(start: Model, config: PlannerConfig) -> Model:
     """The model as it was at the start, in the type that computes: what other roles speak with."""
     if not has_masters(config):
         return start
-    policy = make_policy(start.config, dtype=config.dtype)
+    policy = make_policy(start.config, dtype=config.dtype, unroll=_unrolls(start))
     return start._replace(policy=policy, params=cast(start.params, config.dtype))
+
+
+def _unrolls(start: Model) -> bool | int:
+    """Whether layers are compiled one after the other: of a few that is faster, and takes little longer."""
+    return True if start.config.num_layers <= FEW_LAYERS else 1
 
 
 def check_planner(config: PlannerConfig) -> tuple[LoraConfig | None, Mesh | None]:
@@ -108,7 +114,11 @@ def make_planner(start: Model, config: PlannerConfig) -> Planner:
     """The planner that starts as this model."""
     lora, mesh = check_planner(config)
     axes: Any = decoder_axes(start.config)
-    policy, params, trained = make_policy(start.config, **computes_in(config)), start.params, WHOLE
+    policy, params, trained = (
+        make_policy(start.config, unroll=_unrolls(start), **computes_in(config)),
+        start.params,
+        WHOLE,
+    )
     if lora is not None:
         policy = lora_policy(start.config, lora, **computes_in(config))
         params = Adapted(start.params, init_adapter(jax.random.key(config.seed), start.config, lora))
