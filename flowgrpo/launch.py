@@ -76,13 +76,8 @@ def configure(
 
 def round_rows_alike() -> None:
     """Choose kernels whose products round every row alike; `configure` does, and what the user chose stays."""
-    if not has_avx512():
+    if "avx512f" not in processor().get("flags", "").split():
         os.environ.setdefault(*PLAIN_KERNELS)
-
-
-def has_avx512() -> bool:
-    """Whether this machine's processor has AVX-512, as far as the system tells."""
-    return "avx512f" in processor().get("flags", "").split()
 
 
 def processor() -> dict[str, str]:

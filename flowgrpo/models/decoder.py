@@ -22,13 +22,11 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from flowgrpo.contracts import Cache, Params, Policy
-from flowgrpo.launch import has_avx512
 from flowgrpo.models.attention import Attend, attend, attend_cache, visible
 from flowgrpo.models.config import DecoderConfig, Rope, check_config, rope_frequencies
 from flowgrpo.models.kv_cache import Held, View, block, extend_cache, make_cache, write_cache
 
-PIECE = 256 if has_avx512() else 192  # terms of a sum in one piece: so many were tried on either kind of processor
-DIVIDED = 4096  # terms of the longest sum that is divided
+PIECE, DIVIDED = 192, 4096  # terms of a sum in one piece, and of the longest sum that is divided
 Settle = Callable[[Array, Params], tuple[Array, Params]]  # (hidden states, a layer's parameters) -> the same, settled
 
 # Parameters -------------------------------------------------------------------------------------------
