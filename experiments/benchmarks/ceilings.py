@@ -23,6 +23,7 @@ from flowgrpo.contracts import Params
 from flowgrpo.envs.env import PAD
 from flowgrpo.models import families
 from flowgrpo.models.config import DecoderConfig, Rope
+from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model, init_model, load_model
 from flowgrpo.planning.cost_model import count_parameters
 from flowgrpo.recipes import pure
@@ -88,8 +89,11 @@ def _copy_rate() -> float:
 
 
 def open_model(name: str) -> Model:
-    """A random model of one of `SHAPES`, or the checkpoint of a folder or hub id."""
-    return init_model(SHAPES[name], jax.random.key(0)) if name in SHAPES else load_model(name, text=False)
+    """A random model of one of `SHAPES`, whose few layers are unrolled, or the checkpoint of a folder or hub id."""
+    if name not in SHAPES:
+        return load_model(name, text=False)
+    model = init_model(SHAPES[name], jax.random.key(0))
+    return model._replace(policy=make_policy(model.config, unroll=True))
 
 
 def shape_called(name: str) -> DecoderConfig:
