@@ -9,9 +9,9 @@ slots decoding without a gap, prompts and bookkeeping not included; `compiled` c
 it. Medians of several runs, which alternate. No stop ids, so lengths are exact. `benchmarks.peers` lets other systems
 decode the same blocks.
 
-Measured on two shared cores with the small model: 64 x 64 at 1.3 of PyTorch and 16 x 128 at 1.75; the engine at 0.53 of
-the slots without gaps, of which 0.9 can be reached, since its last requests decode among empty slots. 7 programs are
-compiled in the first requests and none after. Three to six minutes.
+Measured on two shared cores with the small model, before its layers were unrolled: the engine at 0.53 of the slots
+without gaps, of which 0.9 can be reached, since its last requests decode among empty slots. 7 programs are compiled in
+the first requests and none after. Three to six minutes.
 """
 
 import statistics

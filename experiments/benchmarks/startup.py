@@ -45,7 +45,7 @@ IMPORTS = {
     "import flowgrpo, and a run's parts": [*PYTHON, "import flowgrpo as fg; fg.recipes.pure.preset; fg.launch.cores"],
     "quickstart --help": [sys.executable, "-m", "experiments.quickstart", "--help"],
 }
-QUICKSTART = [sys.executable, "-m", "experiments.quickstart", "--updates=1", "--test_tasks=8"]
+QUICKSTART = [sys.executable, "-m", "experiments.quickstart", "--updates=1"]
 REACHED = "train 1/1"
 COMPILED = re.compile(r"Finished XLA compilation of (\S+) in ([0-9.e+-]+) sec")
 
