@@ -7,9 +7,9 @@
 
 Each program is compiled as it is and without each of them, and all run in turn. Below 1 it costs nothing.
 
-Measured on two cores with AVX-512, medians of 7: sums in pieces 1.06 (decoding 64 x 64; 1.0 to 1.1), 1.13 (16 x 256; 1.06
-to 1.2) and 1.06 to 1.08 (updates); blocks of keys 1.15 (16 x 256; 1.06 to 1.24) and 1.0 elsewhere; the total by product
-1.0; no fusions of YNNPACK 0.99 to 1.07.
+Measured on two cores with AVX-512, medians of 7: sums in pieces 1.06 (decoding 64 x 64; 1.0 to 1.1), 1.13 (16 x 256;
+1.06 to 1.2) and 1.06 to 1.08 (updates); blocks of keys 1.15 (16 x 256; 1.06 to 1.24) and 1.0 elsewhere; the total by
+product 1.0; no fusions of YNNPACK 0.99 to 1.08.
 """
 
 import statistics
