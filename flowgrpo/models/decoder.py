@@ -302,8 +302,10 @@ def _angles(positions: Array, config: DecoderConfig) -> tuple[Array, Array]:
 def unstack_layers(params: Params, *, config: DecoderConfig) -> Params:
     """Lay the parameters out for many small steps: each layer's on their own, and matrices in the pieces of a sum.
 
-    Taken from a stack in each step, they would be copied in each step.
+    Taken from a stack in each step, they would be copied in each step. What is laid out already stays as it is.
     """
+    if isinstance(params["q"], tuple):
+        return params
     declared, factors = parameters(config), matrices(config)
     unembedding = params["embed"].T if config.tied else params["unembed"]
     laid: dict[str, Any] = {"embed": params["embed"], "norm": params["norm"], "unembed": _divide(unembedding)}

@@ -136,6 +136,8 @@ class _Roller:
 
     def run(self, params, given: tuple) -> tuple[Spoken, tuple[Array, Array]]:
         """All turns of the given (tasks, keys) -> (their record [n t ...], (done_n, correct_n))."""
+        if self.policy.unstack_layers is not None:
+            params = self.policy.unstack_layers(params)  # here, and not in each turn
         tasks, keys = lay(given, self.policy.mesh)
         count, sizes = len(keys), self.env.sizes
         fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
