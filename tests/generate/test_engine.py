@@ -11,6 +11,7 @@ from tiny_models import BANNED, CONFIG, POLICY, tiny_params
 import flowgrpo as fg
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.sampler import logprobs, margin
+from flowgrpo.models.decoder import make_policy
 
 pytestmark = pytest.mark.slow
 
@@ -85,17 +86,35 @@ def test_E3_between_widths_only_near_ties_differ(engine):
             assert margin(POLICY, tiny_params(), tokens, request.key, parted, banned=BANNED) < 1e-4
 
 
+def test_E3_and_F7_hold_where_each_layer_has_a_cache_of_its_own(engine):
+    """The same bits in any company; and to rounding those that scoring and stacked layers give."""
+    requests = make_requests(12, seed=6, temperature=0.7)
+    policy = make_policy(CONFIG, unroll=True)
+    with Engine(policy, tiny_params(), **SETTINGS) as unrolled:
+        together = unrolled.generate(requests)
+        assert [whole(one) for one in together] == [whole(unrolled.generate([one])[0]) for one in requests]
+        assert [whole(one) for one in reversed(together)] == [whole(one) for one in unrolled.generate(requests[::-1])]
+    check_scores(policy, requests, together)
+    for one, other in zip(together, engine.generate(requests), strict=True):
+        assert list(one.tokens) == list(other.tokens)
+        np.testing.assert_allclose(one.logp_sampled, other.logp_sampled, atol=1e-5)
+
+
 def test_F7_scoring_gives_what_the_engine_sampled(engine):
     """In first turns, and in second ones that go on from the cache."""
     firsts = [request._replace(temperature=0.7) for request in make_requests(4, seed=5)]
     seconds = [next_turn(*turn, i) for i, turn in enumerate(zip(firsts, engine.generate(firsts), strict=True))]
     requests = [*firsts, *(request._replace(temperature=0.7) for request in seconds)]
-    completions = engine.generate(requests)
-    tokens, segments = np.zeros((2, 8, 128), np.int32)
+    check_scores(POLICY, requests, engine.generate(requests))
+
+
+def check_scores(policy, requests, completions):
+    """`logprobs` gives every sampled token what it was sampled with."""
+    tokens, segments = np.zeros((2, len(requests), 128), np.int32)
     for i, (request, completion) in enumerate(zip(requests, completions, strict=True)):
         both = [*request.tokens, *completion.tokens]
         tokens[i, : len(both)], segments[i, : len(both)] = both, 1
-    scores = logprobs(POLICY, tiny_params(), tokens, None, segments, temperature=0.7, banned=BANNED)
+    scores = logprobs(policy, tiny_params(), tokens, None, segments, temperature=0.7, banned=BANNED)
     for request, completion, logp in zip(requests, completions, np.asarray(scores.logp), strict=True):
         own = slice(len(request.tokens), len(request.tokens) + len(completion.tokens))
         np.testing.assert_allclose(logp[own], completion.logp_sampled, atol=1e-5)

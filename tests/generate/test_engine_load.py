@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from compilations import counted_compilations
 from engine_cases import SETTINGS, at_stretch, bits, make_requests, next_turn, whole
 from tiny_models import BANNED, CONFIG, POLICY, tiny_params
 
@@ -112,19 +113,12 @@ def test_new_weights_reach_a_released_engine(engine):
 
 def test_nothing_is_compiled_after_the_first_request():
     """At most twelve programs in all, small ones included, whatever lengths, turns and settings come."""
-    compiled = []
-
-    def note(event: str, _, **__) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(event)
-
     sizes = {**SETTINGS, "slots": 5, "slot_length": 120}  # of no other test, so that nothing is compiled before
     first, requests = make_requests(1, seed=16)[0], make_requests(30, seed=12, temperature=0.3)
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
+    with counted_compilations() as compiled:
         with Engine(POLICY, PARAMS[0], **sizes) as engine:
             later = next_turn(first, engine.generate([first])[0], 99)
-            assert 6 <= len(compiled) <= 12
+            assert 6 <= compiled.total() <= 12
             compiled.clear()
             engine.generate(requests)
             engine.swap(PARAMS[1], 1)
@@ -132,5 +126,3 @@ def test_nothing_is_compiled_after_the_first_request():
         with Engine(POLICY, PARAMS[0], **sizes) as engine:  # made again, as after each stage, it finds its programs
             engine.generate(requests)
         assert not compiled
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)

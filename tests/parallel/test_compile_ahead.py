@@ -4,28 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import counted_compilations
 
 from flowgrpo.parallel.compile_ahead import compile_ahead, jit_quickly, on_host
 from flowgrpo.parallel.row_sharding import DEALT, data_mesh, replicated, share
 
-COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-@pytest.fixture
-def compiled():
-    """The programs that were compiled so far, one entry each."""
-    found = []
-
-    def note(event, duration_secs, **_):
-        found.extend([duration_secs] if event == COMPILED else [])
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(note)
-
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_call_finds_what_was_compiled_ahead(several, compiled):
+def test_a_call_finds_what_was_compiled_ahead(several):
     """A chain of two programs, of which the second is given results of the first and what was on the host between."""
     mesh = data_mesh() if several else None
 
@@ -35,16 +21,16 @@ def test_a_call_finds_what_was_compiled_ahead(several, compiled):
 
     first, second = jax.jit(double), jax.jit(lambda x, y: (x + y).sum())
     x = share(jnp.arange(16, dtype=jnp.float32), mesh)
-    doubled = compile_ahead(first, x)
-    total = compile_ahead(second, doubled, on_host(doubled))
-    assert doubled.shape == (16,)
-    assert total.shape == ()
+    with counted_compilations() as compiled:
+        doubled = compile_ahead(first, x)
+        total = compile_ahead(second, doubled, on_host(doubled))
+        ahead = dict(compiled)
+        found = first(x)
+        assert float(second(found, np.asarray(found))) == 2 * 2 * sum(range(16))
+    assert set(ahead) >= {"jit(double)"}
+    assert compiled == ahead
+    assert (doubled.shape, total.shape) == ((16,), ())
     assert (doubled.sharding is not None) == several
-    ahead = len(compiled)
-    assert ahead >= 2
-    found = first(x)
-    assert float(second(found, np.asarray(found))) == 2 * 2 * sum(range(16))
-    assert len(compiled) == ahead
 
 
 def test_what_is_compiled_quickly_computes_the_same():

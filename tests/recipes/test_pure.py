@@ -1,17 +1,14 @@
 """The recipe of pure environments: what is compiled when, and examinations by the rollout's program."""
 
-from collections import Counter
-
 import jax
 import numpy as np
 import pytest
+from compilations import counted_compilations
 
 from flowgrpo import loop
 from flowgrpo.models.trainable import acting
 from flowgrpo.recipes import pure
 from flowgrpo.rollout.compiled import make_exam
-
-COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 @pytest.fixture(scope="module")
@@ -21,25 +18,17 @@ def setup():
 
 @pytest.mark.slow
 def test_an_iteration_and_an_examination_are_compiled_ahead_and_not_again(setup):
-    work, names = pure.PureWork(setup), Counter()
-    params = work.place(work.initial())
-    run = work.place(loop.start_run(params, setup.optimizer, jax.random.key(0)))
-
-    def note(event, _seconds, fun_name="", **_):
-        names.update([fun_name] if event == COMPILED else [])
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
+    work = pure.PureWork(setup)
+    run = work.place(loop.start_run(work.place(work.initial()), setup.optimizer, jax.random.key(0)))
+    programs = [f"jit({name})" for name in ("play", "credit", "update", "rollout_metrics", "draw")]
+    with counted_compilations() as compiled:
         work.compile_ahead(run)
-        programs = [f"jit({name})" for name in ("play", "credit", "update", "rollout_metrics", "draw")]
-        assert [names[program] for program in programs] == [1] * len(programs)
+        assert [compiled[program] for program in programs] == [1] * len(programs)
         step = work.make_step()
         for _ in range(2):
             run, _ = step(run)
             work.examine(run.learner.params)
-        assert [names[program] for program in programs] == [1] * len(programs)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
+    assert [compiled[program] for program in programs] == [1] * len(programs)
 
 
 @pytest.mark.parametrize("tasks", [40, 1000])
