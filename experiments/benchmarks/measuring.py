@@ -62,16 +62,6 @@ def let_threads_sleep() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def torch_model(source: Mapping[str, Any]) -> Any:
-    """A random float32 PyTorch model of transformers, from its config.json; it may use all cores."""
-    import torch
-    import transformers
-
-    torch.set_num_threads(os.cpu_count() or 1)
-    config = transformers.AutoConfig.for_model(**source)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
 def check_memory_is_told() -> None:
     """Refuse a system whose kernel doesn't say how much memory a process holds."""
     if not (STATUS.exists() and CLEAR.exists()):

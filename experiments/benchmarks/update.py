@@ -27,6 +27,7 @@ Measured on two shared cores: `scores` at 0.5 (small) to 0.64 (medium), `gradien
 
 import ctypes
 import gc
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from absl import flags
 import flowgrpo as fg
 from experiments.benchmarks import measuring
 from experiments.benchmarks.ceilings import LEARNERS, full_batch, shape_called
+from experiments.benchmarks.racers.torch_generate import random_torch_model
 from experiments.cli import app
 from experiments.cli.help import flag_heading
 from flowgrpo.contracts import Params, Policy
@@ -247,7 +249,7 @@ def _torch_step(source: Mapping[str, Any], batch: Batch) -> Callable[[], float]:
     """A function that makes one update of the batch in PyTorch and gives its loss."""
     import torch
 
-    model = measuring.torch_model(source)
+    model = random_torch_model(source, os.cpu_count() or 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     rows = [torch.from_numpy(getattr(batch, name)) for name in ("tokens", "logp_old", "advantage", "weight")]
 

@@ -65,7 +65,7 @@ def _open_model(job: protocol.RacerJob) -> Any:
     """The random model from a folder, since TRL reads the reference from where the model was read."""
     import transformers
 
-    random_torch_model(job).save_pretrained(folder := Path(job.folder) / "model")
+    random_torch_model(job.shape, job.cores).save_pretrained(folder := Path(job.folder) / "model")
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
 
 

@@ -29,7 +29,7 @@ def main() -> None:
     _set_environment(job.folder)
     rows, tokens = workload.decoding(job.case)
     model = f"{job.folder}/model"
-    random_torch_model(job).save_pretrained(model)
+    random_torch_model(job.shape, job.cores).save_pretrained(model)
 
     import vllm
 
