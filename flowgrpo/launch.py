@@ -190,7 +190,7 @@ def user_cache() -> Path:
     return Path(base) / "flowgrpo" / "programs" / hashlib.sha256(kind.encode()).hexdigest()[:12]
 
 
-def limit_cache(folder: Path, size: int) -> None:
+def limit_cache(folder: Path, limit: int) -> None:
     """Remove the files of a folder that were not used for longest until the others hold no more bytes than this."""
     files = []
     for path in folder.rglob("*"):
@@ -198,21 +198,18 @@ def limit_cache(folder: Path, size: int) -> None:
             found = path.stat()
             if stat.S_ISREG(found.st_mode):
                 files.append((max(found.st_atime, found.st_mtime), found.st_size, path))
-    excess = sum(size for _, size, _ in files) - size
-    for _, held, path in sorted(files):
+    excess = sum(size for _, size, _ in files) - limit
+    for _, size, path in sorted(files):
         if excess <= 0:
             return
         path.unlink(missing_ok=True)
-        excess -= held
+        excess -= size
 
 
 def _keep_compiled(folder: str | os.PathLike | None) -> None:
     """Keep every compiled program in this folder, however small and quickly made."""
     import jax
 
-    if folder is None:
-        jax.config.update("jax_compilation_cache_dir", None)
-        return
     if folder == USER:
         if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
             return
@@ -222,7 +219,7 @@ def _keep_compiled(folder: str | os.PathLike | None) -> None:
             warnings.warn(f"compiled programs are not kept: {error}", stacklevel=3)
             return
         limit_cache(folder.parent, CACHE_LIMIT)
-    jax.config.update("jax_compilation_cache_dir", str(make_folder(folder)))
+    jax.config.update("jax_compilation_cache_dir", None if folder is None else str(make_folder(folder)))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -114,11 +114,8 @@ def make_planner(start: Model, config: PlannerConfig) -> Planner:
     """The planner that starts as this model."""
     lora, mesh = check_planner(config)
     axes: Any = decoder_axes(start.config)
-    policy, params, trained = (
-        make_policy(start.config, unroll=_unrolls(start), **computes_in(config)),
-        start.params,
-        WHOLE,
-    )
+    policy = make_policy(start.config, unroll=_unrolls(start), **computes_in(config))
+    params, trained = start.params, WHOLE
     if lora is not None:
         policy = lora_policy(start.config, lora, **computes_in(config))
         params = Adapted(start.params, init_adapter(jax.random.key(config.seed), start.config, lora))
