@@ -9,7 +9,7 @@ import jax
 
 @contextmanager
 def counted_compilations() -> Iterator[Counter[str]]:
-    """How often each program was compiled in the block, by its name, such as `jit(play)`."""
+    """Count how often each program is compiled in the block, by its name, such as `jit(play)`."""
     found: Counter[str] = Counter()
 
     def note(event: str, _seconds: float, fun_name: str = "", **_) -> None:
