@@ -87,7 +87,7 @@ def test_E3_between_widths_only_near_ties_differ(engine):
 
 
 def test_E3_and_F7_hold_where_each_layer_has_a_cache_of_its_own(engine):
-    """The same bits in any company; and to rounding those that scoring and stacked layers give."""
+    """Draw equal bits in any company; and to rounding those that scoring and stacked layers give."""
     requests = make_requests(12, seed=6, temperature=0.7)
     policy = make_policy(CONFIG, unroll=True)
     with Engine(policy, tiny_params(), **SETTINGS) as unrolled:
