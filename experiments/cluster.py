@@ -50,7 +50,8 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # the master computes nothing
     config = preset(**given(Config))
     folder, options = chosen_run(f"runs/cluster-{config.seed}")
-    launched = Launched(app.compilation_cache(), bool(flags.FLAGS["deterministic"].value))
+    deterministic, exact = (flags.FLAGS[name].value for name in ("deterministic", "exact"))
+    launched = Launched(app.compilation_cache(), bool(deterministic), exact is not False)
     gpus = {"rollout": _ROLLOUT_GPUS.value, "train": _TRAINER_GPUS.value}
     with RayBackend(_ADDRESS.value, gpus=gpus) as backend:
         result = train(config, folder, backend=backend, launched=launched, on_turn=StatusTable(_SHOWN.value), **options)
@@ -58,4 +59,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, exact=True)

@@ -42,4 +42,4 @@ def main() -> None:
 if __name__ == "__main__":
     if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
         sys.argv[1] = f"--run={sys.argv[1]}"
-    app.run(main)
+    app.run(main, exact=True)

@@ -109,11 +109,11 @@ Params = dict[str, Array]
 class Cache(struct.PyTreeNode):
     """Keys and values of the tokens so far, c slots a row; the slots from `next` on are free (n is the layer).
 
-    Or an array for each layer; the keys of one may be [r k e c] (`models.kv_cache`).
+    Or an array for each layer, or for each of its blocks; the keys of one may be [r k e c] (`models.kv_cache`).
     """
 
-    keys: Float[Array, "n r k c e"] | tuple[Array, ...]
-    values: Float[Array, "n r k c e"] | tuple[Array, ...]
+    keys: Float[Array, "n r k c e"] | tuple[Array | tuple[Array, ...], ...]
+    values: Float[Array, "n r k c e"] | tuple[Array | tuple[Array, ...], ...]
     positions: Int[Array, "r c"]
     segments: Int[Array, "r c"]
     next: Int[Array, "r"]

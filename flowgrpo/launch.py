@@ -27,12 +27,14 @@ from typing import Any
 from flowgrpo.files import make_folder, write_whole
 from flowgrpo.types import BadInput
 
-# These versions fuse reductions on the CPU in a way that is wrong under large vmaps: a norm's gradient over 64 and more
-# batched cotangents. XLA ends the process over a flag that it doesn't know, so only they are given this one.
+# These versions fuse reductions on the CPU in a way that is wrong under large vmaps (jax issue 39103). A kind of fusion
+# says what one begins with, and DOT, ELTWISE and REDUCE all take up a reduction that follows: all three are wrong. The
+# one that takes up nothing, INDIVIDUAL_DOT, is right, but sums a row in an order that depends on the others (F7).
+# XLA ends the process over a flag that it doesn't know, so only these versions are given this one.
 FLAWED_JAXLIB = ("0.10.2",)
 NO_FLAWED_FUSION = "--xla_cpu_experimental_ynn_fusion_type="
 # On processors without AVX-512 oneDNN, which multiplies XLA's matrices, rounds the last rows of some widths otherwise
-# than the others, so that the bits of a token would depend on its slot (E3). Its plain kernels don't, and are as fast.
+# than the others. Its plain kernels don't, and take up to twice as long.
 PLAIN_KERNELS = ("DNNL_MAX_CPU_ISA", "SSE41")
 DAY = 86400  # seconds
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # for the products of a CPU device
@@ -43,16 +45,22 @@ DETERMINISTIC = ("--xla_gpu_deterministic_ops=true",)  # the CPU is deterministi
 
 
 def configure(
-    *, compilation_cache: str | os.PathLike | None = USER, deterministic: bool = False, cpu_devices: int = 1
+    *,
+    compilation_cache: str | os.PathLike | None = USER,
+    deterministic: bool = False,
+    cpu_devices: int = 1,
+    exact: bool = False,
 ) -> None:
     """Set what XLA reads when it starts, and keep compiled programs from process to process.
 
     They are kept in the folder of `compilation_cache`: by default in one of the user's own (`user_cache`), unless JAX
     was told of another; nowhere with None. Several `cpu_devices` work side by side with a thread each, where one device
     would take all threads for every product: programs of many small operations are up to twice as fast, once their rows
-    are dealt over the devices. Called again with the same settings it does nothing.
+    are dealt over the devices. With `exact` every row of a product is rounded alike, whatever stands beside it, which
+    takes longer on some processors (`round_rows_alike`). Called again with the same settings it does nothing.
     """
-    chosen = {"compilation_cache": compilation_cache, "deterministic": deterministic, "cpu_devices": cpu_devices}
+    chosen: dict[str, object] = {"compilation_cache": compilation_cache, "deterministic": deterministic}
+    chosen |= {"cpu_devices": cpu_devices, "exact": exact}
     if _backend_started():
         if chosen == _CONFIGURED:
             return
@@ -68,14 +76,19 @@ def configure(
         _set_cpu_devices(cpu_devices)
         flags += [ONE_THREAD]
     os.environ["XLA_FLAGS"] = add_flags(os.environ.get("XLA_FLAGS", ""), flags)
-    round_rows_alike()
+    if exact:
+        round_rows_alike()
     _keep_compiled(compilation_cache)
     write_programs_whole()
     _CONFIGURED.update(chosen)
 
 
 def round_rows_alike() -> None:
-    """Choose kernels whose products round every row alike; `configure` does, and what the user chose stays."""
+    """Choose kernels whose products round every row alike (F7 and E3, to the bit); what the user chose stays.
+
+    Without them the bits of a token depend on its slot and on how many rows there are, and sampling and scoring differ
+    by up to 1e-4 on processors without AVX-512, where an iteration with them takes up to 1.6 times as long.
+    """
     if "avx512f" not in processor().get("flags", "").split():
         os.environ.setdefault(*PLAIN_KERNELS)
 

@@ -2,9 +2,11 @@
 
 import os
 import socket
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import run_module
@@ -51,6 +53,19 @@ def test_flags_are_set_after_jax_is_imported_and_are_read(run):
     assert done.stdout.split() == ["3", own, launch.NO_FLAWED_FUSION], done.stderr
 
 
+@pytest.mark.parametrize("kinds", [None, "", "INDIVIDUAL_DOT", "DOT", "ELTWISE", "REDUCE"])
+def test_fusions_that_take_up_a_reduction_are_wrong_and_off(kinds):
+    """Sum squares of 32,769 vmapped products (jax issue 39103): right as configured, and with products fused alone."""
+    rows = 32_769
+    wanted_r = np.arange(rows, dtype=np.float32) ** 2
+    x_r3 = jnp.stack([jnp.sqrt(wanted_r), jnp.zeros(rows), jnp.zeros(rows)], axis=1)
+    norms = jax.jit(jax.vmap(lambda x: jnp.sum((jnp.eye(3) @ x) ** 2)))
+    name = launch.NO_FLAWED_FUSION.strip("-=")
+    options = None if kinds is None else {name: f"LIBRARY_FUSION_TYPE_{kinds}" if kinds else ""}
+    right = np.array_equal(norms.lower(x_r3).compile(options)(x_r3), wanted_r)
+    assert right == (kinds in (None, "", "INDIVIDUAL_DOT") or version("jaxlib") not in launch.FLAWED_JAXLIB)
+
+
 @pytest.mark.usefixtures("early")
 def test_an_unknown_version_is_given_no_flag_that_it_may_not_know(monkeypatch):
     monkeypatch.setattr(launch, "version", lambda _: "0.99.0")
@@ -84,6 +99,16 @@ def test_E3_a_row_of_a_product_has_the_same_bits_in_every_place():
     for width in (7, 8, 9, 13, 32):
         x = np.tile(np.asarray(row), (width, 1))
         assert len({one.tobytes() for one in np.asarray(multiply(x, w))}) == 1, width
+
+
+@pytest.mark.usefixtures("early")
+@pytest.mark.parametrize(("exact", "chosen"), [(True, "SSE41"), (False, None)])
+def test_exactness_is_asked_for(monkeypatch, exact, chosen):
+    monkeypatch.setattr(launch, "processor", lambda: {"flags": "fpu avx2"})
+    monkeypatch.delenv(launch.PLAIN_KERNELS[0], raising=False)
+    launch.configure(exact=exact)
+    assert os.environ.get(launch.PLAIN_KERNELS[0]) == chosen
+    monkeypatch.delenv(launch.PLAIN_KERNELS[0], raising=False)
 
 
 @pytest.mark.parametrize(("flags", "chosen"), [("fpu avx2", "SSE41"), ("fpu avx2 avx512f", None)])

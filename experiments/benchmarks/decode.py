@@ -41,7 +41,7 @@ _ROWS = flags.DEFINE_list("rows", ["64", "16"], "Rows of each block.")
 _PROMPT = flags.DEFINE_integer("prompt", 32, "Tokens of every prompt.", lower_bound=2)
 _TOKENS = flags.DEFINE_list("tokens", ["64", "128"], "Tokens sampled in each row, for each block.")
 _REQUESTS = flags.DEFINE_integer("requests", 256, "Requests to the engine; 0 leaves it out.", lower_bound=0)
-_SLOTS = flags.DEFINE_integer("slots", 16, "Slots of the engine.", lower_bound=1)
+_SLOTS = flags.DEFINE_list("slots", ["16"], "Slots of the engine, which runs once with each number.")
 _MEAN = flags.DEFINE_integer("mean", 64, "Mean tokens of a request.", lower_bound=1)
 _SIGMA = flags.DEFINE_float("sigma", 0.5, "Spread of the logarithm of the requests' lengths.", lower_bound=0.0)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
@@ -96,13 +96,13 @@ def measure_block(model: Model, rows: int, tokens: int, most: ceilings.Ceilings)
     }
 
 
-def measure_engine(model: Model) -> dict:
-    """Real tokens a second of the engine over those of its slots without a gap, and what was compiled when."""
+def measure_engine(model: Model, slots: int) -> dict:
+    """Real tokens a second of the engine over those of its slots without a gap, its memory, and what was compiled."""
     length = _PROMPT.value + 4 * _MEAN.value
-    block = Block(model, _SLOTS.value, _MEAN.value, length)
+    block = Block(model, slots, _MEAN.value, length)
     block.run()
     # Made beforehand, so that all that is compiled while the engine runs is the engine's.
-    first = requests(model, 2 * _SLOTS.value, seed=0)
+    first = requests(model, 2 * slots, seed=0)
     crowds = [requests(model, _REQUESTS.value, seed) for seed in range(1, 1 + _REPEATS.value)]
     compiled = []
 
@@ -111,17 +111,19 @@ def measure_engine(model: Model) -> dict:
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        with Engine(model.policy, model.params, slots=_SLOTS.value, slot_length=length) as engine:
+        with Engine(model.policy, model.params, slots=slots, slot_length=length) as engine:
             engine.generate(first)
             warm_up = len(compiled)
             runs = [(measure_requests(engine, crowd), block.run()[1]) for crowd in crowds]
+            held = engine.release()
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
     speeds, gapless = zip(*runs, strict=True)
-    whole = _SLOTS.value * _MEAN.value
+    whole = slots * _MEAN.value
     return {
         "requests": _REQUESTS.value,
-        "slots": _SLOTS.value,
+        "slots": slots,
+        "slots_mib": round(held / 2**20, 1),
         "tokens_per_second": round(statistics.median(speeds)),
         "gapless_tokens_per_second": round(whole / statistics.median(gapless)),
         "over_gapless": significant(statistics.median(speed * took / whole for speed, took in runs)),
@@ -149,7 +151,7 @@ def requests(model: Model, number: int, seed: int) -> list[Request]:
 
 def main() -> None:
     """Measure, print the tables and one JSON line."""
-    rows, tokens = measuring.whole_numbers(_ROWS), measuring.whole_numbers(_TOKENS)
+    rows, tokens, slots = (measuring.whole_numbers(flag) for flag in (_ROWS, _TOKENS, _SLOTS))
     if len(rows) != len(tokens):
         raise BadInput(f"--rows has {len(rows)} entries and --tokens {len(tokens)}: give one of each a block")
     pairs = list(zip(rows, tokens, strict=True))
@@ -157,7 +159,7 @@ def main() -> None:
     most = ceilings.measure_ceilings()
     blocks = [measure_block(model, *pair, most) for pair in with_progress("block", pairs)]
     show_columns(blocks)
-    engine = [measure_engine(model) for _ in with_progress("engine", [model] if _REQUESTS.value else [])]
+    engine = [measure_engine(model, count) for count in with_progress("engine", slots if _REQUESTS.value else [])]
     show_columns(engine)
     measuring.print_result(
         "decode",
@@ -166,7 +168,7 @@ def main() -> None:
         gflops=round(most.flops / 1e9, 1),
         gbytes=round(most.bandwidth / 1e9, 1),
         blocks=blocks,
-        engine=engine[0] if engine else None,
+        engine=engine,
     )
 
 

@@ -42,6 +42,7 @@ class Entry(NamedTuple):
 class Programs(NamedTuple):
     """Pure functions of fixed shape; the state of decoding is donated from call to call."""
 
+    lay: Any  # params -> the same, laid out for many small steps
     start: Any  # (slots, slot_length) -> rows
     extend: Any  # (params, rows, source, target, held, tokens [c], size, entry) -> rows
     force: Any  # (params, rows, slot, tokens [c], size) -> rows
@@ -51,11 +52,22 @@ class Programs(NamedTuple):
 def make_programs(policy: Policy, *, steps: int, banned: tuple[int, ...], width: int) -> Programs:
     """The programs for a policy."""
     return Programs(
+        lay=partial(_lay, policy),
         start=partial(_start, policy),
         extend=partial(_extend, policy),
         force=partial(_force, policy),
         decode=partial(_decode, policy, steps=steps, banned=banned, width=width),
     )
+
+
+def _lay(policy, params):
+    """Parameters as every stretch reads them: laid out in each, they would be copied in each."""
+    return params if policy.unstack_layers is None else _unstack(policy, params)
+
+
+@partial(jax.jit, static_argnums=0)
+def _unstack(policy, params):
+    return policy.unstack_layers(params)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -154,6 +166,7 @@ class Engine:
         self.text_of = text_of
         self.lost = Ledger()  # tokens that reached nobody; add it to the ledger of what was delivered
         self._params, self._version, self._swap = params, version, None
+        self._laid: Any = None  # these parameters, laid out; made and released with the slots
         self._weights = 0  # counts swaps, since a version may come twice
         # At least two: sums over a single row go in an order of their own, and results must not depend on the width.
         self._slots = [Slot() for _ in range(max(slots, 2))]
@@ -264,8 +277,9 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Run every program once without a token, so that all are compiled by the first request and none later."""
-        program, params, entry = self.programs, self._params, Entry(0, jax.random.key(0), 0, 0)
+        program, entry = self.programs, Entry(0, jax.random.key(0), 0, 0)
         self._make_slots()
+        params = self._laid
         for width in widths(self.chunk):
             nothing = np.zeros(width, np.int32)
             self._rows = program.extend(params, self._rows, 0, 0, 0, nothing, 0, entry)
@@ -273,9 +287,11 @@ class Engine:
         self._rows, _ = program.decode(params, self._rows, *decode_inputs(self._slots), False)
 
     def _make_slots(self) -> None:
-        """Empty slots, where there are none."""
+        """Make empty slots, and lay the parameters out, where that isn't done."""
         if self._rows is None:
             self._rows = self.programs.start(len(self._slots), self.slot_length)
+        if self._laid is None:
+            self._laid = self.programs.lay(self._params)
 
     def _free(self) -> None:
         """Destroy the slots for whoever waits for that; jobs that were decoding in some begin again in new ones."""
@@ -283,7 +299,7 @@ class Engine:
             leaving, self._leaving = self._leaving, []
         if not leaving:
             return
-        freed, self._rows = sum(x.nbytes for x in jax.tree.leaves(self._rows)), None
+        freed, self._rows, self._laid = sum(x.nbytes for x in jax.tree.leaves(self._rows)), None, None
         for slot in self._slots:
             slot.forget()
         for one in leaving:
@@ -295,7 +311,7 @@ class Engine:
     def _give_up(self) -> None:
         """Answer everything that is left, so that nobody waits for ever."""
         with self._wake:
-            self._closed, self._rows = True, None
+            self._closed, self._rows, self._laid = True, None, None
             for one in self._leaving:
                 one.set_result(0)
             jobs = {*self._queue, *(slot.job for slot in self._slots if slot.job)}
@@ -309,6 +325,7 @@ class Engine:
         if swap is None:
             return
         self._params, self._version = swap
+        self._laid = None if self._laid is None else self.programs.lay(self._params)
         self._weights += 1
         if self.at_swap == "recompute":
             self._fill_again()
@@ -366,10 +383,10 @@ class Engine:
             tokens = np.zeros(self.chunk if stepwise else fitting[0], np.int32)
             tokens[: end - start] = job.tokens[start:end]
             if stepwise:
-                self._rows = self.programs.force(self._params, self._rows, index, tokens, end - start)
+                self._rows = self.programs.force(self._laid, self._rows, index, tokens, end - start)
             else:
                 part = (source, index, done, tokens, end - start)
-                self._rows = self.programs.extend(self._params, self._rows, *part, entry)
+                self._rows = self.programs.extend(self._laid, self._rows, *part, entry)
             source, done = index, end
         self._slots[index].record(job, self.chunk)
         self._slots[index].weights = self._weights
@@ -379,7 +396,7 @@ class Engine:
         """Decode until a row ends while others wait, or for the set number of steps; take in what came."""
         with self._wake:
             leave = bool(self._queue)
-        self._rows, sampled = self.programs.decode(self._params, self._rows, *decode_inputs(self._slots), leave)
+        self._rows, sampled = self.programs.decode(self._laid, self._rows, *decode_inputs(self._slots), leave)
         sampled, active_r = jax.device_get((sampled, self._rows.active))
         for index, slot in enumerate(self._slots):
             if slot.job is not None:

@@ -145,11 +145,18 @@ def _fused(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig, *, 
 
 
 def attend_cache(
-    q: Array, block_of: Callable[[Array], Part], blocks: Array | int, config: DecoderConfig, *, turned: bool = False
+    q: Array,
+    block_of: Callable[[Array | int], Part],
+    blocks: Array | int,
+    config: DecoderConfig,
+    *,
+    turned: bool = False,
+    unrolled: int = 0,
 ) -> Array:
     """Attend to the first `blocks` blocks of a cache, like `attend`; `block_of` gives keys, values and mask of one.
 
-    The keys of a block are [r k c e], or [r k e c] where they are `turned`.
+    The keys of a block are [r k c e], or [r k e c] where they are `turned`. Where the cache has so many blocks
+    `unrolled`, `block_of` is asked for each by its number, and those past the first `blocks` are skipped.
 
     A block that a row does not see changes nothing of it, not even a bit, so a row's result does not depend on how far
     other rows are filled (E3).
@@ -161,6 +168,11 @@ def attend_cache(
 
     if isinstance(blocks, int) and blocks == 1:
         return _finish(add(0, _empty(grouped)), q)
+    if unrolled:
+        running = add(0, _empty(grouped))
+        for index in range(1, unrolled):
+            running = jax.lax.cond(index < blocks, partial(add, index), lambda running: running, running)
+        return _finish(running, q)
     return _finish(jax.lax.fori_loop(0, blocks, add, _empty(grouped)), q)
 
 

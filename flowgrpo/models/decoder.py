@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, struct
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
@@ -115,11 +115,11 @@ def rotate(x: Array, cosine: Array, sine: Array) -> Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-class Divided(NamedTuple):
+class Divided(struct.PyTreeNode):
     """A matrix in the pieces that `product` sums over, each in memory of its own."""
 
     pieces: tuple[Array, ...]  # [terms, outputs] each
-    shape: tuple[int, ...]  # of the whole, with all its axes
+    shape: tuple[int, ...] = struct.field(pytree_node=False)  # of the whole, with all its axes
 
 
 def multiply(x: Array, layer: Params, name: str, *, inputs: int = 1) -> Array:
@@ -194,7 +194,8 @@ def attention(x: Array, layer: Params, held: Held | None, view: View, config: De
     else:
         held = write_cache(held, (k, v), layer, view)
         block_of = partial(block, held=held, layer=layer, view=view)
-        mixed = attend_cache(jnp.swapaxes(q, 1, 2), block_of, view.blocks, config, turned=view.turned)
+        how = {"turned": view.turned, "unrolled": view.apart}
+        mixed = attend_cache(jnp.swapaxes(q, 1, 2), block_of, view.blocks, config, **how)
     return multiply(jnp.swapaxes(mixed, 1, 2), layer, "o", inputs=2), held
 
 

@@ -12,27 +12,35 @@ import jax.numpy as jnp
 from jax import Array
 
 from flowgrpo.contracts import Cache, Params
-from flowgrpo.models.attention import BLOCK, Part, visible
+from flowgrpo.models.attention import BLOCK, UNROLLED, Part, visible
 from flowgrpo.models.config import DecoderConfig
 
 
 def make_cache(rows: int, slots: int, *, config: DecoderConfig, dtype=jnp.float32, stacked: bool = True) -> Cache:
     """An empty cache of static size; more than one block of slots is rounded up to whole blocks.
 
-    Keys and values of all layers are `stacked`, or there is an array for each layer, which takes no copy to read.
+    Keys and values of all layers are `stacked`; or there is an array for each layer, and for each of its blocks where
+    they are few, which takes no copy to read.
     """
     slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
+    turned, count = not stacked and _turns(config), 0 if stacked else _blocks_apart(slots)
 
-    def empty(*shape: int) -> Array | tuple[Array, ...]:  # arrays of their own, so that each can be donated
+    def empty(*, turned: bool = False) -> Layers:  # arrays of their own, so that each can be donated
         if stacked:
-            return jnp.zeros((config.num_layers, *shape), dtype)
-        return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+            return jnp.zeros((config.num_layers, rows, config.k, slots, config.e), dtype)
+        size = BLOCK if count else slots
+        shape = (rows, config.k, *((config.e, size) if turned else (size, config.e)))
+        arrays = [tuple(jnp.zeros(shape, dtype) for _ in range(count or 1)) for _ in range(config.num_layers)]
+        return tuple(blocks if count else blocks[0] for blocks in arrays)
 
-    turned = not stacked and _turns(config)
-    keys = empty(rows, config.k, *((config.e, slots) if turned else (slots, config.e)))
-    values = empty(rows, config.k, slots, config.e)
     positions, segments = (jnp.zeros((rows, slots), jnp.int32) for _ in range(2))
-    return Cache(keys, values, positions, segments, jnp.zeros(rows, jnp.int32))
+    return Cache(empty(turned=turned), empty(), positions, segments, jnp.zeros(rows, jnp.int32))
+
+
+def _blocks_apart(slots: int) -> int:
+    """How many blocks of a layer on its own are arrays: none where there is one, or more than are unrolled."""
+    count = slots // BLOCK
+    return count if 1 < count <= UNROLLED else 0
 
 
 def _turns(config: DecoderConfig) -> bool:
@@ -53,10 +61,12 @@ class View(NamedTuple):
     slots: Array | None = None  # r s: of the cache, where there is one, that the tokens go to
     blocks: Array | int = 0  # of the cache, that are filled in any row of these tokens
     turned: bool = False  # whether the cache's keys are [r k e c]
+    apart: int = 0  # how many blocks of a layer are arrays of their own
     angles: tuple[Array, ...] = ()  # cosine and sine of each rope's angles, [ropes r s 1 e/2]
 
 
-Layers = Array | tuple[Array, ...]  # keys or values of all layers, [n r k c e], or an array for each
+Layer = Array | tuple[Array, ...]  # keys or values of a layer, [r k c e], or an array for each block
+Layers = Array | tuple[Layer, ...]  # of all layers, [n r k c e], or of each
 Held = tuple[Layers, Layers]
 
 
@@ -78,8 +88,10 @@ def extend_cache(tokens, positions, segments, cache: Cache | None, config: Decod
     cache = cache.replace(positions=k_positions, segments=k_segments, next=held)
     size = _block_size(cache.positions)
     blocks = 1 if size == cache.positions.shape[1] else -(-filled // size)
-    turned = isinstance(cache.keys, tuple) and _turns(config)
-    return cache, View(positions, segments, k_positions, k_segments, slots, blocks, turned)
+    turned, apart = False, 0
+    if isinstance(cache.keys, tuple):
+        turned, apart = _turns(config), _blocks_apart(cache.positions.shape[1])
+    return cache, View(positions, segments, k_positions, k_segments, slots, blocks, turned, apart)
 
 
 def _block_size(x_rc: Array) -> int:
@@ -92,20 +104,34 @@ def _block_size(x_rc: Array) -> int:
 def write_cache(held: Held, new: tuple[Array, Array], layer: Params, view: View) -> Held:
     """The tokens' keys and values [r s k e] in their slots of a layer, in place where the cache is donated."""
     assert view.slots is not None
-    rows, keys, values = jnp.arange(len(view.slots))[:, None], *held
-    place = (rows, slice(None), view.slots)
-    k_place = (rows, slice(None), slice(None), view.slots) if view.turned else place
-    return _write(keys, new[0], layer["index"], k_place), _write(values, new[1], layer["index"], place)
+    write = partial(_write_layer, index=layer["index"], slots=view.slots)
+    return write(held[0], new[0], turned=view.turned), write(held[1], new[1])
 
 
-def _write(layers: Layers, x: Array, index, place: tuple) -> Layers:
+def _write_layer(layers: Layers, x: Array, *, index, slots: Array, turned: bool = False) -> Layers:
     if isinstance(layers, tuple):
-        own = layers[index].at[place].set(x.astype(layers[index].dtype), mode="drop")
+        own = layers[index]
+        if isinstance(own, tuple):
+            parts = enumerate(own)
+            own = tuple(_write(part, x, (), _within(slots, number), turned) for number, part in parts)
+        else:
+            own = _write(own, x, (), slots, turned)
         return *layers[:index], own, *layers[index + 1 :]
-    return layers.at[(index, *place)].set(x.astype(layers.dtype), mode="drop")
+    return _write(layers, x, (index,), slots, turned)
 
 
-def block(index: Array, *, held: Held, layer: Params, view: View) -> Part:
+def _within(slots: Array, number: int) -> Array:
+    """Slots of a cache as those of one of its blocks, past its end where they are in another."""
+    return jnp.where(slots // BLOCK == number, slots % BLOCK, BLOCK)
+
+
+def _write(own: Array, x: Array, index: tuple, slots: Array, turned: bool) -> Array:
+    rows, every = jnp.arange(len(slots))[:, None], slice(None)
+    place = (rows, every, every, slots) if turned else (rows, every, slots)
+    return own.at[(*index, *place)].set(x.astype(own.dtype), mode="drop")
+
+
+def block(index: Array | int, *, held: Held, layer: Params, view: View) -> Part:
     """Keys and values of one block of a layer's slots, as they lie, and who sees them."""
     size = _block_size(view.k_positions)
     pick = partial(jax.lax.dynamic_slice_in_dim, start_index=index * size, slice_size=size)
@@ -115,10 +141,13 @@ def block(index: Array, *, held: Held, layer: Params, view: View) -> Part:
     return k, v, visible(view.positions, k_positions, view.segments, k_segments, layer["window"])
 
 
-def _pick_block(layers: Layers, index, start: Array, size: int, *, axis: int) -> Array:
+def _pick_block(layers: Layers, index, start: Array | int, size: int, *, axis: int) -> Array:
     """So many slots of a layer, which lie along this axis of it; where they are all, as they lie."""
     if isinstance(layers, tuple):
         own = layers[index]
+        if isinstance(own, tuple):
+            assert isinstance(start, int)
+            return own[start // size]
         return own if own.shape[axis] == size else jax.lax.dynamic_slice_in_dim(own, start, size, axis)
     starts, sizes = [index, 0, 0, 0, 0], [1, *layers.shape[1:]]
     starts[1 + axis], sizes[1 + axis] = start, size

@@ -49,6 +49,7 @@ class Launched(NamedTuple):
 
     compilation_cache: str | None = launch.USER
     deterministic: bool = False
+    exact: bool = True
 
 
 PLAIN = Launched()
@@ -83,7 +84,7 @@ def _trainer(config: Config, folder: Path, launched: Launched, *, every: int, **
 def _configured(launched: Launched, make: Callable[..., T], *given: Any, **own: Any) -> T:
     """Make a worker in its process, where JAX is configured before."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    launch.configure(compilation_cache=launched.compilation_cache, deterministic=launched.deterministic)
+    launch.configure(**launched._asdict())
     return make(*given, **own)
 
 
