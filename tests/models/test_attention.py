@@ -35,14 +35,14 @@ def packed():
     return q, k, v, seen
 
 
-def by_blocks(packed, blocks: int, config):
+def by_blocks(packed, blocks: int, config, **how):
     q, k, v, seen = packed
 
     def block_of(index):
         at = (index * BLOCK, BLOCK)
         return tuple(jax.lax.dynamic_slice_in_dim(x, *at, axis=2) for x in (k, v, seen))
 
-    return jax.jit(lambda n: attend_cache(q, block_of, n, config))(blocks)
+    return jax.jit(lambda n: attend_cache(q, block_of, n, config, **how))(blocks)
 
 
 def formula(q, k, v, seen, config):
@@ -83,6 +83,9 @@ def test_E3_blocks_that_a_row_does_not_see_change_no_bit(packed):
     short = (q, k, v, seen & (jnp.arange(SLOTS) < BLOCK)[None, None])
     np.testing.assert_array_equal(by_blocks(short, 1, PLAIN), by_blocks(short, 2, PLAIN))
     assert not by_blocks(short, 0, PLAIN).any()
+    unrolled = [by_blocks(short, blocks, PLAIN, unrolled=2) for blocks in (1, 2)]
+    np.testing.assert_array_equal(*unrolled)
+    np.testing.assert_allclose(unrolled[0], by_blocks(short, 1, PLAIN), rtol=0, atol=1e-6)
 
 
 def test_F7_a_call_and_a_cache_are_summed_in_one_order(packed):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tiny_models import FULL, random_params
 
+from flowgrpo.models import kv_cache
 from flowgrpo.models.attention import visible
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy, parameters, product
@@ -45,14 +46,16 @@ def deal(lengths, width, random):
 
 
 CACHED = [("full", 1, 19, 1), ("full", 5, 30, 1), ("near", 19, 19, 1), ("full", 1, 19, True), ("near", 5, 130, True)]
+CACHED = [(*case, kv_cache.BLOCK) for case in CACHED] + [("near", 5, 24, True, 8), ("full", 1, 72, True, 8)]
 
 
-@pytest.mark.parametrize(("name", "width", "slots", "unroll"), CACHED)
-def test_M2_cached_decoding_equals_the_full_forward(name, width, slots, unroll):
+@pytest.mark.parametrize(("name", "width", "slots", "unroll", "block"), CACHED)
+def test_M2_cached_decoding_equals_the_full_forward(name, width, slots, unroll, block, monkeypatch):
     """Free slots of the cache are never read, and a step of padding leaves it as it was.
 
-    Layers are stacked, or each has parameters and a cache of its own.
+    Layers are stacked, or each has parameters and a cache of its own, and there blocks may be arrays or be looped over.
     """
+    monkeypatch.setattr(kv_cache, "BLOCK", block)
     config, lengths, found = CONFIGS[name], (19, 1, 7, 12), [[] for _ in range(ROWS)]
     policy = make_policy(config, unroll=unroll)
     params, cache = random_params(config), policy.make_cache(ROWS, slots)
