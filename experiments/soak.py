@@ -72,4 +72,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, exact=True)
+    app.run(main)

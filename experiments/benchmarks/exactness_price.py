@@ -3,13 +3,11 @@
     sums in pieces      of long products, each within which the order never changes (`decoder.PIECE`)
     blocks of keys      attention over so many at a time, in sampling as in scoring (`attention.BLOCK`)
     total by product    of attention's shares, instead of a sum along an axis (`attention.total_of`)
-    no fusions          of YNNPACK, of which one kind is wrong in jaxlib 0.10.2 (`launch.NO_FLAWED_FUSION`)
+    no fusions          of YNNPACK, of which most kinds are wrong in jaxlib 0.10.2 (`launch.NO_FLAWED_FUSION`)
 
-Each program is compiled as it is and without each of them, and all run in turn. Below 1 it costs nothing.
-
-Measured on two cores with AVX-512, medians of 7: sums in pieces 1.06 (decoding 64 x 64; 1.0 to 1.1), 1.13 (16 x 256;
-1.06 to 1.2) and 1.06 to 1.08 (updates); blocks of keys 1.15 (16 x 256; 1.06 to 1.24) and 1.0 elsewhere; the total by
-product 1.0; no fusions of YNNPACK 0.99 to 1.08.
+Each program is compiled as it is and without each of them, and all run in turn. Below 1 it costs nothing. The price of
+plain kernels (`launch.round_rows_alike`) shows where another benchmark runs with `--exact` and without. The figures are
+in docs/scale.md.
 """
 
 import statistics
