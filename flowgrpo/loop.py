@@ -50,6 +50,7 @@ class Settings:
         mini_batches    parts of the batch, each with an optimizer step of its own
         epochs          times that the batch is gone through
         block           trajectories that roll out together; None: all
+        narrowest       fewest rows that a turn's last actions are decoded in; None: as many as its first
         compute_dtype   what parameters are cast to where they are used; None: their own
 
     An update learns from `queries * samples` trajectories.
@@ -63,11 +64,13 @@ class Settings:
     mini_batches: int = 1
     epochs: int = 1
     block: int | None = None
+    narrowest: int | None = None
     compute_dtype: Any = None
 
     def __post_init__(self):
-        for name in ("queries", "samples", "oversample", "micro_rows", "mini_batches", "epochs", "block"):
-            check_range("Settings", name, getattr(self, name), 1, whole=True, optional=name == "block")
+        for name in ("queries", "samples", "oversample", "micro_rows", "mini_batches", "epochs", "block", "narrowest"):
+            optional = name in ("block", "narrowest")
+            check_range("Settings", name, getattr(self, name), 1, whole=True, optional=optional)
         check_range("Settings", "temperature", self.temperature, 0.0, exclusive=True)
 
 
@@ -155,7 +158,8 @@ def make_iteration(
     """
     if algorithm.name == "gigpo" and env.anchor is Env._field_defaults["anchor"]:
         raise BadInput(f"gigpo compares turns of equal states, but {env.name} has no anchor: give it one")
-    rollout = make_rollout(env, policy, temperature=settings.temperature, block=settings.block)
+    sizes: dict[str, Any] = {"block": settings.block, "narrowest": settings.narrowest}
+    rollout = make_rollout(env, policy, temperature=settings.temperature, **sizes)
     slots = longest(env)
     rest = {"banned": (PAD,), "critic": critic, "trained": trained, "slots": slots}
     learning = make_learning(policy, algorithm, optimizer, settings, **rest)

@@ -26,7 +26,7 @@ import numpy as np
 from flowgrpo.contracts import Completion, EngineClosed, Policy, Request
 from flowgrpo.generate.kv_slots import Slot, TokenSpan, cut, decode_inputs, held_by, rest, widths
 from flowgrpo.generate.requests import Job, TextOf, make_job
-from flowgrpo.generate.sampler import MAX_KEPT, Rows, Sampled, decode, prefill, start_rows
+from flowgrpo.generate.sampler import MAX_KEPT, Rows, Sampled, decode, prefill, row_axis, start_rows
 from flowgrpo.types import BadInput, Fate, Ledger, check_range
 
 
@@ -84,7 +84,7 @@ def _extend(policy, params, rows: Rows, source, target, held, tokens, size, entr
     The tokens are given ones, computed as a batch of one whichever slot it is; without any, this is a copy. Source and
     target may be the same.
     """
-    one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, source, 1, _row_axis(x)), rows.cache)
+    one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, source, 1, row_axis(x)), rows.cache)
     kept_c = jnp.arange(one.segments.shape[1]) < held
     one = one.replace(segments=jnp.where(kept_c[None], one.segments, 0), next=jnp.full_like(one.next, held))
     if len(tokens):
@@ -117,13 +117,8 @@ def _decode(policy, params, rows: Rows, going_r, settings, stop_ids, leave, *, s
     return decode(policy, params, rows, settings, stop_ids, steps=steps, leave=leave, banned=banned, width=width)
 
 
-def _row_axis(x) -> int:
-    """Find the axis of the slots in a part of a cache: after the layers, where keys and values of all are stacked."""
-    return 1 if x.ndim == 5 else 0
-
-
 def _put(x, row, *, slot):
-    return jax.lax.dynamic_update_slice_in_dim(x, row, slot, _row_axis(x))
+    return jax.lax.dynamic_update_slice_in_dim(x, row, slot, row_axis(x))
 
 
 AtSwap = Literal["recompute", "keep"]

@@ -186,26 +186,71 @@ def decode(
     *,
     steps: int,
     leave: Array | bool = False,
+    narrowest: int | None = None,
     banned: tuple[int, ...] = (),
     width: int = 0,
 ) -> tuple[Rows, Sampled]:
     """Sample up to `steps` tokens in every active row, ending early when none is left.
 
     A row ends with a token among its `stop_ids` [r m] (padded with -1), which is sampled and counts, or when its
-    budget is used up. With `leave` the first row that ends ends the stretch, so that another can enter.
-    `width` is the size of the recorded sets, 0 for full support.
+    budget is used up. With `leave` the first row that ends ends the stretch, so that another can enter. With
+    `narrowest` the rows that are left when half of them have ended go on in half the width, and so on down to that
+    width, each of which is compiled. `width` is the size of the recorded sets, 0 for full support.
     """
     laid = params if policy.unstack_layers is None else policy.unstack_layers(params)  # here, and not in each step
-    step = partial(_step, policy, laid, settings, stop_ids, banned=banned, width=width)
-    start = (jnp.int32(0), rows, _no_tokens(steps, len(rows.token), width))
+    step = partial(_step, policy, laid, banned=banned, width=width)
+    if narrowest is not None:
+        return _narrowing(step, jnp.int32(0), rows, settings, stop_ids, steps=steps, narrowest=narrowest, width=width)
     wanted = jnp.where(leave, rows.active.sum(dtype=jnp.int32), 1)
+    return _while_active(step, jnp.int32(0), rows, settings, stop_ids, wanted, steps, width)[1:]
+
+
+def _while_active(step, i: Array, rows: Rows, settings, stop_ids, wanted, steps: int, width: int) -> tuple:
+    """Steps from number `i` on, while at least so many rows are active -> (the next number, rows, sampled)."""
 
     def going(carry) -> Array:
         active = carry[1].active.sum(dtype=jnp.int32)
         return (carry[0] < steps) & (active > 0) & (active >= wanted)
 
-    _, rows, sampled = jax.lax.while_loop(going, step, start)
+    start = (i, rows, _no_tokens(steps, len(rows.token), width))
+    return jax.lax.while_loop(going, lambda carry: step(settings, stop_ids, carry), start)
+
+
+def _narrowing(step, i: Array, rows: Rows, settings, stop_ids, *, steps: int, narrowest: int, width: int) -> tuple:
+    """Steps in all rows until half of them have ended, and then in the other half alone -> (rows, sampled)."""
+    half = len(rows.token) // 2
+    if half < narrowest:
+        return _while_active(step, i, rows, settings, stop_ids, 1, steps, width)[1:]
+    i, rows, sampled = _while_active(step, i, rows, settings, stop_ids, half + 1, steps, width)
+    left = jnp.argsort(~rows.active, stable=True)[:half]
+    own = rows.replace(cache=jax.tree.map(lambda x: x.take(left, row_axis(x)), rows.cache), **_each(rows, left))
+    settings, stop_ids = Sampling(*(jnp.asarray(x)[left] for x in settings)), jnp.asarray(stop_ids)[left]
+    own, more = _narrowing(step, i, own, settings, stop_ids, steps=steps, narrowest=narrowest, width=width)
+    rows = rows.replace(
+        cache=jax.tree.map(partial(_put_rows, left=left), rows.cache, own.cache),
+        **{name: x.at[left].set(getattr(own, name)) for name, x in _each(rows, slice(None)).items()},
+    )
+    later_u = jnp.arange(steps) >= i
+    sampled = jax.tree.map(
+        lambda x, now: x.at[:, left].set(jnp.where(later_u.reshape(-1, *(1,) * (x.ndim - 1)), now, x[:, left])),
+        sampled,
+        more,
+    )
     return rows, sampled
+
+
+def _each(rows: Rows, index) -> dict[str, Array]:
+    """What there is of each row beside its cache."""
+    return {name: getattr(rows, name)[index] for name in ("token", "key", "count", "budget", "active")}
+
+
+def row_axis(x: Array) -> int:
+    """Find the axis of the rows in a part of a cache: after the layers, where keys and values of all are stacked."""
+    return 1 if x.ndim == 5 else 0
+
+
+def _put_rows(x: Array, own: Array, *, left: Array) -> Array:
+    return x.at[:, left].set(own) if row_axis(x) else x.at[left].set(own)
 
 
 def _no_tokens(steps: int, rows: int, width: int) -> Sampled:

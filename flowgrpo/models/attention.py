@@ -8,7 +8,7 @@ with a running softmax (Dao et al., 2022, arXiv:2205.14135).
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -20,7 +20,8 @@ from flowgrpo.types import BadInput
 
 BLOCK = 128  # keys that are attended to at once
 COLUMNS = 8  # of a product that is used for a sum; with a single one it would be a product with a vector
-UNROLLED = 8  # so many blocks are compiled one after the other; more are looped over
+UNROLLED = 8  # so many blocks of a cache are compiled one after the other; more are looped over
+TILED = 4  # so many blocks of a row are compiled one after the other, for each block of queries; more are looped over
 LOWEST = -1e30  # a logit that no visible one comes near to, and that float32 can subtract
 
 Part = tuple[Array, Array, Array]  # keys and values [r k c e] of a block, and who sees them [r s c]
@@ -37,9 +38,10 @@ def visible(q_position: Array, k_position: Array, q_segment: Array, k_segment: A
 def attend(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig) -> Array:
     """Plain attention: [r h s e], [r k c e], [r s c] -> [r h s e]; a query that sees nothing gives zeros.
 
-    In the same blocks as `attend_cache`, so that what is sampled and what is scored are summed in one order (F7). The
-    backward pass keeps one number a query and computes shares again, block by block: no logits are ever [s c] as a
-    whole, and nothing is kept of a block.
+    The queries are the last s of the keys' tokens, and those of a segment stand in the order of their positions, so a
+    block of queries meets no later block of keys. The blocks are those of `attend_cache`, so that what is sampled and
+    what is scored are summed in one order (F7). The backward pass keeps one number a query and computes shares again,
+    block by block: no logits are ever [s c] as a whole, and nothing is kept of a block.
     """
     return _attended(q, k, v, seen, config)
 
@@ -51,17 +53,25 @@ def _attended(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig) 
 
 def _attend_forward(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig) -> tuple[Array, tuple]:
     grouped = _group(q, config)
-    add = partial(_add, grouped=grouped, config=config)
-    blocks = -(-k.shape[2] // BLOCK)
-    running = _empty(grouped)
-    if blocks <= UNROLLED:
-        for part in _parts(k, v, seen):
-            running = add(running, part)
+    if k.shape[2] <= TILED * BLOCK:
+        parts = _parts(k, v, seen)
+        tiles = [_attend_tile(tile, grouped, parts, config) for tile in _tiles(q, k)]
+        running = jax.tree.map(lambda *x: jnp.concatenate(x, axis=3), *tiles)
     else:
-        running, _ = jax.lax.scan(lambda running, part: (add(running, part), None), running, _in_blocks(k, v, seen))
+        add = partial(_add, grouped=grouped, config=config)
+        running, _ = jax.lax.scan(lambda run, part: (add(run, part), None), _empty(grouped), _in_blocks(k, v, seen))
     out = _finish(running, q)
     weight = running.highest + jnp.log(jnp.where(running.total > 0, running.total, 1.0))
     return out, (q, k, v, seen, out, weight)
+
+
+def _attend_tile(tile: "_Tile", grouped: Array, parts: list[Part], config: DecoderConfig) -> "_Running":
+    """A block of queries over the blocks of keys that it may see."""
+    own = grouped[:, :, :, tile.queries]
+    running = _empty(own)
+    for k, v, seen in parts[: tile.blocks]:
+        running = _add(running, (k, v, seen[:, tile.queries]), grouped=own, config=config)
+    return running
 
 
 def _attend_backward(config: DecoderConfig, kept: tuple, d_out: Array) -> tuple:
@@ -69,22 +79,34 @@ def _attend_backward(config: DecoderConfig, kept: tuple, d_out: Array) -> tuple:
     q, k, v, seen, out, weight = kept
     grouped, d_mixed = _group(q, config), _group(d_out, config)
     through = (d_mixed.astype(jnp.float32) * _group(out, config).astype(jnp.float32)).sum(axis=-1)
-    back = partial(_back, grouped=grouped, d_mixed=d_mixed, weight=weight, through=through, config=config)
-    blocks, d_q = -(-k.shape[2] // BLOCK), jnp.zeros(grouped.shape, jnp.float32)
-    if blocks <= UNROLLED:
-        pairs = []
-        for part in _parts(k, v, seen):
-            d_q, pair = back(d_q, part)
-            pairs.append(pair)
-        d_k, d_v = (jnp.concatenate(x, axis=2) for x in zip(*pairs, strict=True))
+    given = (grouped, d_mixed, weight, through)
+    if k.shape[2] <= TILED * BLOCK:
+        d_q, d_k, d_v = _backward_by_tiles(given, q, k, v, seen, config)
     else:
+        back, d_q = partial(_back, given=given, config=config), jnp.zeros(grouped.shape, jnp.float32)
         d_q, pair = jax.lax.scan(back, d_q, _in_blocks(k, v, seen))
         d_k, d_v = (_out_of_blocks(x, k.shape[2]) for x in pair)
     return d_q.astype(q.dtype).reshape(q.shape), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
-def _back(d_q: Array, part: Part, *, grouped, d_mixed, weight, through, config) -> tuple[Array, tuple[Array, Array]]:
+def _backward_by_tiles(given: tuple, q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig) -> tuple:
+    """The gradients of queries, keys and values, block of queries by block of queries."""
+    parts, of_queries = _parts(k, v, seen), []
+    of_pairs: list[list] = [[] for _ in parts]
+    for tile in _tiles(q, k):
+        own = tuple(x[:, :, :, tile.queries] for x in given)
+        d_q = jnp.zeros(own[0].shape, jnp.float32)
+        for pairs, (k_b, v_b, seen_b) in zip(of_pairs[: tile.blocks], parts, strict=False):
+            d_q, pair = _back(d_q, (k_b, v_b, seen_b[:, tile.queries]), given=own, config=config)
+            pairs.append(pair)
+        of_queries.append(d_q)
+    d_k, d_v = zip(*(map(partial(reduce, jnp.add), zip(*pairs, strict=True)) for pairs in of_pairs), strict=True)
+    return jnp.concatenate(of_queries, axis=3), *(jnp.concatenate(x, axis=2) for x in (d_k, d_v))
+
+
+def _back(d_q: Array, part: Part, *, given: tuple, config: DecoderConfig) -> tuple[Array, tuple[Array, Array]]:
     """Add one block's share to the gradient of the queries, and compute the gradients of its keys and values."""
+    grouped, d_mixed, weight, through = given
     k, v = (x.astype(grouped.dtype) for x in part[:2])
     seen, product = part[2][:, None, None], partial(jnp.einsum, preferred_element_type=jnp.float32)
     logits = _logits(grouped, k, part[2], config)
@@ -99,6 +121,21 @@ def _back(d_q: Array, part: Part, *, grouped, d_mixed, weight, through, config) 
 
 
 _attended.defvjp(_attend_forward, _attend_backward)
+
+
+class _Tile(NamedTuple):
+    """Queries that end in the same block of keys, and how many blocks they may see."""
+
+    queries: slice
+    blocks: int
+
+
+def _tiles(q: Array, k: Array) -> list[_Tile]:
+    """All queries, which are the last of the keys' tokens, block by block."""
+    length, before = k.shape[2], k.shape[2] - q.shape[2]
+    starts = range(0, length, BLOCK)
+    spans = [(max(start, before), min(start + BLOCK, length)) for start in starts]
+    return [_Tile(slice(a - before, b - before), n) for n, (a, b) in enumerate(spans, start=1) if b > before]
 
 
 def _parts(k: Array, v: Array, seen: Array) -> list[Part]:

@@ -23,8 +23,8 @@ from flowgrpo import masked
 from flowgrpo.batching.layouts import filled
 from flowgrpo.contracts import Env, Metrics, Observation, Policy, Step
 from flowgrpo.envs.env import END, PAD
-from flowgrpo.generate.sampler import Rows, Sampled, decode, feed, sampling
-from flowgrpo.parallel.row_sharding import lay, map_rows
+from flowgrpo.generate.sampler import Rows, Sampled, Sampling, decode, feed, sampling
+from flowgrpo.parallel.row_sharding import divides, lay, map_rows
 from flowgrpo.types import BadInput, Status, Trajectories, check_range
 
 
@@ -52,17 +52,24 @@ class RolloutState(struct.PyTreeNode):
     correct: Bool[Array, "n"]
 
 
-def make_rollout(env: Env, policy: Policy, *, temperature: float = 1.0, block: int | None = None) -> Callable:
+def make_rollout(
+    env: Env, policy: Policy, *, temperature: float = 1.0, block: int | None = None, narrowest: int | None = None
+) -> Callable:
     """`rollout(params, tasks, keys_n, group_n, version=0) -> Trajectories`, to be jitted by the caller.
 
-    Tasks and keys have one entry a trajectory. With `block`, so many trajectories run at a time, one block after the
-    other, which keeps their caches in the processor's. Over the policy's mesh each device rolls out its share.
+    Tasks and keys have one entry per trajectory. With `block`, so many trajectories run at a time, one block after the
+    other, which keeps their caches in the processor's. With `narrowest`, the actions of a turn that are left when half
+    have ended are decoded in half the width, down to that many (`sampler.decode`): it pays where a few long actions
+    are waited for, and takes a compilation per width. Over the policy's mesh each device rolls out its share.
     """
     if policy.make_cache is None:
         raise BadInput("the policy has no make_cache, and a rollout needs one")
     check_range("make_rollout", "temperature", temperature, 0.0, exclusive=True)
+    check_range("make_rollout", "narrowest", narrowest, 1, whole=True, optional=True)
+    if narrowest is not None and divides(policy.mesh):
+        raise BadInput("make_rollout: narrowest needs rows that lie on one device, but the mesh divides the program")
     policy = policy._replace(unembed=partial(_unembed, env, policy.unembed))
-    return _Roller(env, policy, temperature, block)
+    return _Roller(env, policy, temperature, block, narrowest)
 
 
 def _unembed(env: Env, unembed: Callable, params, hidden: Array) -> Array:
@@ -125,6 +132,7 @@ class _Roller:
     policy: Policy
     temperature: float
     block: int | None
+    narrowest: int | None
 
     def __call__(self, params, tasks, keys, group_n, version=0) -> Trajectories:
         spoken, ended = map_rows(self.run_all, self.policy.mesh, params, (tasks, keys))
@@ -146,49 +154,77 @@ class _Roller:
         assert self.policy.make_cache is not None
         nothing = jnp.zeros(count, jnp.int32)
         rows = Rows(self.policy.make_cache(count, slots), nothing, keys, nothing, nothing, jnp.zeros(count, bool))
-        going = RolloutState(rows, states, said, jnp.zeros(count, bool), jnp.zeros(count, bool))
-        going, first = self.turn(params, going, fold(keys, 1), going.said.tokens, _real(going.said))
-        record = jax.tree.map(lambda x: jnp.zeros((sizes.turns, *x.shape), x.dtype).at[0].set(x), first)
+        widest = max(sizes.prompt, sizes.observation)
+        going = RolloutState(rows, states, _widen(said, widest), jnp.zeros(count, bool), jnp.zeros(count, bool))
+        going, first = self.hear(params, going, fold(keys, 1), said.tokens, _real(said))
+        blank = jax.eval_shape(self.act, params, going, first)[1]
+        record = jax.tree.map(lambda x: jnp.zeros((sizes.turns, *x.shape), x.dtype), blank)
+
+        def goes_on(index: Array, going: RolloutState) -> Array:
+            return (index < sizes.turns) & ~going.done.all()
 
         def body(carry):
-            index, going, record = carry
-            going, now = self.turn(params, going, fold(keys, 1 + index), *_given(going))
-            return index + 1, going, jax.tree.map(lambda all_x, x: all_x.at[index].set(x), record, now)
+            index, going, first, record = carry
+            going, now = self.act(params, going, first)
+            record, index = jax.tree.map(lambda all_x, x: all_x.at[index].set(x), record, now), index + 1
+            going, first = jax.lax.cond(
+                goes_on(index, going),
+                lambda going, _: self.hear(params, going, fold(keys, 1 + index), *_given(going, sizes.observation)),
+                lambda going, first: (going, first),
+                going,
+                first,
+            )
+            return index, going, first, record
 
-        def wanted(carry):
-            return (carry[0] < sizes.turns) & ~carry[1].done.all()
-
-        _, going, record = jax.lax.while_loop(wanted, body, (jnp.int32(1), going, record))
+        start = (jnp.int32(0), going, first, record)
+        _, going, _, record = jax.lax.while_loop(lambda carry: goes_on(*carry[:2]), body, start)
         return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), record), (going.done, going.correct)
 
-    def turn(
+    def hear(
         self, params, going: RolloutState, keys: Array, tokens_ns: Array, real_ns: Array
-    ) -> tuple[RolloutState, Spoken]:
-        """One turn of every trajectory that is not done, after the given tokens."""
-        env, policy, count, live_n = self.env, self.policy, len(going.done), ~going.done
+    ) -> tuple[RolloutState, Sampled]:
+        """Feed tokens to every trajectory that is not done, and draw the first one of its next action."""
+        count = len(going.done)
         rows = going.rows.replace(
             key=keys,
             count=jnp.zeros(count, jnp.int32),
-            budget=jnp.full(count, env.sizes.action),
-            active=live_n,
+            budget=jnp.full(count, self.env.sizes.action),
+            active=~going.done,
         )
-        settings, stop_ids = sampling(count, temperature=self.temperature), jnp.full((count, 1), END)
-        rows, first = feed(policy, params, rows, tokens_ns, real_ns, settings, stop_ids, banned=(PAD,))
-        rows, more = decode(policy, params, rows, settings, stop_ids, steps=env.sizes.action - 1, banned=(PAD,))
+        settings, stop_ids = self.drawing(count)
+        rows, first = feed(self.policy, params, rows, tokens_ns, real_ns, settings, stop_ids, banned=(PAD,))
+        return going.replace(rows=rows), first
+
+    def act(self, params, going: RolloutState, first: Sampled) -> tuple[RolloutState, Spoken]:
+        """Draw the rest of an action, and let the environment answer it."""
+        env, settings = self.env, self.drawing(len(going.done))
+        rest = {"steps": env.sizes.action - 1, "narrowest": self.narrowest, "banned": (PAD,)}
+        rows, more = decode(self.policy, params, going.rows, *settings, **rest)
         sampled = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]).swapaxes(0, 1), first, more)
         action_na = jnp.where(sampled.live, sampled.token, PAD)
         states, now = jax.vmap(env.step)(going.states, action_na, sampled.live.sum(axis=1, dtype=jnp.int32))
-        return RolloutState(rows, states, now.observation, now.done, now.correct), _record(env, going, sampled, now)
+        said = _widen(now.observation, going.said.tokens.shape[1])
+        return RolloutState(rows, states, said, now.done, now.correct), _record(env, going, sampled, now)
+
+    def drawing(self, count: int) -> tuple[Sampling, Array]:
+        """How so many rows draw, and what ends their actions."""
+        return sampling(count, temperature=self.temperature), jnp.full((count, 1), END)
 
 
 def _real(said: Observation) -> Array:
     return jnp.arange(said.tokens.shape[1])[None, :] < said.length[:, None]
 
 
-def _given(going: RolloutState) -> tuple[Array, Array]:
+def _widen(said: Observation, width: int) -> Observation:
+    """Pad the tokens to so many."""
+    return said._replace(tokens=jnp.pad(said.tokens, ((0, 0), (0, width - said.tokens.shape[1]))))
+
+
+def _given(going: RolloutState, width: int) -> tuple[Array, Array]:
     """Join the tokens to feed between two actions: that sampled last, which the cache lacks, and the observation."""
-    tokens_ns = jnp.concatenate([going.rows.token[:, None], going.said.tokens], axis=1)
-    return tokens_ns, jnp.pad(_real(going.said), ((0, 0), (1, 0)), constant_values=True)
+    said = going.said._replace(tokens=going.said.tokens[:, :width])
+    tokens_ns = jnp.concatenate([going.rows.token[:, None], said.tokens], axis=1)
+    return tokens_ns, jnp.pad(_real(said), ((0, 0), (1, 0)), constant_values=True)
 
 
 def _record(env: Env, going: RolloutState, sampled: Sampled, now: Step) -> Spoken:

@@ -125,12 +125,13 @@ def test_what_can_not_be_sampled_is_in_no_kept_set_however_the_shares_add_up():
 # Many tokens ------------------------------------------------------------------------------------------
 
 
-@partial(jax.jit, static_argnames="width")
-def run(budget_r, stop_ids, settings, *, width=0, **leave):
+@partial(jax.jit, static_argnames=("width", "narrowest"))
+def run(budget_r, stop_ids, settings, *, width=0, narrowest=None, **leave):
     """Prefill all but the last token of the prompts, then decode."""
     cache = prefill(TOY, PARAMS, jnp.zeros((ROWS, D)), PROMPT_RS[:, :-1], jnp.ones((ROWS, PROMPT - 1), bool))
     rows = start_rows(cache, PROMPT_RS[:, -1], KEY_R, budget_r)
-    return decode(TOY, PARAMS, rows, settings, stop_ids, steps=STEPS, banned=BANNED, width=width, **leave)
+    sizes = {"steps": STEPS, "width": width, "narrowest": narrowest}
+    return decode(TOY, PARAMS, rows, settings, stop_ids, banned=BANNED, **sizes, **leave)
 
 
 FREE = sampling(ROWS, temperature=WARM)
@@ -149,12 +150,13 @@ def test_E3_the_margin_of_a_draw_is_its_distance_to_another_token(draws):
         np.testing.assert_allclose(found, draws[row][count][2], atol=2e-5)
 
 
-@pytest.mark.parametrize("leave", [{}, {"leave": True}])
-def test_rows_draw_by_their_own_keys_and_end_by_stop_token_and_budget(draws, leave):
-    """With `leave` all stop with the third row, whose budget is spent first."""
+@pytest.mark.parametrize("how", [{}, {"leave": True}, {"narrowest": 1}])
+def test_rows_draw_by_their_own_keys_and_end_by_stop_token_and_budget(draws, how):
+    """With `leave` all stop with the third row, whose budget is spent first; narrowed, two go on, and then one."""
+    leave = "leave" in how
     stop_ids = NO_STOP.at[1, 1].set(draws[1][6][0])
     budget_r = jnp.array([0, STEPS, 3, STEPS + 9], jnp.int32)
-    rows, sampled = run(budget_r, stop_ids, FREE, **leave)
+    rows, sampled = run(budget_r, stop_ids, FREE, **how)
     live_r = [0, 3, 3, 3] if leave else [0, 7, 3, STEPS]
     for row, size in enumerate(live_r):
         assert sampled.live[:, row].tolist() == [True] * size + [False] * (STEPS - size)
@@ -165,7 +167,7 @@ def test_rows_draw_by_their_own_keys_and_end_by_stop_token_and_budget(draws, lea
         np.testing.assert_allclose(rows.cache[row], naive_states(expected[:-1])[-1], atol=1e-5)
     assert rows.count.tolist() == live_r
     assert rows.budget.tolist() == (budget_r - jnp.array(live_r)).tolist()
-    assert rows.active.tolist() == [False, bool(leave), False, True]
+    assert rows.active.tolist() == [False, leave, False, True]
 
 
 def test_feeding_given_tokens_draws_what_decoding_from_them_would(draws):

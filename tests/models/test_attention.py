@@ -73,9 +73,32 @@ def check_formula(way, packed, config):
 def test_both_ways_are_the_formula_and_the_gradient_is_its_own(packed, config, monkeypatch):
     out, *_ = check_formula(attend, packed, config)
     np.testing.assert_allclose(by_blocks(packed, 2, config), out, atol=2e-6)
-    monkeypatch.setattr(attention, "UNROLLED", 1)  # blocks are looped over, the last a short one
+    monkeypatch.setattr(attention, "TILED", 1)  # blocks are looped over, the last a short one
     q, k, v, seen = packed
     check_formula(lambda *given: attend(*given), (q, k[:, :, :-9], v[:, :, :-9], seen[:, :, :-9]), config)
+
+
+@pytest.mark.parametrize("queries", [40, 21])
+def test_blocks_of_queries_meet_the_keys_that_they_may_see(monkeypatch, queries):
+    """Rows of two packed segments over three blocks of keys, the last a short one; all queries, or the last of them."""
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    assert [(tile.queries, tile.blocks) for tile in attention._tiles(*tokens(queries, 40)[:2])] == {
+        40: [(slice(0, 16), 1), (slice(16, 32), 2), (slice(32, 40), 3)],
+        21: [(slice(0, 13), 2), (slice(13, 21), 3)],
+    }[queries]
+    q, k, v = tokens(queries, 40)
+    places, second = jnp.arange(40)[None], jnp.array([[25], [3]])  # where the second segment begins
+    segments = jnp.where(places < second, 1, 2)
+    positions = jnp.where(segments == 1, places, places - second)
+    seen = visible(positions[:, -queries:], positions, segments[:, -queries:], segments, 20)
+    check_formula(lambda *given: attend(*given), (q, k, v, seen), CAPPED)
+
+
+def tokens(queries: int, keys: int):
+    """Queries, keys and values of two rows."""
+    rng = np.random.default_rng(1)
+    sizes = ((2, 4, queries, 8), (2, 2, keys, 8), (2, 2, keys, 8))
+    return [jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes]
 
 
 def test_E3_blocks_that_a_row_does_not_see_change_no_bit(packed):

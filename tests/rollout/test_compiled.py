@@ -112,11 +112,13 @@ def test_E3_a_trajectory_depends_on_its_key_alone(work, rollout):
 
 
 @pytest.mark.slow
-def test_E3_in_blocks_the_trajectories_are_the_same(work, rollout):
-    """Between widths: the same tokens, and log-probabilities within rounding."""
-    blocks = jax.jit(make_rollout(ENV, POLICY, temperature=TEMPERATURE, block=SAMPLES))(*work)
-    np.testing.assert_array_equal(blocks.tokens, rollout.tokens)
-    np.testing.assert_allclose(blocks.logp_sampled, rollout.logp_sampled, atol=1e-5)
+@pytest.mark.parametrize("how", [{"block": SAMPLES}, {"narrowest": 2}])
+def test_E3_in_other_widths_the_trajectories_are_the_same(work, rollout, how):
+    """The same tokens, and log-probabilities within rounding."""
+    found = jax.jit(make_rollout(ENV, POLICY, temperature=TEMPERATURE, **how))(*work)
+    for name in ("tokens", "chosen", "length", "turns", "reward", "status"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(rollout, name))
+    np.testing.assert_allclose(found.logp_sampled, rollout.logp_sampled, atol=1e-5)
 
 
 def test_blocks_are_run_one_after_the_other_and_put_together():
@@ -153,6 +155,10 @@ def test_what_is_paid_by_turn_is_shown_by_turn():
 def test_what_can_not_be_rolled_out_is_refused(work):
     with pytest.raises(fg.BadInput, match="temperature is 0"):
         make_rollout(ENV, POLICY, temperature=0)
+    with pytest.raises(fg.BadInput, match="narrowest is 0"):
+        make_rollout(ENV, POLICY, narrowest=0)
+    with pytest.raises(fg.BadInput, match="narrowest needs rows that lie on one device"):
+        make_rollout(ENV, POLICY._replace(mesh=over_eight()), narrowest=4)
     with pytest.raises(fg.BadInput, match="has no make_cache"):
         make_rollout(ENV, POLICY._replace(make_cache=None))
     env = ENV._replace(words=(*ENV.words, "more"))
