@@ -21,7 +21,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from flowgrpo.batching.layouts import rows_by_trajectory
-from flowgrpo.batching.packing import account, pack
+from flowgrpo.batching.packing import account, pack, pack_after_prompts
 from flowgrpo.contracts import Algorithm, Env, Metrics, Policy
 from flowgrpo.envs.env import PAD
 from flowgrpo.evaluation.metrics import Evaluation, compute_metrics
@@ -50,6 +50,8 @@ class Settings:
         mini_batches    parts of the batch, each with an optimizer step of its own
         epochs          times that the batch is gone through
         block           trajectories that roll out together; None: all
+        share_prompts   compute what the trajectories of a group begin with once, in three programs; their prompts
+                        must be equal, and `micro_rows` rows are then those of one prompt
         narrowest       fewest rows that a turn's last actions are decoded in; None: as many as its first
         compute_dtype   what parameters are cast to where they are used; None: their own
 
@@ -64,6 +66,7 @@ class Settings:
     mini_batches: int = 1
     epochs: int = 1
     block: int | None = None
+    share_prompts: bool = False
     narrowest: int | None = None
     compute_dtype: Any = None
 
@@ -200,6 +203,11 @@ def make_learning(
             f"{algorithm.name} learns nothing from groups of one: Settings.samples is 1, set it to 2 or more"
         )
     critic = None if algorithm.targets is None else critic
+    if settings.share_prompts and (critic is not None or settings.mini_batches > 1 or policy.hidden_after is None):
+        raise BadInput(
+            "Settings.share_prompts needs a policy with hidden_after on devices that each hold all of it, "
+            "no critic and one mini-batch: set it to False"
+        )
     scoring: dict[str, Any] = {"temperature": settings.temperature, "banned": banned}
     sizes: dict[str, Any] = {"micro_rows": settings.micro_rows, "compute_dtype": settings.compute_dtype}
     # What has to be scored before the advantages is scored once, for them and for the loss.
@@ -379,6 +387,7 @@ class ThreePrograms:
             row_length=longest(iteration.env),
             rows=settings.queries * settings.samples,
             ranks=settings.mini_batches,
+            after_prompts=_after_prompts(iteration.env, settings),
         )
 
     def __call__(self, run: Run) -> tuple[Run, Metrics]:
@@ -398,16 +407,36 @@ class ThreePrograms:
         self.learn.compile(run, judged)
 
 
+def _after_prompts(env: Env, settings: Settings) -> dict[str, int] | None:
+    """Sizes of rows that go on from shared prompts, if they do; the last word of a prompt stays with each answer."""
+    if not settings.share_prompts:
+        return None
+    block = min(settings.micro_rows, settings.samples)
+    rows = settings.queries * -(-settings.samples // block) * block
+    prompt = env.sizes.prompt - 1
+    return {"row_length": longest(env) - prompt, "prompt_length": max(prompt, 1), "rows": rows, "block": block}
+
+
 def make_learn(
-    learning: Learning, algorithm: Algorithm, *, tools: int, samples: int, row_length: int, rows: int, ranks: int = 1
+    learning: Learning,
+    algorithm: Algorithm,
+    *,
+    tools: int,
+    samples: int,
+    row_length: int,
+    rows: int,
+    ranks: int = 1,
+    after_prompts: dict[str, int] | None = None,
 ) -> "Learn":
     """`learn(run, played)`: scoring, credit, packing on the host into at most so many rows, update, figures of all.
 
-    `ranks` is the number of mini-batches, over which `pack` deals the trajectories.
+    `ranks` is the number of mini-batches, over which `pack` deals the trajectories. `after_prompts` are the sizes of
+    `pack_after_prompts`, which packs in its place.
     """
     figures_of = jax.jit(partial(rollout_metrics, tools=tools, samples=samples))
     sizes: dict[str, int] = {"row_length": row_length, "rows": rows + -rows % ranks, "ranks": ranks}
-    return Learn(Learning(*(jax.jit(stage) for stage in learning)), algorithm, figures_of, sizes)
+    packing = partial(pack, **sizes) if after_prompts is None else partial(pack_after_prompts, **after_prompts)
+    return Learn(Learning(*(jax.jit(stage) for stage in learning)), algorithm, figures_of, packing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -417,7 +446,7 @@ class Learn:
     stages: Any  # a Learning, whose functions are jitted
     algorithm: Algorithm
     figures_of: Any
-    sizes: dict[str, int]
+    packing: Callable[..., Batch]  # (trajectories, adv, weights, target=..., skip_no_signal=...)
 
     def __call__(self, run: Run, played: Trajectories) -> tuple[Run, Metrics]:
         scored = self.stages.score_trajectories(run, played) if self.algorithm.before else played
@@ -431,7 +460,7 @@ class Learn:
     def pack(self, trajectories: Trajectories, credit: Credit) -> Batch:
         """Pack what has a signal into rows, on the host."""
         rest = {"target": credit.target, "skip_no_signal": self.algorithm.skips}
-        return pack(trajectories, *credit[:2], **self.sizes, **rest)
+        return self.packing(trajectories, *credit[:2], **rest)
 
     def compile(self, run: Run, played: Trajectories) -> None:
         """Compile all programs for a run and trajectories of these shapes."""

@@ -7,6 +7,7 @@ of a pytree carries them in its annotation.
 
     n trajectory    t turn        l token of a turn's context + action
     g group         r row         s position in a row
+    p prompt        u position in a prompt that rows share
     d model         h head        k kv-head (and a kept token, in `kept`)
     e head-dim      f ffn         v vocabulary
 """
@@ -243,6 +244,7 @@ class Batch(struct.PyTreeNode):
 
     (trajectory, turn, slot) leads from a token back to its place in `Trajectories`; all three, and
     `group`, are -1 on padding. `logp` of any kind at s is that of the token at s, given those before it.
+    Where there are prompts, rows come in p blocks, and every segment of block p goes on from prompt p.
     """
 
     tokens: Int[AnyArray, "r s"]
@@ -263,6 +265,15 @@ class Batch(struct.PyTreeNode):
     sequence_sum: Float[AnyArray, "r s"] | None = None  # of log-ratios over the token's sequence: the first pass
     sequence_count: Float[AnyArray, "r s"] | None = None  # chosen tokens of that sequence
     correction: Float[AnyArray, "r s"] | None = None  # sequence-level pi_old / mu, capped
+    prompt_tokens: Int[AnyArray, "p u"] | None = None  # padding only after them
+    prompt_length: Int[AnyArray, "p"] | None = None
+
+    @property
+    def prompts(self) -> tuple[AnyArray, AnyArray] | None:
+        """Tokens and lengths of the prompts that rows share, where they do."""
+        if self.prompt_tokens is None or self.prompt_length is None:
+            return None
+        return self.prompt_tokens, self.prompt_length
 
     @property
     def live(self) -> Bool[jax.Array, "r s"]:

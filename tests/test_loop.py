@@ -1,5 +1,6 @@
 """The loop: three programs or one, the same numbers; fresh tasks by update; groups with a signal first; controls."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -62,13 +63,29 @@ def by_one():
     return runs
 
 
-def test_three_programs_do_what_one_does(by_one):
-    step = loop.three_programs(iteration())
+@pytest.mark.parametrize("sizes", [SIZES, replace(SIZES, share_prompts=True, micro_rows=3)])
+def test_three_programs_do_what_one_does(by_one, sizes):
+    """Also where what a group begins with is computed once, for three rows at a time."""
+    step = loop.three_programs(iteration(sizes=sizes))
     for (run, figures), (other, others) in zip(by_one, loop.train_loop(step, start(), 3), strict=True):
         assert_close(run.learner.params, other.learner.params, atol=2e-5)
         for name in ("success", "turns", "tokens", "tool_calls", "tool_errors", "mixed_groups", "zero_signal_groups"):
             assert figures[name] == others[name], name
         assert figures["loss"] == pytest.approx(others["loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "algorithm", "changes", "critic"),
+    [
+        (POLICY, ALGORITHM, {"mini_batches": 2}, None),
+        (POLICY, PPO, {}, CRITICS["own"]),
+        (POLICY._replace(hidden_after=None), ALGORITHM, {}, None),
+    ],
+)
+def test_prompts_that_can_not_be_shared_are_refused(policy, algorithm, changes, critic):
+    sizes = replace(SIZES, share_prompts=True, **changes)
+    with pytest.raises(fg.BadInput, match=r"Settings\.share_prompts needs a policy with hidden_after"):
+        loop.make_iteration(ENV, policy, algorithm, OPTIMIZER, sizes, critic=critic)
 
 
 def test_F7_nothing_has_moved_before_the_first_step(by_one):

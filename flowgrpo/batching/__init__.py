@@ -9,4 +9,4 @@ Modules:
 
 from flowgrpo.batching.collate import collate
 from flowgrpo.batching.layouts import place, rows_by_trajectory, rows_by_turn, unpack
-from flowgrpo.batching.packing import account, fill_rate, pack
+from flowgrpo.batching.packing import account, fill_rate, pack, pack_after_prompts

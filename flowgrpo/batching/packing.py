@@ -3,8 +3,8 @@
     sort by length -> deal to ranks -> best fit into rows -> the same number of rows for every rank
 
 A trajectory whose context appends is one segment; one whose context is rendered afresh is a segment per
-turn. Segments do not see each other. All of it is NumPy on the host; `layouts` has plain layouts that
-compile. The loss is the same in all of them (F3).
+turn. Segments do not see each other. `pack_after_prompts` keeps what the segments of a group begin with apart, once.
+All of it is NumPy on the host; `layouts` has plain layouts that compile. The loss is the same in all of them (F3).
 """
 
 import bisect
@@ -59,6 +59,89 @@ def pack(
     row_k, offset_k, num_rows = _assign(segments.length, row_length, ranks, rows)
     exists_ntl = _exists(length_nt, actions_ntl.shape[2])
     index = _index(segments, row_k, offset_k, (num_rows, row_length), exists_ntl)
+    return _lay_out(index, trajectories, actions_ntl, adv_ntl, weight_ntl, target)
+
+
+def pack_after_prompts(
+    trajectories: Trajectories | Sequence[Trajectory],
+    adv,
+    weights,
+    *,
+    row_length: int,
+    prompt_length: int,
+    rows: int,
+    block: int,
+    skip_no_signal: bool = False,
+    target=None,
+) -> Batch:
+    """Pack trajectories into rows that go on from prompts: what all segments of a group begin with is there once.
+
+    A prompt holds at most `prompt_length` tokens, and never the last one before a chosen token. Rows come in blocks of
+    `block`, which are visited together; a group fills as many as it needs, and its prompt stands before each. The rest
+    is as in `pack`. It saves the prompts' tokens, and leaves room in the last row of each group: it pays where prompts
+    are long, or where actions are equally long.
+    """
+    trajectories, length_nt, appends_n, actions_ntl = _read(trajectories)
+    adv_ntl, weight_ntl = _per_token("adv", adv, actions_ntl), _per_token("weights", weights, actions_ntl)
+    taken_n = _takes_part(weight_ntl, adv_ntl if skip_no_signal else None)
+    segments = _segments(length_nt, appends_n, taken_n, prompt_length + row_length, "error")
+    exists_ntl = _exists(length_nt, actions_ntl.shape[2])
+    flat = np.flatnonzero(exists_ntl)
+    tokens_q = np.asarray(trajectories.tokens)[:, :, : actions_ntl.shape[2]].reshape(-1)[flat]
+    group_k = np.asarray(trajectories.group)[flat[segments.start] // math.prod(actions_ntl.shape[1:])]
+    before_k = np.minimum(_before_actions(segments, actions_ntl.reshape(-1)[flat]), prompt_length)
+    shared_k = _shared(segments.start, before_k, tokens_q, group_k)
+    left = Segments(segments.start + shared_k, segments.length - shared_k, segments.origin + shared_k)
+    prompts = np.zeros((rows // block, prompt_length), np.int32)
+    row_k, offset_k = _assign_blocks(left.length, group_k, row_length, block, len(prompts))
+    place_u, lengths = np.arange(prompt_length), np.zeros(len(prompts), np.int32)
+    begun_ku = tokens_q[np.minimum(segments.start[:, None] + place_u, len(tokens_q) - 1)]
+    prompts[row_k // block] = np.where(place_u < shared_k[:, None], begun_ku, 0)
+    lengths[row_k // block] = shared_k
+    index = _index(left, row_k, offset_k, (len(prompts) * block, row_length), exists_ntl)
+    batch = _lay_out(index, trajectories, actions_ntl, adv_ntl, weight_ntl, target)
+    return batch.replace(prompt_tokens=prompts, prompt_length=lengths)
+
+
+def _shared(start_k: np.ndarray, before_k: np.ndarray, tokens_q: np.ndarray, group_k: np.ndarray) -> np.ndarray:
+    """How many tokens all segments of a group begin with, of those before their actions -> shared_k."""
+    shared_k = np.zeros(len(group_k), np.int64)
+    for group in np.unique(group_k):
+        own = np.flatnonzero(group_k == group)
+        begun = tokens_q[start_k[own][:, None] + np.arange(before_k[own].min())]
+        same = (begun == begun[0]).all(axis=0)
+        shared_k[own] = len(same) if same.all() else same.argmin()
+    return shared_k
+
+
+def _assign_blocks(
+    length_k: np.ndarray, group_k: np.ndarray, row_length: int, block: int, blocks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(row, offset) of every segment, where no two groups have rows in the same block."""
+    row_k, offset_k, taken = np.zeros(len(length_k), np.int64), np.zeros(len(length_k), np.int64), 0
+    for group in np.unique(group_k):
+        own = np.flatnonzero(group_k == group)
+        if length_k[own].max() > row_length:
+            raise BadInput(
+                f"group {group} has a segment with {length_k[own].max()} tokens after those that the group shares, "
+                f"but a row holds {row_length}: raise row_length, or share no prompts"
+            )
+        row, offset_k[own], used = best_fit(length_k[own], row_length)
+        row_k[own], taken = row + taken * block, taken - (-used // block)
+        if taken > blocks:
+            raise BadInput(f"the batch needs more than rows={blocks * block} in blocks of {block}: raise rows")
+    return row_k, offset_k
+
+
+def _before_actions(segments: Segments, chosen_q: np.ndarray) -> np.ndarray:
+    """Tokens of each segment before the one from which its first chosen one follows; 0 where it is a later part."""
+    chosen = np.append(np.flatnonzero(chosen_q), len(chosen_q))
+    first_k = chosen[np.searchsorted(chosen, segments.start)] - segments.start
+    return np.where(segments.origin == 0, np.clip(first_k - 1, 0, segments.length - 1), 0)
+
+
+def _lay_out(index: "Index", trajectories: Trajectories, actions_ntl, adv_ntl, weight_ntl, target) -> Batch:
+    """All that the index says where it lies."""
     fields = token_fields(trajectories, lambda x_ntl: index.lay(np.asarray(x_ntl, np.float32)))
     if target is not None:
         fields["target"] = index.lay(_per_token("target", target, actions_ntl))

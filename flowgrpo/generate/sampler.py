@@ -21,7 +21,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from flowgrpo.contracts import Cache, Params, Policy, Scores
-from flowgrpo.types import AnyArray
+from flowgrpo.types import AnyArray, BadInput
 
 MAX_KEPT = 64
 COLUMNS = 512  # of the vocabulary, when a token is drawn
@@ -326,16 +326,22 @@ def logprobs(
     banned: tuple[int, ...] = (),
     kept: Array | None = None,
     chunk: int = 256,
+    prompts: tuple[AnyArray, AnyArray] | None = None,
 ) -> Scores:
     """Log-probability and entropy of every token given those before it in its segment, both [r s].
 
     The first token of a segment and padding score 0. `kept` [r s k] holds recorded sets; then a token
     without one scores 0 too. The vocabulary is met `chunk` tokens at a time, and again in the backward
-    pass, never as a whole [r, s, v] (M4).
+    pass, never as a whole [r, s, v] (M4). With the `prompts` of a `Batch`, every segment goes on from that of its row.
     """
     tokens = jnp.asarray(tokens)
     segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
-    states = policy.hidden(params, tokens, positions, segments, None)[0]
+    if prompts is None:
+        states = policy.hidden(params, tokens, positions, segments, None)[0]
+    elif policy.hidden_after is None:
+        raise BadInput("the rows share prompts, and this policy has no hidden_after: pack without prompts")
+    else:
+        states = policy.hidden_after(params, prompts, tokens, positions, segments)
     follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
     inputs = (_chunks(states[:, :-1], chunk), _chunks(tokens[:, 1:], chunk))
     inputs += (None if kept is None else _chunks(kept[:, 1:], chunk, padding=-1),)

@@ -80,6 +80,8 @@ def make_value_score(
     """The `score` of an update with a critic: log-probability, entropy, and the value before each token."""
 
     def score(params: ActorCritic, batch: Batch) -> Scores:
+        if batch.prompts is not None:
+            raise BadInput("a critic reads whole rows, and these share prompts: pack without prompts")
         tokens, positions, segments = (jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segments))
         states_rsd, value_rs = valuation.look(params, tokens, positions, segments)
         # The hidden states are there already: logprobs gets them in the place of a second forward pass.

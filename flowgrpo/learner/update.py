@@ -40,6 +40,7 @@ from flowgrpo.models.trainable import WHOLE, Trained
 from flowgrpo.parallel.row_sharding import DeviceMesh, lay, map_rows, row_devices, sum_rows
 from flowgrpo.types import BadInput, Batch, check_range
 
+PROMPTS = ("prompt_tokens", "prompt_length")  # fields of a batch that have no axis of rows
 Score = Callable[[Any, Batch], Scores]  # (params, batch) -> what they say of it
 
 
@@ -68,8 +69,9 @@ def accumulate(
 ) -> tuple:
     """`function(shared, micro-batch)` over the wanted rows: it gives (what is summed, what the largest is kept of).
 
-    Each device of a mesh takes `size` rows at a time.
+    Each device of a mesh takes `size` rows at a time, or the rows after one prompt where they share prompts.
     """
+    batch, wanted_r, size = _units(batch, wanted_r, size)
     return sum_rows(partial(_accumulate, function, size * row_devices(mesh), mesh), mesh, shared, batch, wanted_r)
 
 
@@ -90,7 +92,32 @@ def _accumulate(function, size: int, mesh: DeviceMesh, shared, batch: Batch, wan
 
 def score_rows(score: Score, params, batch: Batch, wanted_r: Array, size: int, mesh: DeviceMesh = None) -> Array:
     """Log-probabilities of the wanted rows, 0 in the others; no gradient -> logp_rs."""
-    return map_rows(partial(_score_rows, score, size * row_devices(mesh), mesh), mesh, params, (batch, wanted_r))
+    shape = batch.tokens.shape
+    batch, wanted_r, size = _units(batch, wanted_r, size)
+    score_units = partial(_score_rows, score, size * row_devices(mesh), mesh)
+    return map_rows(score_units, mesh, params, (batch, wanted_r)).reshape(shape)
+
+
+def _units(batch: Batch, wanted_r: Array, size: int) -> tuple[Batch, Array, int]:
+    """The batch by what is visited as a whole, which of it is wanted, and how much of it at a time.
+
+    That is rows as they are; where they share prompts, the rows after each prompt together: [r s] -> [p r/p s].
+    """
+    if batch.prompts is None:
+        return batch, wanted_r, size
+    count = len(batch.prompts[0])
+    own = {name: getattr(batch, name) for name in PROMPTS}
+    rows = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch.replace(**dict.fromkeys(PROMPTS)))
+    return rows.replace(**own), wanted_r.reshape(count, -1).any(axis=1), 1
+
+
+def _as_rows(batch: Batch) -> Batch:
+    """The units that were taken, as rows again."""
+    if batch.prompts is None:
+        return batch
+    own = {name: getattr(batch, name) for name in PROMPTS}
+    rows = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch.replace(**dict.fromkeys(PROMPTS)))
+    return rows.replace(**own)
 
 
 def _score_rows(score: Score, size: int, mesh: DeviceMesh, params, pair: tuple[Batch, Array]) -> Array:
@@ -99,7 +126,7 @@ def _score_rows(score: Score, size: int, mesh: DeviceMesh, params, pair: tuple[B
     def fill(index, logp_rs):
         part, row_i = _take(batch, rows, index)
         logp_is = jax.lax.stop_gradient(score(params, lay(part, mesh)).logp).astype(jnp.float32)
-        return logp_rs.at[row_i].set(logp_is, mode="drop")
+        return logp_rs.at[row_i].set(logp_is.reshape(-1, *logp_rs.shape[1:]), mode="drop")
 
     return jax.lax.fori_loop(0, rows.trips, fill, jnp.zeros(batch.tokens.shape, jnp.float32))
 
@@ -109,7 +136,8 @@ def _take(batch: Batch, rows: Visit, index) -> tuple[Batch, Array]:
     row_i = jax.lax.dynamic_slice_in_dim(rows.row_i, index * rows.size, rows.size)
     real_i = index * rows.size + jnp.arange(rows.size) < rows.wanted
     part = jax.tree.map(lambda x_rs: jnp.asarray(x_rs)[row_i], batch)
-    part = part.replace(segments=jnp.where(real_i[:, None], part.segments, 0))
+    filled = real_i.reshape(-1, *(1,) * (part.segments.ndim - 1))
+    part = _as_rows(part.replace(segments=jnp.where(filled, part.segments, 0)))
     return part, jnp.where(real_i, row_i, len(batch.tokens))
 
 
@@ -174,7 +202,8 @@ def make_score(
     settings = {"temperature": temperature, "banned": banned, "chunk": chunk}
 
     def score(params, batch: Batch) -> Scores:
-        return logprobs(policy, params, batch.tokens, batch.positions, batch.segments, **settings)
+        rows = (batch.tokens, batch.positions, batch.segments)
+        return logprobs(policy, params, *rows, prompts=batch.prompts, **settings)
 
     return in_dtype(score, compute_dtype)
 

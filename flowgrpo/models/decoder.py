@@ -24,7 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from flowgrpo.contracts import Cache, Params, Policy
 from flowgrpo.models.attention import Attend, attend, attend_cache, visible
 from flowgrpo.models.config import DecoderConfig, Rope, check_config, rope_frequencies
-from flowgrpo.models.kv_cache import Held, View, block, extend_cache, make_cache, write_cache
+from flowgrpo.models.kv_cache import Held, Shared, View, block, extend_cache, make_cache, write_cache
 
 PIECE, DIVIDED = 192, 4096  # terms of a sum in one piece, and of the longest sum that is divided
 Settle = Callable[[Array, Params], tuple[Array, Params]]  # (hidden states, a layer's parameters) -> the same, settled
@@ -189,14 +189,54 @@ def attention(x: Array, layer: Params, held: Held | None, view: View, config: De
     q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
     if held is None or view.slots is None:
         q, k, v = (jnp.swapaxes(y, 1, 2) for y in (q, k, v))
-        seen = visible(view.positions, view.k_positions, view.segments, view.k_segments, layer["window"])
-        mixed = attend(q, k, v, seen, config)
+        attend_rows = _attend_whole if view.shared is None else partial(_attend_shared, shared=view.shared)
+        mixed = attend_rows(q, k, v, layer["window"], view, config, attend)
     else:
         held = write_cache(held, (k, v), layer, view)
         block_of = partial(block, held=held, layer=layer, view=view)
         how = {"turned": view.turned, "unrolled": view.apart}
         mixed = attend_cache(jnp.swapaxes(q, 1, 2), block_of, view.blocks, config, **how)
     return multiply(jnp.swapaxes(mixed, 1, 2), layer, "o", inputs=2), held
+
+
+def _attend_whole(q: Array, k: Array, v: Array, window, view: View, config: DecoderConfig, attend: Attend) -> Array:
+    seen = visible(view.positions, view.k_positions, view.segments, view.k_segments, window)
+    return attend(q, k, v, seen, config)
+
+
+def _attend_shared(
+    q: Array, k: Array, v: Array, window, view: View, config: DecoderConfig, attend: Attend, *, shared: Shared
+) -> Array:
+    """Attention within prompts, and of rows to themselves and to the prompt before them; all lie in one row."""
+    (q_p, q_r), (k_p, k_r), (v_p, v_r) = (_part(x, shared) for x in (q, k, v))
+    edge, shapes = shared.prompts * shared.length, ((shared.prompts, shared.length), (shared.rows, shared.tokens))
+    position_pu, position_rs = (x.reshape(shape) for x, shape in zip(_at(view.positions, edge), shapes, strict=True))
+    segment_pu, segment_rs = (x.reshape(shape) for x, shape in zip(_at(view.segments, edge), shapes, strict=True))
+    before = partial(jnp.repeat, repeats=shared.rows // shared.prompts, axis=0)
+    real_rs = (segment_rs > 0).astype(segment_pu.dtype)
+    seen_r = [
+        visible(position_rs, before(position_pu), real_rs, before(segment_pu), window),
+        visible(position_rs, position_rs, segment_rs, segment_rs, window),
+    ]
+    of_prompts = attend(q_p, k_p, v_p, visible(position_pu, position_pu, segment_pu, segment_pu, window), config)
+    keys, values = (jnp.concatenate([before(x), y], axis=2) for x, y in ((k_p, k_r), (v_p, v_r)))
+    of_rows = attend(q_r, keys, values, jnp.concatenate(seen_r, axis=2), config)
+    flat = [jnp.moveaxis(x, 0, 1).reshape(config.h, -1, config.e) for x in (of_prompts, of_rows)]
+    return jnp.concatenate(flat, axis=1)[None]
+
+
+def _at(x: Array, edge: int) -> tuple[Array, Array]:
+    return x[0, :edge], x[0, edge:]
+
+
+def _part(x: Array, shared: Shared) -> tuple[Array, Array]:
+    """[1 h tokens e] -> those of prompts [p h u e], those of rows [r h s e]."""
+    edge, heads, e = shared.prompts * shared.length, x.shape[1], x.shape[3]
+    of_prompts, of_rows = x[0, :, :edge], x[0, :, edge:]
+    return (
+        jnp.moveaxis(of_prompts.reshape(heads, shared.prompts, shared.length, e), 1, 0),
+        jnp.moveaxis(of_rows.reshape(heads, shared.rows, shared.tokens, e), 1, 0),
+    )
 
 
 def feed_forward(x: Array, layer: Params, config: DecoderConfig) -> Array:
@@ -231,17 +271,19 @@ def hidden(
     attend: Attend = attend,
     adapter=None,
     settle: Settle | None = None,
+    shared: Shared | None = None,
 ):
     """Final hidden states [r s d], and the cache with these tokens in it.
 
     By default every token is real (segment 1), and positions count on from what the cache holds. The arrays of
     an `adapter` (see `lora`) are stacked over the layers, and names and axes are those that `multiply` reads.
-    `settle` says where each layer's input and parameters lie while it runs, on several devices.
+    `settle` says where each layer's input and parameters lie while it runs, on several devices. `shared` is for
+    `hidden_after` alone.
     """
     tokens = jnp.asarray(tokens)
     segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
     cache, view = extend_cache(tokens, positions, segments, cache, config)
-    view = view._replace(angles=_angles(view.positions, config))
+    view = view._replace(angles=_angles(view.positions, config), shared=shared)
     x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
     x = jnp.where(segments[:, :, None] > 0, x, jnp.zeros((), x.dtype))
     by_layer = {name for name, parameter in parameters(config).items() if parameter.axes.startswith("n")}
@@ -257,6 +299,21 @@ def hidden(
     x = rms_norm(x, params["norm"], config)
     x = jnp.where(segments[:, :, None] > 0, x, jnp.zeros((), x.dtype))
     return x, None if cache is None or held is None else cache.replace(keys=held[0], values=held[1])
+
+
+def hidden_after(hidden: Callable, params: Any, prompts: tuple, tokens, positions, segments) -> Array:
+    """Final hidden states [r s d] of rows that share prompts (tokens_pu, length_p), each of which is computed once.
+
+    Rows come in p blocks, and every segment of a block goes on from its prompt; `positions` count the prompt's tokens.
+    `hidden` meets all tokens in one row, where they are multiplied together, and attention takes them apart.
+    """
+    tokens_pu, tokens_rs = jnp.asarray(prompts[0]), jnp.asarray(tokens)
+    place_pu = jnp.broadcast_to(jnp.arange(tokens_pu.shape[1]), tokens_pu.shape)
+    real_pu = (place_pu < jnp.asarray(prompts[1])[:, None]).astype(jnp.int32)
+    pairs = ((tokens_pu, tokens_rs), (place_pu, positions), (real_pu, segments))
+    flat = [jnp.concatenate([jnp.asarray(x).reshape(1, -1) for x in pair], axis=1) for pair in pairs]
+    states, _ = hidden(params, *flat, None, shared=Shared(*tokens_pu.shape, *tokens_rs.shape))
+    return states[0, tokens_pu.size :].reshape(*tokens_rs.shape, -1)
 
 
 def _step(carry, layer: Params, *, view: View, config: DecoderConfig, attend: Attend, settle: Settle | None):
@@ -344,12 +401,14 @@ def make_policy(
     always that of `attend_cache`.
     """
     check_config(config)
+    states = partial(hidden, config=config, remat=remat, unroll=unroll, attend=attend)
     return Policy(
         init=partial(_init, config=config, dtype=dtype),
-        hidden=partial(hidden, config=config, remat=remat, unroll=unroll, attend=attend),
+        hidden=states,
         unembed=partial(unembed, config=config),
         make_cache=partial(make_cache, config=config, dtype=dtype, stacked=unroll is not True),
         unstack_layers=partial(unstack_layers, config=config) if unroll is True else None,
+        hidden_after=partial(hidden_after, states),
     )
 
 

@@ -51,6 +51,15 @@ def _turns(config: DecoderConfig) -> bool:
     return config.h > config.k or config.e < 64
 
 
+class Shared(NamedTuple):
+    """Sizes of prompts and of the rows that follow them, where all their tokens lie in one row."""
+
+    prompts: int  # p
+    length: int  # u
+    rows: int  # r
+    tokens: int  # s
+
+
 class View(NamedTuple):
     """Positions and segments of queries and keys, and slots in a cache: a layer's inputs beside its parameters."""
 
@@ -62,6 +71,7 @@ class View(NamedTuple):
     blocks: Array | int = 0  # of the cache, that are filled in any row of these tokens
     turned: bool = False  # whether the cache's keys are [r k e c]
     apart: int = 0  # how many blocks of a layer are arrays of their own
+    shared: Shared | None = None  # where rows go on from prompts that they share
     angles: tuple[Array, ...] = ()  # cosine and sine of each rope's angles, [ropes r s 1 e/2]
 
 

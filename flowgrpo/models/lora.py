@@ -13,6 +13,7 @@ writes it.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from jax import Array
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.models.attention import Attend, attend
 from flowgrpo.models.config import DecoderConfig
-from flowgrpo.models.decoder import make_policy
+from flowgrpo.models.decoder import hidden_after, make_policy
 from flowgrpo.models.families import TENSORS, check_tensors
 from flowgrpo.types import BadInput, check_range
 
@@ -77,7 +78,10 @@ def lora_policy(
         scaled = {name: x * lora.scale if name.endswith("_b") else x for name, x in params.adapter.items()}
         return policy.hidden(stop(params.base), tokens, positions, segments, cache, adapter=scaled, **settings)
 
-    return Policy(init, hidden, lambda params, states: policy.unembed(stop(params.base), states), policy.make_cache)
+    def unembed(params: Adapted, states: Array) -> Array:
+        return policy.unembed(stop(params.base), states)
+
+    return Policy(init, hidden, unembed, policy.make_cache, hidden_after=partial(hidden_after, hidden))
 
 
 def init_adapter(key: Array, config: DecoderConfig, lora: LoraConfig, *, dtype=jnp.float32) -> Params:

@@ -201,7 +201,7 @@ def settle(policy: Policy, mesh: DeviceMesh, axes: Any) -> Policy:
     if not (isinstance(mesh, Mesh) and divides(mesh)):
         return policy
     settling = _Settling(policy, mesh, {_last(path): letters for path, letters in jax.tree.leaves_with_path(axes)})
-    return policy._replace(hidden=settling.hidden, unembed=settling.unembed, unstack_layers=None)
+    return policy._replace(hidden=settling.hidden, unembed=settling.unembed, unstack_layers=None, hidden_after=None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,7 @@ from flowgrpo.report.tables import timed
 
 ACTION = {1: workload.ANSWER, 3: 96}  # words of a turn at most, by the number of turns
 ENDS = 34  # (512 - 2) / 15: one word with this weight among 510 others has a probability of 1/16
-MICRO_ROWS = {1: 8, 3: 2}  # a row of three turns holds the longest trajectory that there can be
+MICRO_ROWS = {1: 8, 3: 1}  # a row of three turns holds the longest trajectory that there can be
 NARROWEST = {1: None, 3: 4}  # three turns are soon over for most
 
 
@@ -102,7 +102,7 @@ def _train(lane: protocol.Lane, case: workload.Training, policy: Policy, params:
     policy = policy if case.turns == 1 else _ends_often(policy)
     optimizer = make_optimizer(learning_rate=workload.RATE, clip_norm=workload.CLIP)
     rows = {"micro_rows": MICRO_ROWS[case.turns], "narrowest": NARROWEST[case.turns]}
-    sizes = loop.Settings(queries=PROMPTS, samples=GROUP, **rows)
+    sizes = loop.Settings(queries=PROMPTS, samples=GROUP, share_prompts=True, **rows)
     iteration = loop.make_iteration(_dialogue(case.turns), policy, fg.grpo(beta=case.beta), optimizer, sizes)
     step = loop.three_programs(iteration)
     run = share(loop.start_run(params, optimizer, jax.random.key(0)), policy.mesh)
