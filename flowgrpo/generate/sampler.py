@@ -240,7 +240,7 @@ def _narrowing(step, i: Array, rows: Rows, settings, stop_ids, *, steps: int, na
 
 
 def _each(rows: Rows, index) -> dict[str, Array]:
-    """What there is of each row beside its cache."""
+    """Take some rows of everything but the cache."""
     return {name: getattr(rows, name)[index] for name in ("token", "key", "count", "budget", "active")}
 
 

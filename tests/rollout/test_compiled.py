@@ -114,7 +114,7 @@ def test_E3_a_trajectory_depends_on_its_key_alone(work, rollout):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [{"block": SAMPLES}, {"narrowest": 2}])
 def test_E3_in_other_widths_the_trajectories_are_the_same(work, rollout, how):
-    """The same tokens, and log-probabilities within rounding."""
+    """Tokens are equal, and log-probabilities within rounding."""
     found = jax.jit(make_rollout(ENV, POLICY, temperature=TEMPERATURE, **how))(*work)
     for name in ("tokens", "chosen", "length", "turns", "reward", "status"):
         np.testing.assert_array_equal(getattr(found, name), getattr(rollout, name))
