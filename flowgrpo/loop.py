@@ -8,7 +8,7 @@ and vmapped over seeds; both give the same numbers (F3). Everything an iteration
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -379,7 +379,7 @@ class ThreePrograms:
         self._draw = self.placed(iteration.draw)
         self.play = jax.jit(iteration.play)
         self._judge = None if iteration.judge is None else jax.jit(iteration.judge)
-        self.learn = make_learn(
+        learn = make_learn(
             Learning(iteration.score_trajectories, iteration.credit, iteration.update),
             iteration.algorithm,
             tools=len(iteration.env.tools),
@@ -387,8 +387,9 @@ class ThreePrograms:
             row_length=longest(iteration.env),
             rows=settings.queries * settings.samples,
             ranks=settings.mini_batches,
-            after_prompts=_after_prompts(iteration.env, settings),
         )
+        packing = _sharing_prompts(iteration.env, settings) if settings.share_prompts else learn.packing
+        self.learn = replace(learn, packing=packing)
 
     def __call__(self, run: Run) -> tuple[Run, Metrics]:
         drawn = self._draw(run)
@@ -407,35 +408,24 @@ class ThreePrograms:
         self.learn.compile(run, judged)
 
 
-def _after_prompts(env: Env, settings: Settings) -> dict[str, int] | None:
-    """Sizes of rows that go on from shared prompts, if they do; the last word of a prompt stays with each answer."""
-    if not settings.share_prompts:
-        return None
+def _sharing_prompts(env: Env, settings: Settings) -> Callable[..., Batch]:
+    """Pack rows that go on from the prompt of their group, whose last word stays with each answer."""
     block = min(settings.micro_rows, settings.samples)
     rows = settings.queries * -(-settings.samples // block) * block
     prompt = env.sizes.prompt - 1
-    return {"row_length": longest(env) - prompt, "prompt_length": max(prompt, 1), "rows": rows, "block": block}
+    sizes = {"row_length": longest(env) - prompt, "prompt_length": max(prompt, 1), "rows": rows, "block": block}
+    return partial(pack_after_prompts, **sizes)
 
 
 def make_learn(
-    learning: Learning,
-    algorithm: Algorithm,
-    *,
-    tools: int,
-    samples: int,
-    row_length: int,
-    rows: int,
-    ranks: int = 1,
-    after_prompts: dict[str, int] | None = None,
+    learning: Learning, algorithm: Algorithm, *, tools: int, samples: int, row_length: int, rows: int, ranks: int = 1
 ) -> "Learn":
     """`learn(run, played)`: scoring, credit, packing on the host into at most so many rows, update, figures of all.
 
-    `ranks` is the number of mini-batches, over which `pack` deals the trajectories. `after_prompts` are the sizes of
-    `pack_after_prompts`, which packs in its place.
+    `ranks` is the number of mini-batches, over which `pack` deals the trajectories.
     """
     figures_of = jax.jit(partial(rollout_metrics, tools=tools, samples=samples))
-    sizes: dict[str, int] = {"row_length": row_length, "rows": rows + -rows % ranks, "ranks": ranks}
-    packing = partial(pack, **sizes) if after_prompts is None else partial(pack_after_prompts, **after_prompts)
+    packing = partial(pack, row_length=row_length, rows=rows + -rows % ranks, ranks=ranks)
     return Learn(Learning(*(jax.jit(stage) for stage in learning)), algorithm, figures_of, packing)
 
 

@@ -106,18 +106,14 @@ def _units(batch: Batch, wanted_r: Array, size: int) -> tuple[Batch, Array, int]
     if batch.prompts is None:
         return batch, wanted_r, size
     count = len(batch.prompts[0])
-    own = {name: getattr(batch, name) for name in PROMPTS}
-    rows = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch.replace(**dict.fromkeys(PROMPTS)))
-    return rows.replace(**own), wanted_r.reshape(count, -1).any(axis=1), 1
+    return _reshape_rows(batch, count, -1), wanted_r.reshape(count, -1).any(axis=1), 1
 
 
-def _as_rows(batch: Batch) -> Batch:
-    """The units that were taken, as rows again."""
-    if batch.prompts is None:
-        return batch
-    own = {name: getattr(batch, name) for name in PROMPTS}
-    rows = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch.replace(**dict.fromkeys(PROMPTS)))
-    return rows.replace(**own)
+def _reshape_rows(batch: Batch, *sizes: int) -> Batch:
+    """The batch with its axes of rows in another shape; prompts, which have none, stay as they are."""
+    prompts = {name: getattr(batch, name) for name in PROMPTS}
+    rows = batch.replace(**dict.fromkeys(PROMPTS))
+    return jax.tree.map(lambda x: x.reshape(*sizes, x.shape[-1]), rows).replace(**prompts)
 
 
 def _score_rows(score: Score, size: int, mesh: DeviceMesh, params, pair: tuple[Batch, Array]) -> Array:
@@ -137,7 +133,7 @@ def _take(batch: Batch, rows: Visit, index) -> tuple[Batch, Array]:
     real_i = index * rows.size + jnp.arange(rows.size) < rows.wanted
     part = jax.tree.map(lambda x_rs: jnp.asarray(x_rs)[row_i], batch)
     filled = real_i.reshape(-1, *(1,) * (part.segments.ndim - 1))
-    part = _as_rows(part.replace(segments=jnp.where(filled, part.segments, 0)))
+    part = _reshape_rows(part.replace(segments=jnp.where(filled, part.segments, 0)), -1)
     return part, jnp.where(real_i, row_i, len(batch.tokens))
 
 

@@ -208,10 +208,8 @@ def _attend_shared(
     q: Array, k: Array, v: Array, window, view: View, config: DecoderConfig, attend: Attend, *, shared: Shared
 ) -> Array:
     """Attention within prompts, and of rows to themselves and to the prompt before them; all lie in one row."""
-    (q_p, q_r), (k_p, k_r), (v_p, v_r) = (_part(x, shared) for x in (q, k, v))
-    edge, shapes = shared.prompts * shared.length, ((shared.prompts, shared.length), (shared.rows, shared.tokens))
-    position_pu, position_rs = (x.reshape(shape) for x, shape in zip(_at(view.positions, edge), shapes, strict=True))
-    segment_pu, segment_rs = (x.reshape(shape) for x, shape in zip(_at(view.segments, edge), shapes, strict=True))
+    (q_p, q_r), (k_p, k_r), (v_p, v_r) = (_heads_apart(x, shared) for x in (q, k, v))
+    (position_pu, position_rs), (segment_pu, segment_rs) = (_apart(x, shared) for x in (view.positions, view.segments))
     before = partial(jnp.repeat, repeats=shared.rows // shared.prompts, axis=0)
     real_rs = (segment_rs > 0).astype(segment_pu.dtype)
     seen_r = [
@@ -225,18 +223,18 @@ def _attend_shared(
     return jnp.concatenate(flat, axis=1)[None]
 
 
-def _at(x: Array, edge: int) -> tuple[Array, Array]:
-    return x[0, :edge], x[0, edge:]
+def _apart(x: Array, shared: Shared) -> tuple[Array, Array]:
+    """[1 tokens ...] -> those of prompts [p u ...], those of rows [r s ...]."""
+    edge = shared.prompts * shared.length
+    shapes = (shared.prompts, shared.length), (shared.rows, shared.tokens)
+    of_prompts, of_rows = x[0, :edge], x[0, edge:]
+    return of_prompts.reshape(*shapes[0], *x.shape[2:]), of_rows.reshape(*shapes[1], *x.shape[2:])
 
 
-def _part(x: Array, shared: Shared) -> tuple[Array, Array]:
+def _heads_apart(x: Array, shared: Shared) -> tuple[Array, Array]:
     """[1 h tokens e] -> those of prompts [p h u e], those of rows [r h s e]."""
-    edge, heads, e = shared.prompts * shared.length, x.shape[1], x.shape[3]
-    of_prompts, of_rows = x[0, :, :edge], x[0, :, edge:]
-    return (
-        jnp.moveaxis(of_prompts.reshape(heads, shared.prompts, shared.length, e), 1, 0),
-        jnp.moveaxis(of_rows.reshape(heads, shared.rows, shared.tokens, e), 1, 0),
-    )
+    of_prompts, of_rows = _apart(jnp.swapaxes(x, 1, 2), shared)
+    return jnp.swapaxes(of_prompts, 1, 2), jnp.swapaxes(of_rows, 1, 2)
 
 
 def feed_forward(x: Array, layer: Params, config: DecoderConfig) -> Array:
