@@ -3,7 +3,6 @@
 import math
 import tracemalloc
 from collections import Counter, OrderedDict, deque
-from time import process_time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rewards.cheats import ATTACKS, CHEATS
 from rewards.honest import SOLUTIONS
+from timing import deadline
 
 from flowgrpo.contracts import Scored
 from flowgrpo.rewards.code.child import agree, decode_value, encode_value
@@ -336,11 +336,10 @@ def test_a_float_in_equals_is_met_relative_to_what_is_expected():
 
 
 def test_R2_what_a_program_writes_costs_the_host_time_and_memory_in_proportion_to_what_is_expected():
-    began = process_time()
-    for word in ("1" * 30_000 + "x", "+." + "1" * 30_000 + "e", "1e" + "1" * 30_000 + "x", "." * 30_000):
-        assert not same_output(word, "5", 1e-6)
-        assert not same_output(word, "5.5", 1e-6)
-    assert process_time() - began < 1.0  # a pattern that tries each split of the digits takes 12 s for each of three
+    with deadline(1.0):  # a pattern that tries each split of the digits takes 12 s for each of three
+        for word in ("1" * 30_000 + "x", "+." + "1" * 30_000 + "e", "1e" + "1" * 30_000 + "x", "." * 30_000):
+            assert not same_output(word, "5", 1e-6)
+            assert not same_output(word, "5.5", 1e-6)
     plan = split_sources(["assert f(1) == 2"])
     for flood in ("1\n" * 400_000, "0 !\n" * 200_000, "1 " * 400_000, '0 ! ["' + "E" * 800_000 + '"]\n'):
         box = SimpleNamespace(run=lambda *_, text=flood, **__: Ran("exited", 0, text, "", 0.0))
