@@ -24,7 +24,6 @@ from flowgrpo.batching.layouts import rows_by_trajectory
 from flowgrpo.batching.packing import account, pack, pack_after_prompts
 from flowgrpo.contracts import Algorithm, Env, Metrics, Policy
 from flowgrpo.envs.env import PAD
-from flowgrpo.evaluation.metrics import Evaluation, compute_metrics
 from flowgrpo.learner.critic import Valuation, explained_variance, make_value_score, without_critic
 from flowgrpo.learner.diagnostics import signal
 from flowgrpo.learner.imitation import demonstrate, imitation_rows, make_supervised
@@ -34,7 +33,8 @@ from flowgrpo.learner.update import Update, cast, make_update
 from flowgrpo.models.trainable import WHOLE, Trained, acting
 from flowgrpo.parallel.compile_ahead import compile_ahead, jit_quickly, on_host
 from flowgrpo.parallel.row_sharding import DeviceMesh, many_updates, over_runs, replicated, stack_trees
-from flowgrpo.rollout.compiled import draw_tasks, make_exam, make_rollout, repeat, summarise, tool_mix
+from flowgrpo.rollout.compiled import make_rollout, repeat, summarise, tool_mix
+from flowgrpo.rollout.exams import draw_tasks
 from flowgrpo.types import BadInput, Batch, Trajectories, check_range
 
 
@@ -236,7 +236,7 @@ def longest(env: Env) -> int:
     return sizes.prompt + (sizes.turns - 1) * sizes.observation + sizes.turns * sizes.action
 
 
-# Before and after the loop ----------------------------------------------------------------------------
+# Before the loop --------------------------------------------------------------------------------------
 
 
 def demonstration_rows(env: Env, key: Array, *, rows: int, split: str = "train") -> Batch:
@@ -260,26 +260,6 @@ def imitate(
 
     learner, losses = jax.lax.scan(one, init_learner(params, optimizer), jnp.arange(steps))
     return learner.params, losses
-
-
-def make_evaluation(
-    env: Env, policy: Policy, split: str = "test", *, tasks: int = 256, samples: int = 1, temperature: float = 1.0
-) -> Callable[[Any, Array], Evaluation]:
-    """Build `evaluate(params, key)`: success with its interval, pass@k, turns and tools on fresh tasks of a split."""
-    exam = jax.jit(make_exam(env, policy, split, tasks=tasks, samples=samples, temperature=temperature))
-    ks = sorted({1, samples})
-    return lambda params, key: evaluate_rollout(exam(acting(params), key), env, samples=samples, ks=ks)
-
-
-def evaluate_rollout(trajectories: Trajectories, env: Env, *, samples: int = 1, ks: Sequence[int] = (1,)) -> Evaluation:
-    """Compute the figures of a rollout of so many trajectories per task."""
-    played = jax.device_get(trajectories)
-    turns_nt = np.asarray(played.turns)
-    errors_n = (np.asarray(played.error) & turns_nt).sum(axis=1)
-    columns = (played.correct, turns_nt.sum(axis=1), errors_n, played.tool)
-    return compute_metrics(
-        *(np.asarray(x).reshape(-1, samples, *np.shape(x)[1:]) for x in columns), tools=env.tools, ks=ks
-    )
 
 
 # The stages -------------------------------------------------------------------------------------------

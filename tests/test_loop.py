@@ -17,7 +17,8 @@ from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.critic import make_critic
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.trainable import acting
-from flowgrpo.rollout.compiled import make_exam, shuffled_rewards, summarise
+from flowgrpo.rollout.compiled import shuffled_rewards, summarise
+from flowgrpo.rollout.exams import make_exam
 from flowgrpo.run.session import train_line
 
 pytestmark = pytest.mark.slow

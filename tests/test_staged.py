@@ -29,7 +29,8 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.trainable import WHOLE, actor_critic
 from flowgrpo.parallel.offload import DEVICE, DISK, HOST, Residency, place_of, places
 from flowgrpo.report.watchdog import StageWatchdog
-from flowgrpo.rollout.compiled import draw_tasks, repeat
+from flowgrpo.rollout.compiled import repeat
+from flowgrpo.rollout.exams import draw_tasks
 from flowgrpo.rollout.host_adapter import as_host, unstack
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.rollout.records import Hosted, rollout_of

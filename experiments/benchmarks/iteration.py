@@ -43,7 +43,8 @@ from flowgrpo.parallel.row_sharding import share
 from flowgrpo.recipes import pure
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import medians, seconds, show_columns, significant, timed
-from flowgrpo.rollout.compiled import draw_tasks, make_rollout, repeat
+from flowgrpo.rollout.compiled import make_rollout, repeat
+from flowgrpo.rollout.exams import draw_tasks
 from flowgrpo.run.warm_start import warm_start
 from flowgrpo.types import Trajectories
 

@@ -34,7 +34,7 @@ from flowgrpo.parallel.compile_ahead import compile_ahead, jit_quickly
 from flowgrpo.parallel.sharding import critic_axes, decoder_axes, mesh_of, place_state, settle
 from flowgrpo.recipes.hosted import record
 from flowgrpo.recipes.registry import ALGORITHMS, BY_IMPORT, ENVIRONMENTS, falling_optimizer, make_algorithm, make_env
-from flowgrpo.rollout import compiled
+from flowgrpo.rollout import exams
 from flowgrpo.rollout.compiled import shuffled_rewards
 from flowgrpo.rollout.records import Played
 from flowgrpo.rollout.trajectory_view import records_of
@@ -60,7 +60,7 @@ RIGHT: dict[tuple[str, ...], Callable] = {World().words: calls_right_tool}
 
 def tasks_of_split(env: fg.Env, split: str, *, count: int, seed: int = 0):
     """Tasks of a split, compiled."""
-    return jax.jit(partial(compiled.draw_tasks, env, count=count, split=split))(jax.random.key(seed))
+    return jax.jit(partial(exams.draw_tasks, env, count=count, split=split))(jax.random.key(seed))
 
 
 def tabulate_plays(env: fg.Env, plays: Play) -> dict[str, float]:
@@ -370,7 +370,7 @@ class PureWork(TestedWork):
 def _make_exam(setup: Setup, split: str, tasks: int, samples: int = 1):
     """`exam(params, key) -> Trajectories`, to be jitted; of an actor and its critic, the actor plays."""
     sizes = {"tasks": tasks, "samples": samples, "temperature": setup.config.temperature}
-    exam = compiled.make_exam(setup.env, setup.policy, split, **sizes)
+    exam = exams.make_exam(setup.env, setup.policy, split, **sizes)
     return lambda params, key: exam(acting(params), key)
 
 
@@ -401,7 +401,7 @@ class _Exam:
         """The gold answers of the tasks, of an environment that has some."""
         assert self._env.answer is not None
         answer = jax.vmap(self._env.answer)
-        return jit_quickly(lambda key: answer(compiled.examined(self._env, key, self._tasks, self._split)))(key)
+        return jit_quickly(lambda key: answer(exams.examined(self._env, key, self._tasks, self._split)))(key)
 
     def compile(self, params: Any, key: jax.Array) -> None:
         """Compile all programs."""
@@ -412,8 +412,8 @@ class _Exam:
             compile_ahead(self._play, params, compile_ahead(self._pick, drawn, 0))
 
     def _drawn(self, key: jax.Array) -> loop.RolloutTasks:
-        """The tasks of `compiled.make_exam` and their keys, in blocks; the last is filled up with the first."""
-        tasks = compiled.examined(self._env, key, self._tasks, self._split)
+        """The tasks of `exams.make_exam` and their keys, in blocks; the last is filled up with the first."""
+        tasks = exams.examined(self._env, key, self._tasks, self._split)
         keys = jax.random.split(jax.random.split(key)[1], self._tasks)
         index_bw = (jnp.arange(self._blocks * self._width) % self._tasks).reshape(self._blocks, self._width)
         tasks, keys = jax.tree.map(lambda x: x[index_bw], (tasks, keys))
@@ -426,7 +426,7 @@ class _Exam:
 
 def _rollout_metrics(rollout: Trajectories, env: fg.Env, *, samples: int = 1, ks: Sequence[int] = (1,)) -> Evaluation:
     """The figures of so many trajectories a task."""
-    figures = loop.evaluate_rollout(rollout, env, samples=samples, ks=ks)
+    figures = exams.evaluate_rollout(rollout, env, samples=samples, ks=ks)
     return replace(figures, right_tool=right_tool_share(env, jax.device_get(rollout)))
 
 

@@ -27,7 +27,7 @@ from flowgrpo.models.trainable import acting
 from flowgrpo.parallel.row_sharding import many_updates
 from flowgrpo.recipes import pure
 from flowgrpo.recipes.registry import ENVIRONMENTS
-from flowgrpo.rollout.compiled import make_exam
+from flowgrpo.rollout.exams import make_exam
 from flowgrpo.run.config import make_config
 from flowgrpo.types import Trajectories
 

@@ -2,9 +2,10 @@
 
 Modules:
 
-    compiled            Compiled rollouts of pure environments, examinations on fresh tasks, and figures of both
+    compiled            Compiled rollouts of pure environments, and their figures
     contract_check      Check the contract of host environments: raise where a rule is broken, or return what was played
     effects             Record what tools, roles and rewards answered, and give the same answers again (A2, S1)
+    exams               Fresh tasks of an environment, and examinations on them
     host_adapter        A pure environment as a host environment, so that whatever plays those plays these too (E2)
     hosted              Roll out host environments: `hosted` makes a function from tasks and keys to judged trajectories
     hosted_run          One hosted rollout under way, as the caller's thread runs it
@@ -16,8 +17,9 @@ Modules:
     trajectory_view     Show trajectories: turn records and arrays into what the viewer displays
 """
 
-from flowgrpo.rollout.compiled import draw_tasks, make_exam, make_rollout, repeat, shuffled_rewards, tool_mix
+from flowgrpo.rollout.compiled import make_rollout, repeat, shuffled_rewards, tool_mix
 from flowgrpo.rollout.contract_check import check_host_env
+from flowgrpo.rollout.exams import draw_tasks, make_evaluation, make_exam
 from flowgrpo.rollout.host_adapter import as_host
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.rollout.records import Played, from_json, rollout_of, to_json

@@ -1,17 +1,16 @@
-"""Compiled rollouts of pure environments, examinations on fresh tasks, and figures of both.
+"""Compiled rollouts of pure environments, and their figures.
 
     observe -> feed the cache -> sample an action -> step the environment,  until every trajectory is done
 
 The cache is appended to from turn to turn, so nothing is computed twice, and the loop ends with the last
 trajectory. What a trajectory gets depends on its own key alone (E3): the environment's randomness comes
-from `fold_in(key, 0)`, that of turn t from `fold_in(key, 1 + t)`, one uniform number per token. `make_rollout` and
-`make_exam` are the entry points; everything is pure, to be jitted by the caller.
+from `fold_in(key, 0)`, that of turn t from `fold_in(key, 1 + t)`, one uniform number per token. `make_rollout` is the
+entry point; everything is pure, to be jitted by the caller.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -251,36 +250,7 @@ def _record(env: Env, going: RolloutState, sampled: Sampled, now: Step) -> Spoke
     )
 
 
-# Examinations -----------------------------------------------------------------------------------------
-
-
-def make_exam(
-    env: Env,
-    policy: Policy,
-    split: str,
-    *,
-    tasks: int,
-    samples: int = 1,
-    temperature: float = 1.0,
-):
-    """`exam(params, key) -> Trajectories` on fresh tasks of a split."""
-    rollout = make_rollout(env, policy, temperature=temperature)
-
-    def exam(params, key: Array) -> Trajectories:
-        questions, group_n = repeat(examined(env, key, tasks, split), samples)
-        return rollout(params, questions, jax.random.split(jax.random.split(key)[1], len(group_n)), group_n)
-
-    return exam
-
-
-def examined(env: Env, key: Array, count: int, split: str) -> Any:
-    """Draw the tasks of an examination with this key; beside it in one program, they are drawn once."""
-    return draw_tasks(env, jax.random.split(key)[0], count, split)
-
-
-def draw_tasks(env: Env, key: Array, count: int, split: str) -> Any:
-    """So many fresh tasks of a split."""
-    return jax.vmap(partial(env.make_task, split=split))(jax.random.split(key, count))
+# Figures ----------------------------------------------------------------------------------------------
 
 
 def shuffled_rewards(trajectories: Trajectories, key: Array, *, samples: int) -> Trajectories:

@@ -15,7 +15,8 @@ from flowgrpo.recipes import study_arms
 from flowgrpo.recipes.compare import read_runs, run_study, study_config
 from flowgrpo.recipes.studies import STUDIES, Study, chosen_arms
 from flowgrpo.recipes.study_arms import Arm
-from flowgrpo.rollout.compiled import draw_tasks, repeat
+from flowgrpo.rollout.compiled import repeat
+from flowgrpo.rollout.exams import draw_tasks
 from tests.experiments.conftest import check_refused, last_line, run_command
 
 TWO = Study("Is it so?", "one", {"one": Arm(), "other": Arm()}, worlds={"lookup": {}, "maze": {}})

@@ -8,7 +8,7 @@ from compilations import counted_compilations
 from flowgrpo import loop
 from flowgrpo.models.trainable import acting
 from flowgrpo.recipes import pure
-from flowgrpo.rollout.compiled import make_exam
+from flowgrpo.rollout.exams import make_exam
 
 
 @pytest.fixture(scope="module")

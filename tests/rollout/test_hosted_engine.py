@@ -17,10 +17,11 @@ from flowgrpo.envs.lookup import lookup
 from flowgrpo.envs.maze import maze
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.sampler import logprobs, margin
-from flowgrpo.loop import draw_tasks, longest
+from flowgrpo.loop import longest
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.rollout.compiled import make_rollout, repeat
+from flowgrpo.rollout.exams import draw_tasks
 from flowgrpo.rollout.host_adapter import as_host, unstack
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.rollout.records import from_json, rollout_of, to_json, unfinished_from_json, unfinished_to_json
