@@ -194,8 +194,7 @@ def attention(x: Array, layer: Params, held: Held | None, view: View, config: De
     else:
         held = write_cache(held, (k, v), layer, view)
         block_of = partial(block, held=held, layer=layer, view=view)
-        how = {"turned": view.turned, "unrolled": view.apart}
-        mixed = attend_cache(jnp.swapaxes(q, 1, 2), block_of, view.blocks, config, **how)
+        mixed = attend_cache(jnp.swapaxes(q, 1, 2), block_of, view.blocks, config, unrolled=view.apart)
     return multiply(jnp.swapaxes(mixed, 1, 2), layer, "o", inputs=2), held
 
 

@@ -23,32 +23,23 @@ def make_cache(rows: int, slots: int, *, config: DecoderConfig, dtype=jnp.float3
     they are few, which takes no copy to read.
     """
     slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
-    turned, count = not stacked and _turns(config), 0 if stacked else _blocks_apart(slots)
+    count = 0 if stacked else _blocks_apart(slots)
 
-    def empty(*, turned: bool = False) -> Layers:  # arrays of their own, so that each can be donated
+    def empty() -> Layers:  # arrays of their own, so that each can be donated
         if stacked:
             return jnp.zeros((config.num_layers, rows, config.k, slots, config.e), dtype)
-        size = BLOCK if count else slots
-        shape = (rows, config.k, *((config.e, size) if turned else (size, config.e)))
+        shape = (rows, config.k, BLOCK if count else slots, config.e)
         arrays = [tuple(jnp.zeros(shape, dtype) for _ in range(count or 1)) for _ in range(config.num_layers)]
         return tuple(blocks if count else blocks[0] for blocks in arrays)
 
     positions, segments = (jnp.zeros((rows, slots), jnp.int32) for _ in range(2))
-    return Cache(empty(turned=turned), empty(), positions, segments, jnp.zeros(rows, jnp.int32))
+    return Cache(empty(), empty(), positions, segments, jnp.zeros(rows, jnp.int32))
 
 
 def _blocks_apart(slots: int) -> int:
     """How many blocks of a layer on its own are arrays: none where there is one, or more than are unrolled."""
     count = slots // BLOCK
     return count if 1 < count <= UNROLLED else 0
-
-
-def _turns(config: DecoderConfig) -> bool:
-    """Whether keys of layers on their own lie [r k e c]: products with them are twice as fast on a CPU.
-
-    They are not where one query of a wide head is multiplied, which is a product with a vector.
-    """
-    return config.h > config.k or config.e < 64
 
 
 class Shared(NamedTuple):
@@ -69,7 +60,6 @@ class View(NamedTuple):
     k_segments: Array  # r c
     slots: Array | None = None  # r s: of the cache, where there is one, that the tokens go to
     blocks: Array | int = 0  # of the cache, that are filled in any row of these tokens
-    turned: bool = False  # whether the cache's keys are [r k e c]
     apart: int = 0  # how many blocks of a layer are arrays of their own
     shared: Shared | None = None  # where rows go on from prompts that they share
     angles: tuple[Array, ...] = ()  # cosine and sine of each rope's angles, [ropes r s 1 e/2]
@@ -98,10 +88,8 @@ def extend_cache(tokens, positions, segments, cache: Cache | None, config: Decod
     cache = cache.replace(positions=k_positions, segments=k_segments, next=held)
     size = _block_size(cache.positions)
     blocks = 1 if size == cache.positions.shape[1] else -(-filled // size)
-    turned, apart = False, 0
-    if isinstance(cache.keys, tuple):
-        turned, apart = _turns(config), _blocks_apart(cache.positions.shape[1])
-    return cache, View(positions, segments, k_positions, k_segments, slots, blocks, turned, apart)
+    apart = _blocks_apart(cache.positions.shape[1]) if isinstance(cache.keys, tuple) else 0
+    return cache, View(positions, segments, k_positions, k_segments, slots, blocks, apart)
 
 
 def _block_size(x_rc: Array) -> int:
@@ -115,19 +103,19 @@ def write_cache(held: Held, new: tuple[Array, Array], layer: Params, view: View)
     """The tokens' keys and values [r s k e] in their slots of a layer, in place where the cache is donated."""
     assert view.slots is not None
     write = partial(_write_layer, index=layer["index"], slots=view.slots)
-    return write(held[0], new[0], turned=view.turned), write(held[1], new[1])
+    return write(held[0], new[0]), write(held[1], new[1])
 
 
-def _write_layer(layers: Layers, x: Array, *, index, slots: Array, turned: bool = False) -> Layers:
+def _write_layer(layers: Layers, x: Array, *, index, slots: Array) -> Layers:
     if isinstance(layers, tuple):
         own = layers[index]
         if isinstance(own, tuple):
             parts = enumerate(own)
-            own = tuple(_write(part, x, (), _within(slots, number), turned) for number, part in parts)
+            own = tuple(_write(part, x, (), _within(slots, number)) for number, part in parts)
         else:
-            own = _write(own, x, (), slots, turned)
+            own = _write(own, x, (), slots)
         return *layers[:index], own, *layers[index + 1 :]
-    return _write(layers, x, (index,), slots, turned)
+    return _write(layers, x, (index,), slots)
 
 
 def _within(slots: Array, number: int) -> Array:
@@ -135,30 +123,27 @@ def _within(slots: Array, number: int) -> Array:
     return jnp.where(slots // BLOCK == number, slots % BLOCK, BLOCK)
 
 
-def _write(own: Array, x: Array, index: tuple, slots: Array, turned: bool) -> Array:
-    rows, every = jnp.arange(len(slots))[:, None], slice(None)
-    place = (rows, every, every, slots) if turned else (rows, every, slots)
-    return own.at[(*index, *place)].set(x.astype(own.dtype), mode="drop")
+def _write(own: Array, x: Array, index: tuple, slots: Array) -> Array:
+    rows = jnp.arange(len(slots))[:, None]
+    return own.at[(*index, rows, slice(None), slots)].set(x.astype(own.dtype), mode="drop")
 
 
 def block(index: Array | int, *, held: Held, layer: Params, view: View) -> Part:
     """Keys and values of one block of a layer's slots, as they lie, and who sees them."""
     size = _block_size(view.k_positions)
     pick = partial(jax.lax.dynamic_slice_in_dim, start_index=index * size, slice_size=size)
-    k = _pick_block(held[0], layer["index"], index * size, size, axis=3 if view.turned else 2)
-    v = _pick_block(held[1], layer["index"], index * size, size, axis=2)
+    k, v = (_pick_block(layers, layer["index"], index * size, size) for layers in held)
     k_positions, k_segments = pick(view.k_positions, axis=1), pick(view.k_segments, axis=1)
     return k, v, visible(view.positions, k_positions, view.segments, k_segments, layer["window"])
 
 
-def _pick_block(layers: Layers, index, start: Array | int, size: int, *, axis: int) -> Array:
-    """So many slots of a layer, which lie along this axis of it; where they are all, as they lie."""
+def _pick_block(layers: Layers, index, start: Array | int, size: int) -> Array:
+    """So many slots of a layer; where they are all, as they lie."""
     if isinstance(layers, tuple):
         own = layers[index]
         if isinstance(own, tuple):
             assert isinstance(start, int)
             return own[start // size]
-        return own if own.shape[axis] == size else jax.lax.dynamic_slice_in_dim(own, start, size, axis)
-    starts, sizes = [index, 0, 0, 0, 0], [1, *layers.shape[1:]]
-    starts[1 + axis], sizes[1 + axis] = start, size
-    return jax.lax.dynamic_slice(layers, starts, sizes)[0]
+        return own if own.shape[2] == size else jax.lax.dynamic_slice_in_dim(own, start, size, 2)
+    sizes = (1, *layers.shape[1:3], size, layers.shape[4])
+    return jax.lax.dynamic_slice(layers, (index, 0, 0, start, 0), sizes)[0]
