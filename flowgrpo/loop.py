@@ -49,7 +49,6 @@ class Settings:
         micro_rows      rows that are scored together: less memory with fewer, the same numbers
         mini_batches    parts of the batch, each with an optimizer step of its own
         epochs          times that the batch is gone through
-        block           trajectories that roll out together; None: all
         share_prompts   compute what the trajectories of a group begin with once, in three programs; their prompts
                         must be equal, and `micro_rows` rows are then those of one prompt
         narrowest       fewest rows that a turn's last actions are decoded in; None: as many as its first
@@ -65,15 +64,13 @@ class Settings:
     micro_rows: int = 16
     mini_batches: int = 1
     epochs: int = 1
-    block: int | None = None
     share_prompts: bool = False
     narrowest: int | None = None
     compute_dtype: Any = None
 
     def __post_init__(self):
-        for name in ("queries", "samples", "oversample", "micro_rows", "mini_batches", "epochs", "block", "narrowest"):
-            optional = name in ("block", "narrowest")
-            check_range("Settings", name, getattr(self, name), 1, whole=True, optional=optional)
+        for name in ("queries", "samples", "oversample", "micro_rows", "mini_batches", "epochs", "narrowest"):
+            check_range("Settings", name, getattr(self, name), 1, whole=True, optional=name == "narrowest")
         check_range("Settings", "temperature", self.temperature, 0.0, exclusive=True)
 
 
@@ -161,8 +158,7 @@ def make_iteration(
     """
     if algorithm.name == "gigpo" and env.anchor is Env._field_defaults["anchor"]:
         raise BadInput(f"gigpo compares turns of equal states, but {env.name} has no anchor: give it one")
-    sizes: dict[str, Any] = {"block": settings.block, "narrowest": settings.narrowest}
-    rollout = make_rollout(env, policy, temperature=settings.temperature, **sizes)
+    rollout = make_rollout(env, policy, temperature=settings.temperature, narrowest=settings.narrowest)
     slots = longest(env)
     rest = {"banned": (PAD,), "critic": critic, "trained": trained, "slots": slots}
     learning = make_learning(policy, algorithm, optimizer, settings, **rest)
@@ -228,6 +224,12 @@ def make_learning(
     )
     stages = _Stages(algorithm, settings, trained, score_trajectories, learn)
     return Learning(stages.score_trajectories, stages.credit, stages.update)
+
+
+def check_prompts_apart(settings: Settings) -> None:
+    """Refuse to share prompts where nothing is packed behind them: in all but three programs."""
+    if settings.share_prompts:
+        raise BadInput("Settings.share_prompts is for three_programs alone: set it to False here")
 
 
 def longest(env: Env) -> int:
@@ -329,6 +331,7 @@ def _lay_out(trajectories: Trajectories, adv, weights, target=None, *, slots: in
 
 def one_program(iteration: Iteration) -> Callable[[Run], tuple[Run, Metrics]]:
     """A whole iteration as one pure function: jit it, scan it over updates, vmap it over seeds."""
+    check_prompts_apart(iteration.settings)
     tools, samples = len(iteration.env.tools), iteration.settings.samples
 
     def step(run: Run) -> tuple[Run, Metrics]:

@@ -20,6 +20,7 @@ from flowgrpo.models.trainable import acting
 from flowgrpo.rollout.compiled import shuffled_rewards, summarise
 from flowgrpo.rollout.exams import make_exam
 from flowgrpo.run.session import train_line
+from flowgrpo.staged import make_staged
 
 pytestmark = pytest.mark.slow
 
@@ -87,6 +88,14 @@ def test_prompts_that_can_not_be_shared_are_refused(policy, algorithm, changes, 
     sizes = replace(SIZES, share_prompts=True, **changes)
     with pytest.raises(fg.BadInput, match=r"Settings\.share_prompts needs a policy with hidden_after"):
         loop.make_iteration(ENV, policy, algorithm, OPTIMIZER, sizes, critic=critic)
+
+
+def test_prompts_are_shared_in_three_programs_and_nowhere_else():
+    sizes, rest = replace(SIZES, share_prompts=True), dict.fromkeys(("row_length", "rows", "tools"), 8)
+    with pytest.raises(fg.BadInput, match="share_prompts is for three_programs alone"):
+        loop.one_program(iteration(sizes=sizes))
+    with pytest.raises(fg.BadInput, match="share_prompts is for three_programs alone"):
+        make_staged(POLICY, ALGORITHM, OPTIMIZER, sizes, None, banned=(), residency=None, **rest)
 
 
 def test_F7_nothing_has_moved_before_the_first_step(by_one):

@@ -51,15 +51,12 @@ class RolloutState(struct.PyTreeNode):
     correct: Bool[Array, "n"]
 
 
-def make_rollout(
-    env: Env, policy: Policy, *, temperature: float = 1.0, block: int | None = None, narrowest: int | None = None
-) -> Callable:
+def make_rollout(env: Env, policy: Policy, *, temperature: float = 1.0, narrowest: int | None = None) -> Callable:
     """`rollout(params, tasks, keys_n, group_n, version=0) -> Trajectories`, to be jitted by the caller.
 
-    Tasks and keys have one entry per trajectory. With `block`, so many trajectories run at a time, one block after the
-    other, which keeps their caches in the processor's. With `narrowest`, the actions of a turn that are left when half
-    have ended are decoded in half the width, down to that many (`sampler.decode`): it pays where a few long actions
-    are waited for, and takes a compilation per width. Over the policy's mesh each device rolls out its share.
+    Tasks and keys have one entry per trajectory. With `narrowest`, the actions of a turn that are left when half have
+    ended are decoded in half the width, down to that many (`sampler.decode`): it pays where a few long actions are
+    waited for, and takes a compilation per width. Over the policy's mesh each device rolls out its share.
     """
     if policy.make_cache is None:
         raise BadInput("the policy has no make_cache, and a rollout needs one")
@@ -68,7 +65,7 @@ def make_rollout(
     if narrowest is not None and divides(policy.mesh):
         raise BadInput("make_rollout: narrowest needs rows that lie on one device, but the mesh divides the program")
     policy = policy._replace(unembed=partial(_unembed, env, policy.unembed))
-    return _Roller(env, policy, temperature, block, narrowest)
+    return _Roller(env, policy, temperature, narrowest)
 
 
 def _unembed(env: Env, unembed: Callable, params, hidden: Array) -> Array:
@@ -108,19 +105,7 @@ def _collect(env: Env, spoken: Spoken, ended: tuple[Array, Array], group_n, vers
     )
 
 
-def _blocks(run: Callable, block: int, params, given: tuple) -> tuple[Spoken, tuple[Array, Array]]:
-    """One block of trajectories after the other."""
-    count = len(given[1])
-    if block >= count:
-        return run(params, given)
-    if count % block:
-        raise BadInput(f"{count} trajectories are no whole number of blocks of {block}")
-    split = jax.tree.map(lambda x: x.reshape(-1, block, *x.shape[1:]), given)
-    played = jax.lax.map(lambda part: run(params, part), split)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), played)
-
-
-# One block --------------------------------------------------------------------------------------------
+# Turn by turn -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,16 +115,11 @@ class _Roller:
     env: Env
     policy: Policy
     temperature: float
-    block: int | None
     narrowest: int | None
 
     def __call__(self, params, tasks, keys, group_n, version=0) -> Trajectories:
-        spoken, ended = map_rows(self.run_all, self.policy.mesh, params, (tasks, keys))
+        spoken, ended = map_rows(self.run, self.policy.mesh, params, (tasks, keys))
         return _collect(self.env, spoken, ended, group_n, version)
-
-    def run_all(self, params, given: tuple) -> tuple[Spoken, tuple[Array, Array]]:
-        """All trajectories at once, or block by block."""
-        return self.run(params, given) if self.block is None else _blocks(self.run, self.block, params, given)
 
     def run(self, params, given: tuple) -> tuple[Spoken, tuple[Array, Array]]:
         """All turns of the given (tasks, keys) -> (their record [n t ...], (done_n, correct_n))."""

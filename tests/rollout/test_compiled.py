@@ -13,7 +13,7 @@ from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.parallel.row_sharding import place_on_devices
 from flowgrpo.parallel.sharding import decoder_axes, make_mesh, settle, state_shardings
-from flowgrpo.rollout.compiled import Spoken, _blocks, _collect, make_rollout, repeat
+from flowgrpo.rollout.compiled import Spoken, _collect, make_rollout, repeat
 
 ENV = tiny_env(rounds=1)  # a random policy solves some
 CONFIG = DecoderConfig(v=len(ENV.words), d=16, h=2, k=1, e=8, f=16, windows=(None,), ropes=(Rope(),), init_scale=0.5)
@@ -112,30 +112,12 @@ def test_E3_a_trajectory_depends_on_its_key_alone(work, rollout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [{"block": SAMPLES}, {"narrowest": 2}])
-def test_E3_in_other_widths_the_trajectories_are_the_same(work, rollout, how):
+def test_E3_in_other_widths_the_trajectories_are_the_same(work, rollout):
     """Tokens are equal, and log-probabilities within rounding."""
-    found = jax.jit(make_rollout(ENV, POLICY, temperature=TEMPERATURE, **how))(*work)
+    found = jax.jit(make_rollout(ENV, POLICY, temperature=TEMPERATURE, narrowest=2))(*work)
     for name in ("tokens", "chosen", "length", "turns", "reward", "status"):
         np.testing.assert_array_equal(getattr(found, name), getattr(rollout, name))
     np.testing.assert_allclose(found.logp_sampled, rollout.logp_sampled, atol=1e-5)
-
-
-def test_blocks_are_run_one_after_the_other_and_put_together():
-    sizes = []
-
-    def double(factor, given):
-        sizes.append(len(given[1]))
-        return jax.tree.map(lambda x: x * factor, given)
-
-    given = (jnp.arange(12).reshape(6, 2), jnp.arange(6))
-    for block, size in ((2, 2), (3, 3), (6, 6), (7, 6)):
-        found = _blocks(double, block, 2, given)
-        np.testing.assert_array_equal(found[0], 2 * np.arange(12).reshape(6, 2))
-        np.testing.assert_array_equal(found[1], 2 * np.arange(6))
-        assert sizes.pop() == size
-    with pytest.raises(fg.BadInput, match="6 trajectories are no whole number of blocks of 5"):
-        _blocks(double, 5, 2, given)
 
 
 def test_what_is_paid_by_turn_is_shown_by_turn():
