@@ -34,8 +34,8 @@ from flowgrpo.types import BadInput
 FLAWED_JAXLIB = ("0.10.2",)
 NO_FLAWED_FUSION = "--xla_cpu_experimental_ynn_fusion_type="
 # On processors without AVX-512 oneDNN, which multiplies XLA's matrices, rounds the last rows of some widths otherwise
-# than the others. Its plain kernels don't, and take up to twice as long.
-PLAIN_KERNELS = ("DNNL_MAX_CPU_ISA", "SSE41")
+# than the others. Its kernels without fused multiplication and addition don't, and take up to twice as long.
+PLAIN_KERNELS = ("DNNL_MAX_CPU_ISA", "AVX")
 DAY = 86400  # seconds
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # for the products of a CPU device
 USER = "user"  # the compilation cache in a folder of the user's own

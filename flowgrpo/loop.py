@@ -226,7 +226,7 @@ def make_learning(
     return Learning(stages.score_trajectories, stages.credit, stages.update)
 
 
-def check_prompts_apart(settings: Settings) -> None:
+def refuse_shared_prompts(settings: Settings) -> None:
     """Refuse to share prompts where nothing is packed behind them: in all but three programs."""
     if settings.share_prompts:
         raise BadInput("Settings.share_prompts is for three_programs alone: set it to False here")
@@ -331,7 +331,7 @@ def _lay_out(trajectories: Trajectories, adv, weights, target=None, *, slots: in
 
 def one_program(iteration: Iteration) -> Callable[[Run], tuple[Run, Metrics]]:
     """A whole iteration as one pure function: jit it, scan it over updates, vmap it over seeds."""
-    check_prompts_apart(iteration.settings)
+    refuse_shared_prompts(iteration.settings)
     tools, samples = len(iteration.env.tools), iteration.settings.samples
 
     def step(run: Run) -> tuple[Run, Metrics]:

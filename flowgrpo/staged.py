@@ -79,7 +79,7 @@ def make_staged(
     `release` destroys what the sampler holds, once all have played. Where models move at all, the run that a step is
     given is used up: its buffers are deleted where they were, and overwritten by the update.
     """
-    loop.check_prompts_apart(settings)
+    loop.refuse_shared_prompts(settings)
     kinds: dict[str, Any] = {"critic": critic, "trained": trained, "slots": slots, "banned": banned}
     # The reference is replaced here, where it may lie on the host or the disk.
     learning = loop.make_learning(policy, algorithm._replace(reference_every=None), optimizer, settings, **kinds)
