@@ -38,7 +38,7 @@ SHARE, LEAST_0 = (-0.1, 1.1), (-1e-9,)
 NUMBERS = {  # constructor -> what is wrong of each argument beside what is no number at all
     partial(fg.make_optimizer, learning_rate=0.1): dict.fromkeys(("learning_rate", "weight_decay"), LEAST_0)
     | {"clip_norm": POSITIVE, "final_share": SHARE, "warmup_steps": (-1, 0.5), "decay_steps": COUNT},
-    loop.Settings: dict.fromkeys(("queries", "samples", "oversample", "mini_batches", "epochs", "block"), COUNT)
+    loop.Settings: dict.fromkeys(("queries", "samples", "oversample", "mini_batches", "epochs", "narrowest"), COUNT)
     | {"micro_rows": COUNT, "temperature": POSITIVE},
     partial(make_update, BIGRAMS, PLAIN, RATE): dict.fromkeys(("micro_rows", "epochs", "mini_batches", "chunk"), COUNT)
     | {"temperature": POSITIVE},
