@@ -2,6 +2,7 @@
 
 Modules:
 
+    compiled_program  Read what a compiler made of a program: loops, bytes moved, collectives, its estimate of time
     cost_model   Lower bounds on what a model needs, by formula, and the operations that a traced program counts
     dry_run      Compile a run's programs without its weights, and report what each takes of a device
     mesh_search  Rank the ways to run a job on some devices, with memory and time by formula

@@ -1,0 +1,369 @@
+"""Read what a compiler made of a program: loops, bytes that are moved, copies, collectives and its own estimate of time.
+
+    steps = program_steps(compiled.as_text(), trips=(128, 16))
+    moved_bytes(steps), sent_bytes(steps), largest(steps)
+
+XLA's own cost analysis meets the body of a loop once, and says nothing on GPUs; here every instruction of the optimised
+program stands with the number of times that it runs: loops that count say how often they run, and of a loop that ends
+on a condition the caller says it, by depth, as for `cost_model.count_products`. Of the branches of a condition the one
+that moves most counts.
+
+Bytes are those of device memory: an operand of which only a slice is read counts as that slice, a result that is written
+into its operand as what is written, and what lies in a memory on the chip (S(1) and higher) not at all. Shapes are
+padded to the tiles in which they lie.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "token": 0, "opaque": 0}
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^{}]*)\})?")
+_LINE = re.compile(r"\s*(ROOT )?%?([\w.-]+) = (.*)")
+_HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{\s*$")
+_NAME = re.compile(r"%([\w.-]+)")
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota", "partition-id"}
+_FREE |= {"opt-barrier", "replica-id", "copy-done", "async-done", "async-update", "slice-done", "custom-call-done"}
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+_SLICES = {"dynamic-slice", "slice", "gather"}
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written into the first
+_SAME = {"bitcast", "reshape"}  # of the same bytes
+
+
+class Instruction(NamedTuple):
+    """One instruction of a computation."""
+
+    name: str
+    shape: str  # as it is written, with its layout
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str  # attributes
+    root: bool
+
+
+class Computation(dict[str, Instruction]):
+    """The instructions of a computation by name, in order."""
+
+    @cached_property
+    def root(self) -> Instruction:
+        """The instruction that gives the result."""
+        return next(x for x in reversed(self.values()) if x.root)
+
+    @cached_property
+    def parameters(self) -> list[Instruction]:
+        """The parameters by number."""
+        found = {int(x.operands[0]): x for x in self.values() if x.opcode == "parameter"}
+        return [found[number] for number in sorted(found)]
+
+    def users(self, name: str) -> list[Instruction]:
+        """The instructions that read a result."""
+        return [x for x in self.values() if name in x.operands]
+
+
+class Step(NamedTuple):
+    """An instruction of a program, and what it costs each of the `times` that it runs on a device."""
+
+    opcode: str
+    shape: str
+    times: float
+    read: float  # bytes of device memory
+    written: float
+    sent: float  # bytes that reach the device from others
+    cycles: float  # as the compiler estimates them; 0 where it says nothing
+    origin: str  # the operation that it was made of
+
+
+def program_steps(text: str, trips: Sequence[int] = ()) -> list[Step]:
+    """List the instructions of an optimised program; `trips` says how often loops on a condition run, by depth."""
+    computations, entry = parse(text)
+    seen: set[str] = set()
+    return list(_steps(computations, computations[entry], 1.0, tuple(trips), seen))
+
+
+def moved_bytes(steps: Iterable[Step]) -> float:
+    """Bytes of device memory that are read and written in a run of the program."""
+    return sum(x.times * (x.read + x.written) for x in steps)
+
+
+def sent_bytes(steps: Iterable[Step]) -> float:
+    """Bytes that reach a device from others in a run of the program."""
+    return sum(x.times * x.sent for x in steps)
+
+
+def collectives(steps: Iterable[Step]) -> dict[str, float]:
+    """How often each kind of collective runs."""
+    counts: dict[str, float] = {}
+    for step in steps:
+        if step.sent:
+            counts[step.opcode] = counts.get(step.opcode, 0) + step.times
+    return counts
+
+
+def largest(steps: Iterable[Step], count: int = 5) -> list[tuple[str, float]]:
+    """Find what moves the most bytes, instructions of the same kind, shape and origin together."""
+    total: dict[str, float] = {}
+    for step in steps:
+        shape = re.sub(r"\{[^{}]*\}", "", step.shape)
+        name = f"{step.opcode} {shape[:80]} of {step.origin}"
+        total[name] = total.get(name, 0.0) + step.times * (step.read + step.written + step.sent)
+    return sorted(total.items(), key=lambda x: -x[1])[:count]
+
+
+# Reading ----------------------------------------------------------------------------------------------
+
+
+def parse(text: str) -> tuple[dict[str, Computation], str]:
+    """The computations of an optimised program by name, and the name of the first to run."""
+    computations: dict[str, Computation] = {}
+    current, entry = Computation(), ""
+    for line in text.splitlines():
+        if not line.startswith(" "):
+            head = _HEAD.match(line)
+            if head:
+                current = computations[head[2]] = Computation()
+                entry = head[2] if head[1] else entry
+        elif found := _LINE.match(line):
+            instruction = _instruction(found[2], found[3], bool(found[1]))
+            current[instruction.name] = instruction
+    return computations, entry
+
+
+def _instruction(name: str, told: str, root: bool) -> Instruction:
+    """Take `shape opcode(operands), rest` apart."""
+    shape = told[: _closing(told, 0) + 1] if told.startswith("(") else told.split(" ", 1)[0]
+    opcode, _, after = told[len(shape) :].lstrip().partition("(")
+    end = _closing("(" + after, 0) - 1
+    inner, rest = after[:end], after[end + 1 :]
+    operands = (inner,) if opcode in ("parameter", "constant") else tuple(_NAME.findall(inner))
+    return Instruction(name, shape, opcode.strip(), operands, rest, root)
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the bracket that opens at `start` is closed."""
+    depth = 0
+    for index in range(start, len(text)):
+        depth += (text[index] == "(") - (text[index] == ")")
+        if depth == 0:
+            return index
+    raise ValueError(f"a bracket is not closed in {text[start : start + 80]!r}")
+
+
+def shape_bytes(shape: str) -> float:
+    """Bytes of device memory that arrays of this shape take, padded to their tiles."""
+    return sum(_array_bytes(*found.groups()) for found in _ARRAY.finditer(shape))
+
+
+def _array_bytes(dtype: str, sizes: str, layout: str | None) -> float:
+    layout = layout or ""
+    if re.search(r"S\([1-9]", layout):
+        return 0.0
+    lengths = [int(x) for x in sizes.split(",") if x]
+    tile = re.search(r"T\(([\d,]+)\)", layout)
+    order = [int(x) for x in layout.partition(":")[0].split(",") if x]
+    if tile and order:
+        for axis, length in zip(order, reversed([int(x) for x in tile[1].split(",")]), strict=False):
+            lengths[axis] = -(-lengths[axis] // length) * length
+    return math.prod(lengths) * _dtype_bytes(dtype)
+
+
+def _dtype_bytes(dtype: str) -> float:
+    if dtype in SIZES:
+        return SIZES[dtype]
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) / 8 if bits else 0.0
+
+
+# Counting ---------------------------------------------------------------------------------------------
+
+
+def _steps(
+    computations: Mapping[str, Computation], own: Computation, times: float, trips: tuple[int, ...], seen: set[str]
+) -> Iterator[Step]:
+    for instruction in own.values():
+        opcode, rest = instruction.opcode, instruction.rest
+        if opcode == "while":
+            counted = _trip_count(computations, instruction)
+            again, left = (counted, trips) if counted is not None else (trips[0] if trips else 1, trips[1:])
+            yield from _steps(computations, computations[_called(rest, "body")], times * again, left, seen)
+        elif opcode == "conditional":
+            branches = [computations[name] for name in _branches(rest)]
+            tried = [list(_steps(computations, branch, times, trips, set(seen))) for branch in branches]
+            chosen = max(range(len(tried)), key=lambda index: moved_bytes(tried[index]) + sent_bytes(tried[index]))
+            yield from _steps(computations, branches[chosen], times, trips, seen)
+        elif opcode in ("call", "async-start") and (name := _called(rest, "to_apply|calls")):
+            yield from _steps(computations, computations[name], times, trips, seen)
+        elif opcode not in _FREE and not opcode.endswith("-done"):
+            yield _step(computations, own, instruction, times, seen)
+
+
+def _step(
+    computations: Mapping[str, Computation], own: Computation, instruction: Instruction, times: float, seen: set[str]
+) -> Step:
+    inside = _called(instruction.rest, "calls") if instruction.opcode == "fusion" else None
+    body = None if inside is None else computations[inside]
+    sent, kind = _sent(computations, own, instruction, body, seen)
+    read = sum(_read_bytes(computations, own, instruction, body, number) for number in range(len(instruction.operands)))
+    cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.rest)
+    origin = re.search(r'op_name="([^"]*)"', instruction.rest)
+    return Step(
+        opcode=kind or instruction.opcode.removesuffix("-start"),
+        shape=instruction.shape,
+        times=times,
+        read=read,
+        written=_written_bytes(own, instruction, body),
+        sent=sent,
+        cycles=float(cycles[1]) if cycles else 0.0,
+        origin=origin[1] if origin else "",
+    )
+
+
+def _called(rest: str, attribute: str) -> str | None:
+    found = re.search(rf"(?:{attribute})=%?([\w.-]+)", rest)
+    return found[1] if found else None
+
+
+def _branches(rest: str) -> list[str]:
+    """The computations of which one runs."""
+    many = re.search(r"branch_computations=\{([^}]*)\}", rest)
+    if many:
+        return _NAME.findall(many[1])
+    return re.findall(r"(?:true|false)_computation=%?([\w.-]+)", rest)
+
+
+def _trip_count(computations: Mapping[str, Computation], loop: Instruction) -> int | None:
+    """How often a loop runs that counts from 0 to a constant; None for any other."""
+    told = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest)
+    if told:
+        return int(told[1])
+    condition = computations[_called(loop.rest, "condition") or ""]
+    root = condition.root
+    if root.opcode == "fusion":
+        return None
+    sides = [condition.get(name) for name in root.operands]
+    if root.opcode != "compare" or "direction=LT" not in root.rest or len(sides) != 2:
+        return None
+    bound = sides[1]
+    return int(bound.operands[0]) if bound is not None and bound.opcode == "constant" else None
+
+
+def _read_bytes(
+    computations: Mapping[str, Computation],
+    own: Computation,
+    instruction: Instruction,
+    body: Computation | None,
+    number: int,
+) -> float:
+    """Bytes of an operand that an instruction reads."""
+    operand = own.get(instruction.operands[number])
+    if operand is None or operand.opcode == "constant":
+        return 0.0
+    whole = shape_bytes(operand.shape)
+    if body is not None:
+        part = _used_bytes(computations, body, body.parameters[number].name)
+        return whole if part is None else min(whole, part)
+    part = _part_bytes(own, instruction, instruction.operands[number])
+    return whole if part is None else part
+
+
+def _used_bytes(computations: Mapping[str, Computation], body: Computation, name: str) -> float | None:
+    """Bytes of a result within a fusion that its users read; None where one of them reads it whole."""
+    total = 0.0
+    for user in body.users(name):
+        if user.opcode in _SAME:
+            part = _used_bytes(computations, body, user.name)
+        elif user.opcode == "fusion" and (inside := _called(user.rest, "calls")):
+            inner = computations[inside]
+            part = _used_bytes(computations, inner, inner.parameters[user.operands.index(name)].name)
+        else:
+            part = _part_bytes(body, user, name)
+        if part is None:
+            return None
+        total += part
+    return total
+
+
+def _part_bytes(own: Computation, user: Instruction, name: str) -> float | None:
+    """Bytes that an instruction reads of an operand of which it takes, or into which it writes, a part."""
+    if user.operands[:1] != (name,):
+        return None
+    if user.opcode in _SLICES:
+        return shape_bytes(_on_device(user.shape))
+    return 0.0 if user.opcode in _UPDATES else None
+
+
+def _on_device(shape: str) -> str:
+    """A shape within a fusion as if it lay in the device's memory, from which it is taken."""
+    return re.sub(r"S\(\d+\)", "", shape)
+
+
+def _written_bytes(own: Computation, instruction: Instruction, body: Computation | None) -> float:
+    """Bytes that an instruction writes."""
+    whole = shape_bytes(instruction.shape)
+    if instruction.opcode.endswith("-start"):  # the result stands beside the operand
+        operands = sum(shape_bytes(own[name].shape) for name in instruction.operands if name in own)
+        return max(0.0, whole - operands)
+    if body is None:
+        return _update_bytes(own, instruction, whole)
+    if body.root.opcode != "tuple":
+        return _update_bytes(body, _source(body, body.root), whole)
+    parts = [body[name] for name in body.root.operands if name in body]
+    return sum(_update_bytes(body, _source(body, part), shape_bytes(part.shape)) for part in parts)
+
+
+def _source(body: Computation, instruction: Instruction) -> Instruction:
+    """The instruction whose bytes a result has."""
+    while instruction.opcode in _SAME:
+        instruction = body[instruction.operands[0]]
+    return instruction
+
+
+def _update_bytes(own: Computation, instruction: Instruction, whole: float) -> float:
+    number = _UPDATES.get(instruction.opcode)
+    if number is None or whole == 0:
+        return whole
+    return min(whole, shape_bytes(_on_device(own[instruction.operands[number]].shape)))
+
+
+# Collectives ------------------------------------------------------------------------------------------
+
+
+def _sent(
+    computations: Mapping[str, Computation],
+    own: Computation,
+    instruction: Instruction,
+    body: Computation | None,
+    seen: set[str],
+) -> tuple[float, str | None]:
+    """Bytes that reach this device by a collective, also by one within a fusion, and its kind."""
+    if body is not None:
+        found = [_sent(computations, body, inner, None, seen) for inner in body.values()]
+        return sum(size for size, _ in found), next((kind for _, kind in found if kind), None)
+    kind = instruction.opcode.removesuffix("-start")
+    if kind not in COLLECTIVES:
+        return 0.0, None
+    channel = re.search(r"channel_id=(\d+)", instruction.rest)
+    if channel is not None:  # parts of one collective that is spread over several fusions
+        if channel[1] in seen:
+            return 0.0, None
+        seen.add(channel[1])
+    count = _group_size(instruction.rest)
+    operand = sum(shape_bytes(_on_device(own[name].shape)) for name in instruction.operands if name in own)
+    sizes = {"all-gather": count - 1.0, "all-reduce": 2.0 * (count - 1) / count, "collective-permute": 1.0}
+    return operand * sizes.get(kind, (count - 1) / count), kind
+
+
+def _group_size(rest: str) -> int:
+    """How many devices meet in a collective."""
+    if "collective_permute" in rest or "source_target_pairs" in rest:
+        return 2
+    axes = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest)
+    if axes:
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", axes[1]))
+        return math.prod(int(sizes[name]) for name in re.findall(r"'([^']+)'", axes[2]))
+    spread = re.search(r"replica_groups=\[\d+,(\d+)\]<=", rest)
+    if spread:
+        return int(spread[1])
+    listed = re.search(r"replica_groups=\{\{([^}]*)\}", rest)
+    return len(listed[1].split(",")) if listed else 1
