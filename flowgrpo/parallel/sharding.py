@@ -16,7 +16,7 @@ remembers of a parameter lies where the parameter does, and counters lie everywh
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from flowgrpo.contracts import Params, Policy
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.critic import critic_parameters
 from flowgrpo.models.decoder import Settle, parameters
-from flowgrpo.models.trainable import WHOLE, Trained, acting
+from flowgrpo.models.trainable import WHOLE, Trained, acting, cast
 from flowgrpo.parallel.row_sharding import (
     AXIS,
     FSDP,
@@ -204,14 +204,9 @@ def settle(policy: Policy, mesh: DeviceMesh, axes: Any) -> Policy:
     policy = policy._replace(mesh=mesh)
     if not (isinstance(mesh, Mesh) and divides(mesh)):
         return policy
-    settling = _Settling(policy, mesh, {_last(path): letters for path, letters in jax.tree.leaves_with_path(axes)})
-    return policy._replace(
-        hidden=settling.hidden,
-        unembed=settling.unembed,
-        over_rows=settling.over_rows,
-        unstack_layers=None,
-        hidden_after=None,
-    )
+    return _Settling(
+        policy, mesh, {_last(path): letters for path, letters in jax.tree.leaves_with_path(axes)}
+    ).settled()
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,13 +216,24 @@ class _Settling:
     policy: Policy
     mesh: Mesh
     axes: Mapping[str, str]
+    dtype: Any = None  # that each device casts its parameters to before they are gathered
+
+    def settled(self) -> Policy:
+        """The policy."""
+        own = {"hidden": self.hidden, "unembed": self.unembed, "over_rows": self.over_rows, "in_dtype": self.in_dtype}
+        return self.policy._replace(**own, unstack_layers=None, hidden_after=None)
+
+    def in_dtype(self, dtype: Any) -> Policy:
+        """The policy, computing in another type of number; gradients are summed over devices in the parameters'."""
+        return replace(self, dtype=dtype).settled()
 
     def hidden(self, params, tokens, positions=None, segments=None, cache=None) -> tuple:
         """Compute hidden states, on each device those of its own rows."""
-        gather = _Gather(self.divided(params))
+        gather = _Gather(self.divided(params), self.dtype)
 
         def own(params, *rows) -> tuple:
-            return self.policy.hidden(gather.named(params, "norm"), *rows, settle=Settle(gather.lookup, gather.layer))
+            settle = Settle(gather.lookup, gather.layer)
+            return self.policy.hidden(gather.named(params, "norm"), *rows, settle=settle)
 
         return self.dealt(own, params, (jnp.asarray(tokens), positions, segments, cache), (tokens, cache))
 
@@ -237,7 +243,7 @@ class _Settling:
 
     def over_rows(self, function: Callable, params, rows: Any) -> Any:
         """`function(unembed, params, rows)` on each device's own rows -> [r ...]; there the unembedding is whole."""
-        gather, end = _Gather(self.divided(params)), "unembed" if "unembed" in self.axes else "embed"
+        gather, end = _Gather(self.divided(params), self.dtype), "unembed" if "unembed" in self.axes else "embed"
 
         def own(params, rows) -> Any:
             return function(self.policy.unembed, gather.named(params, end), rows)
@@ -278,6 +284,7 @@ class _Gather(NamedTuple):
     """The parameters of other devices, for a device that has its share of each."""
 
     axis: Mapping[str, int]  # that is divided, by name; of those of all layers behind that of the layers
+    dtype: Any  # that is computed in; None leaves them as they are
 
     def named(self, params: Any, name: str) -> Any:
         """Parameters of which those of this name are whole, wherever in the tree they are."""
@@ -290,14 +297,38 @@ class _Gather(NamedTuple):
 
     def whole(self, name: str, x: Array, before: int = 0) -> Array:
         """A parameter, or what is left of it without so many axes before its own, whole."""
-        return jax.lax.all_gather(x, FSDP, axis=self.axis[name] - before, tiled=True) if name in self.axis else x
+        if name in self.axis:
+            return _gather(x, self.axis[name] - before, self.computed(x).dtype)
+        return self.computed(x)
+
+    def computed(self, x: Array) -> Array:
+        """A number in the type that is computed in."""
+        return x if self.dtype is None else cast(x, self.dtype)
 
     def lookup(self, table: Array, tokens_rs: Array) -> Array:
         """This device's tokens in a table of which each device has some columns -> [r s d]."""
+        table = self.computed(table)
         if "embed" not in self.axis:
             return table[tokens_rs]
         found = table[jax.lax.all_gather(tokens_rs, FSDP, tiled=True)]
         return jax.lax.all_to_all(found, FSDP, split_axis=0, concat_axis=2, tiled=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: Array, axis: int, dtype: Any) -> Array:
+    """All devices' shares as one array of this type; its gradient is summed over them in the type of the share."""
+    return jax.lax.all_gather(x.astype(dtype), FSDP, axis=axis, tiled=True)
+
+
+def _gather_forward(x: Array, axis: int, dtype: Any) -> tuple[Array, Array]:
+    return _gather(x, axis, dtype), jnp.zeros((), x.dtype)
+
+
+def _gather_backward(axis: int, _dtype: Any, like: Array, d_out: Array) -> tuple[Array]:
+    return (jax.lax.psum_scatter(d_out.astype(like.dtype), FSDP, scatter_dimension=axis, tiled=True),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def _rows_at(x: Any) -> int:
