@@ -24,8 +24,6 @@ from flowgrpo.models.attention import Attend, Sight, attend
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.types import BadInput
 
-AUTO = "auto"
-
 
 def splash(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> Array:
     """Attend to whole rows on a TPU; float32, and rows that go on from shared prompts, by the plain formula."""
@@ -46,6 +44,8 @@ def flash(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> 
 
 
 KERNELS: Mapping[str, Attend] = {"plain": attend, "splash": splash, "flash": flash}
+AUTO = "auto"
+ATTENTION = (AUTO, *KERNELS)  # names that a setting may have
 _OF_PLATFORM = {"tpu": "splash", "gpu": "flash", "cuda": "flash", "rocm": "flash"}
 
 
@@ -56,6 +56,6 @@ def best(platform: str) -> Attend:
 
 def attention_named(name: str) -> Attend:
     """A way by its name; `auto` is the best of the platform that programs run on."""
-    if name != AUTO and name not in KERNELS:
-        raise BadInput(f"attention is {name!r}; give one of {', '.join((AUTO, *KERNELS))}")
+    if name not in ATTENTION:
+        raise BadInput(f"attention is {name!r}; give one of {', '.join(ATTENTION)}")
     return best(jax.default_backend()) if name == AUTO else KERNELS[name]

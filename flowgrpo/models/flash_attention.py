@@ -170,12 +170,12 @@ def _tile(x: Array, block: int) -> pl.BlockSpec:
 
 
 def _numbers(block: int) -> pl.BlockSpec:
-    """The same of [r heads tokens]."""
+    """One block and head of [r heads tokens]."""
     return pl.BlockSpec((None, None, block), lambda i, h, r: (r, h, i))
 
 
 def _line(block: int) -> pl.BlockSpec:
-    """The same of [r tokens]."""
+    """One block of [r tokens]."""
     return pl.BlockSpec((None, block), lambda i, _, r: (r, i))
 
 

@@ -16,7 +16,8 @@ remembers of a parameter lies where the parameter does, and counters lie everywh
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flowgrpo.contracts import Params, Policy
+from flowgrpo.models.attention import Attend, Sight, attend
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.critic import critic_parameters
 from flowgrpo.models.decoder import parameters
@@ -33,6 +35,7 @@ from flowgrpo.models.trainable import WHOLE, Trained, acting
 from flowgrpo.parallel.row_sharding import (
     AXIS,
     FSDP,
+    ROWS,
     SHARED,
     TENSOR,
     DeviceMesh,
@@ -41,6 +44,7 @@ from flowgrpo.parallel.row_sharding import (
     divides,
     lay,
     place_on_devices,
+    row_devices,
     share,
 )
 from flowgrpo.types import BadInput
@@ -214,7 +218,8 @@ class _Settling:
 
     def hidden(self, params, *inputs) -> tuple:
         """Compute hidden states, settled on the mesh."""
-        return self.policy.hidden(self.ends(params), *inputs, settle=self.settle)
+        spread = partial(divide_attention, mesh=self.mesh)
+        return self.policy.hidden(self.ends(params), *inputs, settle=self.settle, spread=spread)
 
     def unembed(self, params, hidden: Array) -> Array:
         """Compute logits of hidden states that are laid on the mesh."""
@@ -238,6 +243,34 @@ class _Settling:
         divided = spec(self.axes[name].removeprefix("n"), value.shape, self.mesh)
         whole = [None if over == FSDP else over for over in divided]
         return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*whole)))
+
+
+def divide_attention(way: Attend, mesh: Mesh) -> Attend:
+    """A kernel as one that each device runs on its own rows and heads; the plain formula is divided by XLA."""
+    return way if way is attend else partial(_attend_divided, way=way, mesh=mesh)
+
+
+def _attend_divided(
+    q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig, *, way: Attend, mesh: Mesh
+) -> Array:
+    """Heads that the devices don't share evenly are whole on each; such rows are left to the plain formula."""
+    rows, ways = q.shape[0], mesh.shape.get(TENSOR, 1)
+    if rows % row_devices(mesh):
+        return attend(q, k, v, sight, config)
+    ways = 1 if k.shape[1] % ways else ways
+    over = tuple(axis for axis in ROWS if mesh.shape.get(axis, 1) > 1)
+    of_rows, of_heads = PartitionSpec(over), PartitionSpec(over, TENSOR if ways > 1 else None)
+    every = {name: x for name, x in sight._asdict().items() if name != "window" and x is not None}
+    every = {name: jnp.broadcast_to(x, (rows, x.shape[1])) for name, x in every.items()}
+    window = jnp.asarray(sight.window, jnp.int32)
+    own = replace(config, h=config.h // ways, k=config.k // ways)
+
+    def on_device(q: Array, k: Array, v: Array, every: dict[str, Array], window: Array) -> Array:
+        return way(q, k, v, Sight(**every, window=window), own)
+
+    where = (of_heads, of_heads, of_heads, dict.fromkeys(every, of_rows), SHARED)
+    spread = jax.shard_map(on_device, mesh=mesh, in_specs=where, out_specs=of_heads, check_vma=False)
+    return spread(q, k, v, every, window)
 
 
 # Programs ---------------------------------------------------------------------------------------------

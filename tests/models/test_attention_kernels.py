@@ -63,7 +63,7 @@ KERNEL = pytest.mark.parametrize("name", ["flash", "splash"])
 @KERNEL
 @settings(max_examples=12, deadline=None)
 @given(st.lists(st.integers(1, 25), max_size=6), st.sampled_from([UNBOUNDED, 5]), st.integers(0, 3))
-def test_a_kernel_is_the_plain_formula_on_any_packing(name, lengths, window, seed):
+def test_M2_a_kernel_is_the_plain_formula_on_any_packing(name, lengths, window, seed):
     row = packed(lengths, seed)
     found, expected = (outcome(way, row, window) for way in (name, "attend"))
     jax.tree.map(partial(np.testing.assert_allclose, atol=3e-6, rtol=0), found, expected)
