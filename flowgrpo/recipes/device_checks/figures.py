@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from flowgrpo.report.tables import significant
 
 PASS, FAIL, SKIPPED, ERROR, MEASURED = "pass", "FAIL", "skipped", "ERROR", "measured"
-WIDTH = 46  # columns of what is measured
+WIDTH = 54  # columns of what is measured
 
 
 class CheckLine(NamedTuple):
@@ -101,5 +101,6 @@ def summary(lines: Sequence[CheckLine]) -> str:
 
 
 def to_record(line: CheckLine) -> dict[str, Any]:
-    """A line as JSON has it."""
-    return line._asdict()
+    """A line as JSON has it: what is there, and the sentence only where it is of use."""
+    told = line if line.status not in (PASS, MEASURED) else line._replace(advice="")
+    return {name: value for name, value in told._asdict().items() if value not in (None, "", False)}

@@ -15,7 +15,7 @@ def check_quickstart(bench: Bench) -> list[CheckLine]:
     """Run it, and look at what came out."""
     if bench.size == "small":
         return [skipped("a whole run", "The small size compiles few programs: python -m experiments.quickstart.")]
-    config = pure.preset("lookup", updates=bench.sizes.updates, mesh="data=1")
+    config = pure.preset("lookup", updates=bench.sizes.updates, mesh="none")
     with TemporaryDirectory() as folder:
         took, result = timed(lambda: pure.train(config, Path(folder) / "run", every=bench.sizes.updates))
     before, after = (float(result[f"success_{when}"]) for when in ("before", "after"))
