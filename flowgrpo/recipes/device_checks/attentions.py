@@ -20,7 +20,7 @@ from flowgrpo.models.attention import Attend, attend, fused
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.recipes.device_checks.bench import EXACT, HALF, Bench, Form, small_shape
 from flowgrpo.recipes.device_checks.figures import ERROR, CheckLine, at_most
-from flowgrpo.recipes.device_checks.sampling import placed, random_tokens, small_params
+from flowgrpo.recipes.device_checks.sampling import placed, draw_tokens, small_params
 from flowgrpo.types import first_line
 
 GARBAGE = 1e30
@@ -62,7 +62,7 @@ def pack_sequences(bench: Bench) -> Packed:
     """
     shares = ((0.2, 0.45, 0.25), (0.55, 0.1, 0.2))
     rows, length = 6, bench.sizes.length
-    tokens_rs, segments_rs = random_tokens(bench, rows, length, 6), np.zeros((rows, length), np.int32)
+    tokens_rs, segments_rs = draw_tokens(bench, rows, length, 6), np.zeros((rows, length), np.int32)
     places, alone, alone_segments = [], [], []
     for row, own in enumerate(shares):
         start = 0

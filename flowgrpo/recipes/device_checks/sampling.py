@@ -39,7 +39,7 @@ def placed(tree: Params, device: Device, form: Form = EXACT) -> Params:
     return jax.device_put({name: x.astype(form.dtype) for name, x in tree.items()}, device)
 
 
-def random_tokens(bench: Bench, rows: int, length: int, seed: int) -> np.ndarray:
+def draw_tokens(bench: Bench, rows: int, length: int, seed: int) -> np.ndarray:
     """Tokens of no meaning [rows length]; 0 is not among them."""
     return np.random.default_rng(seed).integers(1, bench.sizes.v, (rows, length), np.int32)
 
@@ -48,7 +48,7 @@ def check_logits(bench: Bench) -> list[CheckLine]:
     """Compare logits on the device, form by form, with those of the host in float32."""
     if bench.host is None:
         return [skipped("logits against the host", NO_HOST)]
-    tokens, params = random_tokens(bench, bench.sizes.rows, bench.sizes.length, 1), small_params(bench)
+    tokens, params = draw_tokens(bench, bench.sizes.rows, bench.sizes.length, 1), small_params(bench)
     right = _logits(bench, params, tokens, EXACT, bench.host)
     lines = [tell("largest logit", float(np.abs(right).max()))]
     for form in bench.forms:
@@ -107,7 +107,7 @@ def _prompts(bench: Bench, rows: int) -> tuple[np.ndarray, np.ndarray, Array]:
     """Prompts of several lengths, half as long as a row at most, and a key for each."""
     most = bench.sizes.length // 2
     length_r = np.random.default_rng(2).integers(2, most + 1, rows, np.int32)
-    return random_tokens(bench, rows, most, 3), length_r, jax.random.split(jax.random.key(4), rows)
+    return draw_tokens(bench, rows, most, 3), length_r, jax.random.split(jax.random.key(4), rows)
 
 
 def check_ratio(bench: Bench) -> list[CheckLine]:

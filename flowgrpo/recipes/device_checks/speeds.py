@@ -72,7 +72,7 @@ def check_rates(bench: Bench) -> list[CheckLine]:
     return [*lines, tell("memory, read and written", rates.bandwidth / 1e9, "GB/s")]
 
 
-class Measured(NamedTuple):
+class TimedRun(NamedTuple):
     """One program, compiled and run: seconds of compiling and of its fastest run, and its memory."""
 
     compiling: float
@@ -80,7 +80,7 @@ class Measured(NamedTuple):
     memory: CheckLine
 
 
-def _measure(bench: Bench, name: str, program: Any, make: Callable[[], tuple], runs: int = 3) -> Measured:
+def _measure(bench: Bench, name: str, program: Any, make: Callable[[], tuple], runs: int = 3) -> TimedRun:
     """Compile a program ahead and run it, each time on arguments made anew, some of which are donated."""
     arguments = make()
     compiling, compiled = timed(lambda: program.lower(*arguments).compile())
@@ -89,7 +89,7 @@ def _measure(bench: Bench, name: str, program: Any, make: Callable[[], tuple], r
     line = _hold_peak(name, before, memory_of(bench.device), compiled.memory_analysis())
     del arguments
     took += [seconds(partial(compiled, *make())) for _ in range(runs - 1)]
-    return Measured(compiling, min(took), line)
+    return TimedRun(compiling, min(took), line)
 
 
 def _hold_peak(name: str, before: dict[str, int], after: dict[str, int], analysis: Any) -> CheckLine:
@@ -133,7 +133,7 @@ def check_decode(bench: Bench) -> list[CheckLine]:
     work = jax.jit(partial(decode, policy, steps=sizes.steps), donate_argnums=1)
     found = _measure(bench, "decode", work, lambda: (params, begin(), settings, no_stops))
     step = found.running / sizes.steps
-    ideal = step_bytes(config, sizes.slots, sizes.context / 2 + sizes.steps / 2) / rates.bandwidth
+    ideal = half_step_bytes(config, sizes.slots, sizes.context / 2 + sizes.steps / 2) / rates.bandwidth
     return [
         tell(f"{bench.model}, {sizes.slots} slots, a step", 1e3 * step, "ms"),
         tell("ideal step by bytes", 1e3 * ideal, "ms"),
@@ -145,7 +145,7 @@ def check_decode(bench: Bench) -> list[CheckLine]:
     ]
 
 
-def step_bytes(config: DecoderConfig, slots: int, seen: float) -> float:
+def half_step_bytes(config: DecoderConfig, slots: int, seen: float) -> float:
     """Bytes that a decode step in bfloat16 must read: all weights, and the filled part of the cache."""
     weights = count_parameters(config) - (0 if config.tied else config.v * config.d)
     return 2.0 * (weights + 2.0 * config.num_layers * config.k * config.e * seen * slots)
