@@ -20,7 +20,7 @@ from flowgrpo.models.attention import Attend, attend, fused
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.recipes.device_checks.bench import EXACT, HALF, Bench, Form, small_shape
 from flowgrpo.recipes.device_checks.figures import ERROR, CheckLine, at_most
-from flowgrpo.recipes.device_checks.sampling import placed, draw_tokens, small_params
+from flowgrpo.recipes.device_checks.sampling import draw_tokens, placed, small_params
 from flowgrpo.types import first_line
 
 GARBAGE = 1e30
