@@ -132,7 +132,7 @@ def _make_scored(make: Callable[..., Any], own: Attend) -> Callable[..., tuple[n
         policy = make(attend=_spoil(own, spoilt_rs))
         logp_rs = logprobs(policy, params, tokens_rs, segments=segments_rs, positions=_positions(segments_rs)).logp
         logp_rs = jnp.asarray(logp_rs)
-        return jnp.where(counted_rs, logp_rs, 0.0).sum() / counted_rs.sum(), logp_rs
+        return jnp.where(counted_rs, logp_rs, 0.0).sum() / counted_rs.sum(dtype=jnp.float32), logp_rs
 
     program = jax.jit(jax.grad(loss, has_aux=True))
 
