@@ -103,4 +103,4 @@ def summary(lines: Sequence[CheckLine]) -> str:
 def to_record(line: CheckLine) -> dict[str, Any]:
     """A line as JSON has it: what is there, and the sentence only where it is of use."""
     told = line if line.status not in (PASS, MEASURED) else line._replace(advice="")
-    return {name: value for name, value in told._asdict().items() if value not in (None, "", False)}
+    return {name: x for name, x in told._asdict().items() if x is not None and x is not False and x != ""}
