@@ -21,10 +21,12 @@ import numpy as np
 from absl import app, flags
 from jax import Array
 
+from experiments.cli.help import flag_heading
 from flowgrpo.models.attention import Attend, Sight, attend
 from flowgrpo.models.attention_kernels import best
 from flowgrpo.models.config import DecoderConfig, Rope
 
+flag_heading("Sizes")
 _ROWS = flags.DEFINE_integer("rows", 4, "Rows.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens", 4096, "Tokens of a row.", lower_bound=1)
 _HEADS = flags.DEFINE_integer("heads", 14, "Heads of queries.", lower_bound=1)
@@ -56,7 +58,9 @@ def packed_rows(config: DecoderConfig, rows: int, tokens: int, segments: int) ->
     return given, Sight(position, position, segment, segment, window)
 
 
-def compare(config: DecoderConfig, way: Attend, *, rows: int, tokens: int, segments: int, repeats: int) -> list[dict]:
+def attention_lines(
+    config: DecoderConfig, way: Attend, *, rows: int, tokens: int, segments: int, repeats: int
+) -> list[dict]:
     """A line for the plain formula, and one for another way: milliseconds, and distances from float32."""
     given, sight = packed_rows(config, rows, tokens, segments)
     half = tuple(x.astype(jnp.bfloat16) for x in given)
@@ -104,7 +108,7 @@ def main(_: list[str]) -> None:
     """Compare the kernel of the platform with the plain formula."""
     sizes = {"h": _HEADS.value, "k": _K_HEADS.value, "e": _HEAD.value, "windows": (_WINDOW.value,)}
     way = best(jax.default_backend())
-    for line in compare(
+    for line in attention_lines(
         replace(SHAPE, **sizes),
         way,
         rows=_ROWS.value,

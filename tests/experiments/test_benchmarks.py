@@ -42,7 +42,7 @@ def test_a_way_of_attention_is_timed_and_compared_with_float32():
         return 1.5 * attention.attend(q, k, v, sight, config)
 
     config = replace(attention.SHAPE, h=2, k=1, e=8)
-    plain, other = attention.compare(config, off, rows=2, tokens=20, segments=3, repeats=1)
+    plain, other = attention.attention_lines(config, off, rows=2, tokens=20, segments=3, repeats=1)
     assert (plain["way"], other["way"]) == ("plain", "off")
     assert 0 < plain["out"] < 0.02 < 0.4 < other["out"] < 0.6
     assert max(plain[name] for name in ("d_q", "d_k", "d_v")) < 0.05
