@@ -33,6 +33,7 @@ class MatmulWork(NamedTuple):
 
     flops: float = 0.0
     bytes: float = 0.0  # operands read and results written, each once a product
+    kernels: float = 0.0  # operations of those within kernels that were written by hand
 
 
 def count_products(jaxpr: Any, trips: Sequence[int] = ()) -> MatmulWork:
@@ -45,6 +46,8 @@ def count_products(jaxpr: Any, trips: Sequence[int] = ()) -> MatmulWork:
         own = _product(equation) if equation.primitive.name == "dot_general" else MatmulWork()
         for times, inner, left in _inside(equation, tuple(trips)):
             own = _plus(own, count_products(inner, left), times)
+        if equation.primitive.name == "pallas_call":
+            own = own._replace(kernels=own.flops)
         total = _plus(total, own)
     return total
 
@@ -60,6 +63,8 @@ def _inside(equation: Any, trips: tuple[int, ...]) -> Iterator[tuple[float, Any,
         yield 1, max((branch.jaxpr for branch in params["branches"]), key=lambda x: count_products(x, trips)), trips
     else:
         times = params["mesh"].size if name == "shard_map" else 1  # each device runs the body on its own share
+        if name == "pallas_call":  # a kernel runs once for each place of its grid
+            times = math.prod(params["grid_mapping"].grid)
         for value in params.values():
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
@@ -76,7 +81,7 @@ def _product(equation: Any) -> MatmulWork:
 
 
 def _plus(a: MatmulWork, b: MatmulWork, times: float = 1) -> MatmulWork:
-    return MatmulWork(a.flops + times * b.flops, a.bytes + times * b.bytes)
+    return MatmulWork(*(x + times * y for x, y in zip(a, b, strict=True)))
 
 
 GRADIENT = 4  # bytes: micro-batches add up in float32
