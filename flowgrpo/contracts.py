@@ -128,6 +128,8 @@ class Policy(NamedTuple):
     make_cache: Callable[..., Cache] | None = None  # (rows, slots) -> an empty cache
     unstack_layers: Callable[[Any], Any] | None = None  # params -> the same, laid out for many small steps
     hidden_after: Callable[..., Any] | None = None  # (params, prompts, tokens, positions, segments) -> hidden
+    over_rows: Callable[..., Any] | None = None  # (function, params, rows): run it where rows lie on several devices
+    in_dtype: Callable[[Any], Any] | None = None  # dtype -> the policy, casting parameters where they lie divided
     mesh: Any = None  # a DeviceMesh of `parallel.row_sharding`; None: everything runs where it is
 
     def apply(self, params, tokens, positions=None, segments=None, cache=None) -> tuple:

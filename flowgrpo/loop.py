@@ -29,8 +29,8 @@ from flowgrpo.learner.diagnostics import signal
 from flowgrpo.learner.imitation import demonstrate, imitation_rows, make_supervised
 from flowgrpo.learner.scoring import ScoreTrajectories, make_score_trajectories
 from flowgrpo.learner.state import LearnerState, init_learner
-from flowgrpo.learner.update import Update, cast, make_update
-from flowgrpo.models.trainable import WHOLE, Trained, acting
+from flowgrpo.learner.update import Update, make_update
+from flowgrpo.models.trainable import WHOLE, Trained, acting, cast
 from flowgrpo.parallel.compile_ahead import compile_ahead, jit_quickly, on_host
 from flowgrpo.parallel.row_sharding import DeviceMesh, many_updates, over_runs, replicated, stack_trees
 from flowgrpo.rollout.compiled import make_rollout, repeat, summarise, tool_mix

@@ -12,7 +12,7 @@ cache of a turn that ended can be appended to.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -342,10 +342,36 @@ def logprobs(
         raise BadInput("the rows share prompts, and this policy has no hidden_after: pack without prompts")
     else:
         states = policy.hidden_after(params, prompts, tokens, positions, segments)
+    settings: dict[str, Any] = {"temperature": temperature, "banned": banned, "kept": kept, "chunk": chunk}
+    return score_states(policy, params, states, tokens, segments, **settings)
+
+
+def score_states(
+    policy: Policy,
+    params: Params,
+    states: Array,
+    tokens: AnyArray,
+    segments: AnyArray,
+    *,
+    temperature: AnyArray | float = 1.0,
+    banned: tuple[int, ...] = (),
+    kept: Array | None = None,
+    chunk: int = 256,
+) -> Scores:
+    """Log-probability and entropy of every token as `logprobs` gives them, from the hidden states [r s d]."""
+    warm = jnp.asarray(temperature, jnp.float32)
+    score = partial(_score_rows, temperature=warm, banned=banned, chunk=chunk)
+    rows = (states, jnp.asarray(tokens), jnp.asarray(segments), kept)
+    # Each device goes through its own rows, so that the gradient of the unembedding is summed over them once.
+    return score(policy.unembed, params, rows) if policy.over_rows is None else policy.over_rows(score, params, rows)
+
+
+def _score_rows(unembed, params, rows: tuple, *, temperature: Array, banned, chunk: int) -> Scores:
+    states, tokens, segments, kept = rows
     follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
     inputs = (_chunks(states[:, :-1], chunk), _chunks(tokens[:, 1:], chunk))
     inputs += (None if kept is None else _chunks(kept[:, 1:], chunk, padding=-1),)
-    score = partial(_score, policy, params, jnp.asarray(temperature, jnp.float32), banned)
+    score = partial(_score, unembed, params, temperature, banned)
     _, scores = jax.lax.scan(jax.checkpoint(score), None, inputs)
     whole = [x.reshape(-1)[: follows.size].reshape(follows.shape) for x in scores]
     return Scores(*(jnp.pad(jnp.where(follows, x, 0.0), ((0, 0), (1, 0))) for x in whole))
@@ -359,10 +385,10 @@ def _chunks(x: Array, chunk: int, padding: int = 0) -> Array:
     return whole.reshape(-1, chunk, *flat.shape[1:])
 
 
-def _score(policy, params, temperature, banned, carry, inputs):
+def _score(unembed, params, temperature, banned, carry, inputs):
     """Scores of one chunk: states [c d], tokens [c], kept [c k]."""
     states, tokens, kept = inputs
-    cooled = cool(policy.unembed(params, states), jnp.broadcast_to(temperature, tokens.shape), banned)
+    cooled = cool(unembed(params, states), jnp.broadcast_to(temperature, tokens.shape), banned)
     if kept is None:
         logp = jax.nn.log_softmax(cooled, axis=-1)
         return carry, (_pick(logp, tokens), _entropy(logp))

@@ -16,7 +16,7 @@ from jax import Array
 
 from flowgrpo import masked
 from flowgrpo.contracts import Metrics, Params, Policy, Scores
-from flowgrpo.generate.sampler import logprobs
+from flowgrpo.generate.sampler import score_states
 from flowgrpo.learner.update import Score
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.critic import Critic, before, from_policy, init_head, value_head
@@ -84,10 +84,8 @@ def make_value_score(
             raise BadInput("a critic reads whole rows, and these share prompts: pack without prompts")
         tokens, positions, segments = (jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segments))
         states_rsd, value_rs = valuation.look(params, tokens, positions, segments)
-        # The hidden states are there already: logprobs gets them in the place of a second forward pass.
-        seen = policy._replace(hidden=lambda *_: (states_rsd, None))
         settings = {"temperature": temperature, "banned": banned, "chunk": chunk}
-        scores = logprobs(seen, params.policy, tokens, positions, segments, **settings)
+        scores = score_states(policy, params.policy, states_rsd, tokens, segments, **settings)
         return scores._replace(value=before(value_rs, segments))
 
     return score

@@ -19,9 +19,9 @@ from jax import Array
 from flowgrpo.batching.layouts import rows_by_trajectory, unpack
 from flowgrpo.contracts import Policy, Scores
 from flowgrpo.learner.critic import Valuation
-from flowgrpo.learner.update import Score, cast, make_score, score_rows
+from flowgrpo.learner.update import Score, make_score, score_rows
 from flowgrpo.models.critic import before
-from flowgrpo.models.trainable import acting
+from flowgrpo.models.trainable import acting, cast
 from flowgrpo.parallel.row_sharding import DeviceMesh
 from flowgrpo.types import BadInput, Batch, Trajectories
 

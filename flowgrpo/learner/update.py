@@ -36,7 +36,7 @@ from flowgrpo.contracts import Algorithm, Metrics, Policy, Scores
 from flowgrpo.generate.sampler import logprobs
 from flowgrpo.learner.diagnostics import WATCH, DiagnosticsSettings, batch_signal, metrics_of_sums, observe
 from flowgrpo.learner.state import LearnerState
-from flowgrpo.models.trainable import WHOLE, Trained
+from flowgrpo.models.trainable import WHOLE, Trained, cast
 from flowgrpo.parallel.row_sharding import DeviceMesh, lay, map_rows, row_devices, sum_rows
 from flowgrpo.types import BadInput, Batch, check_range
 
@@ -175,9 +175,11 @@ def make_update(
     if "value" in algorithm.needs and score is None:
         raise BadInput(f"make_update: {algorithm.name} needs a critic's values: pass a `score` that gives them")
     if score is None:
-        score = make_score(policy, temperature=temperature, banned=banned, chunk=chunk)
+        score = make_score(policy, temperature=temperature, banned=banned, chunk=chunk, compute_dtype=compute_dtype)
+    else:
+        score = in_dtype(score, compute_dtype)
     return _Update(
-        score=in_dtype(score, compute_dtype),
+        score=score,
         algorithm=algorithm,
         optimizer=optimizer,
         micro_rows=micro_rows,
@@ -196,6 +198,8 @@ def make_score(
 ) -> Score:
     """`logprobs` of a batch under the distribution that was sampled from."""
     settings = {"temperature": temperature, "banned": banned, "chunk": chunk}
+    if compute_dtype is not None and policy.in_dtype is not None:
+        policy, compute_dtype = policy.in_dtype(compute_dtype), None
 
     def score(params, batch: Batch) -> Scores:
         rows = (batch.tokens, batch.positions, batch.segments)
@@ -207,11 +211,6 @@ def make_score(
 def in_dtype(score: Score, dtype: Any) -> Score:
     """Make a score cast its parameters to `dtype` first; None leaves them as they are."""
     return score if dtype is None else lambda params, batch: score(cast(params, dtype), batch)
-
-
-def cast(params, dtype):
-    """The parameters in another type of number, to compute with; gradients flow back in their own."""
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
 
 
 def score_batch(score: Score, params, batch: Batch, *, micro_rows: int = 16, mesh: DeviceMesh = None) -> Array:

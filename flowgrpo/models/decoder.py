@@ -27,7 +27,14 @@ from flowgrpo.models.config import DecoderConfig, Rope, check_config, rope_frequ
 from flowgrpo.models.kv_cache import Held, Shared, View, block, extend_cache, make_cache, write_cache
 
 PIECE, DIVIDED = 192, 4096  # terms of a sum in one piece, and of the longest sum that is divided
-Settle = Callable[[Array, Params], tuple[Array, Params]]  # (hidden states, a layer's parameters) -> the same, settled
+
+
+class Settle(NamedTuple):
+    """Where parameters come from on several devices."""
+
+    lookup: Callable[[Array, Array], Array]  # (embedding, tokens) -> [r s d]
+    layer: Callable[[Params], Params]  # the parameters of a layer as they lie -> as they are read
+
 
 # Parameters -------------------------------------------------------------------------------------------
 
@@ -274,14 +281,14 @@ def hidden(
 
     By default every token is real (segment 1), and positions count on from what the cache holds. The arrays of
     an `adapter` (see `lora`) are stacked over the layers, and names and axes are those that `multiply` reads.
-    `settle` says where each layer's input and parameters lie while it runs, on several devices. `shared` is for
-    `hidden_after` alone.
+    `settle` says where parameters come from on several devices. `shared` is for `hidden_after` alone.
     """
     tokens = jnp.asarray(tokens)
     segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
     cache, view = extend_cache(tokens, positions, segments, cache, config)
     view = view._replace(angles=_angles(view.positions, config), shared=shared)
-    x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
+    looked_up = params["embed"][tokens] if settle is None else settle.lookup(params["embed"], tokens)
+    x = looked_up * jnp.asarray(config.embed_scale, params["embed"].dtype)
     x = jnp.where(segments[:, :, None] > 0, x, jnp.zeros((), x.dtype))
     by_layer = {name for name, parameter in parameters(config).items() if parameter.axes.startswith("n")}
     layers = {name: value for name, value in params.items() if name in by_layer} | layer_data(config) | (adapter or {})
@@ -316,7 +323,7 @@ def hidden_after(hidden: Callable, params: Any, prompts: tuple, tokens, position
 def _step(carry, layer: Params, *, view: View, config: DecoderConfig, attend: Attend, settle: Settle | None):
     x, held = carry
     if settle is not None:
-        x, layer = settle(x, layer)
+        layer = settle.layer(layer)
     return run_layer(x, layer, held, view, config, attend), None
 
 

@@ -9,6 +9,9 @@ The gradient, the optimizer's memory and the reference are of the part alone: wh
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 
 class Trained(NamedTuple):
     """A part of the parameters, and how it goes back; pure."""
@@ -19,6 +22,11 @@ class Trained(NamedTuple):
 
 WHOLE = Trained(lambda params: params, lambda _, part: part)
 ADAPTER = Trained(lambda params: params.adapter, lambda params, part: params._replace(adapter=part))
+
+
+def cast(params: Any, dtype: Any) -> Any:
+    """The parameters in another type of number, to compute with; gradients flow back in their own."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
 
 
 # Actor and critic --------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ remembers of a parameter lies where the parameter does, and counters lie everywh
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,19 +29,20 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.critic import critic_parameters
-from flowgrpo.models.decoder import parameters
-from flowgrpo.models.trainable import WHOLE, Trained, acting
+from flowgrpo.models.decoder import Settle, parameters
+from flowgrpo.models.trainable import WHOLE, Trained, acting, cast
 from flowgrpo.parallel.row_sharding import (
     AXIS,
     FSDP,
+    ROWS,
     SHARED,
     TENSOR,
     DeviceMesh,
     PerDevice,
     data_mesh,
     divides,
-    lay,
     place_on_devices,
+    row_devices,
     share,
 )
 from flowgrpo.types import BadInput
@@ -192,52 +194,160 @@ def _last(path: tuple) -> str:
 
 
 def settle(policy: Policy, mesh: DeviceMesh, axes: Any) -> Policy:
-    """The policy on a mesh: each layer runs on the rows of its devices, over parameters gathered for it alone.
+    """Lay a policy out on a mesh: each device runs its own rows, over parameters that are gathered layer by layer.
 
-    Numbers are the same without. But left to itself XLA divides hidden states as the parameters are, by d over
-    fsdp, and moves them between devices for every product. `axes` has the letters of all parameters, in their tree.
+    Numbers are the same without. A layer is gathered over fsdp where it runs, and again in the backward pass where
+    layers are computed again; its gradient is summed over the devices and divided in one step. Of the embedding, rows
+    of hidden states are exchanged and not the table. What tensor divides is left to XLA. `axes` has the letters of all
+    parameters, in their tree.
     """
     policy = policy._replace(mesh=mesh)
     if not (isinstance(mesh, Mesh) and divides(mesh)):
         return policy
-    settling = _Settling(policy, mesh, {_last(path): letters for path, letters in jax.tree.leaves_with_path(axes)})
-    return policy._replace(hidden=settling.hidden, unembed=settling.unembed, unstack_layers=None, hidden_after=None)
+    return _Settling(
+        policy, mesh, {_last(path): letters for path, letters in jax.tree.leaves_with_path(axes)}
+    ).settled()
 
 
 @dataclass(frozen=True, eq=False)
 class _Settling:
-    """A policy whose rows and parameters are laid out on a mesh where they are used."""
+    """A policy whose rows are dealt over a mesh, and whose parameters are gathered where they are used."""
 
     policy: Policy
     mesh: Mesh
     axes: Mapping[str, str]
+    dtype: Any = None  # that each device casts its parameters to before they are gathered
 
-    def hidden(self, params, *inputs) -> tuple:
-        """Compute hidden states, settled on the mesh."""
-        return self.policy.hidden(self.ends(params), *inputs, settle=self.settle)
+    def settled(self) -> Policy:
+        """The policy."""
+        own = {"hidden": self.hidden, "unembed": self.unembed, "over_rows": self.over_rows, "in_dtype": self.in_dtype}
+        return self.policy._replace(**own, unstack_layers=None, hidden_after=None)
+
+    def in_dtype(self, dtype: Any) -> Policy:
+        """The policy, computing in another type of number; gradients are summed over devices in the parameters'."""
+        return replace(self, dtype=dtype).settled()
+
+    def hidden(self, params, tokens, positions=None, segments=None, cache=None) -> tuple:
+        """Compute hidden states, on each device those of its own rows."""
+        gather = _Gather(self.divided(params), self.dtype)
+
+        def own(params, *rows) -> tuple:
+            settle = Settle(gather.lookup, gather.layer)
+            return self.policy.hidden(gather.named(params, "norm"), *rows, settle=settle)
+
+        return self.dealt(own, params, (jnp.asarray(tokens), positions, segments, cache), (tokens, cache))
 
     def unembed(self, params, hidden: Array) -> Array:
-        """Compute logits of hidden states that are laid on the mesh."""
-        return self.policy.unembed(self.ends(params), lay(hidden, self.mesh))
+        """Compute logits, on each device those of its own rows."""
+        return self.over_rows(lambda unembed, params, rows: unembed(params, rows), params, hidden)
 
-    def settle(self, x_rsd: Array, layer: Params) -> tuple[Array, Params]:
-        """The rows that enter a layer, and its parameters."""
-        return lay(x_rsd, self.mesh), {name: self.gather(name, value) for name, value in layer.items()}
+    def over_rows(self, function: Callable, params, rows: Any) -> Any:
+        """`function(unembed, params, rows)` on each device's own rows -> [r ...]; there the unembedding is whole."""
+        gather, end = _Gather(self.divided(params), self.dtype), "unembed" if "unembed" in self.axes else "embed"
 
-    def ends(self, params: Any) -> Any:
-        """Parameters whose first or last matrix is gathered, wherever in the tree that is."""
-        ends = {name for name, letters in self.axes.items() if "v" in letters}
-        leaves = [(_last(path), x) for path, x in jax.tree.leaves_with_path(params)]
-        gathered = [self.gather(name, x) if name in ends else x for name, x in leaves]
-        return jax.tree.unflatten(jax.tree.structure(params), gathered)
+        def own(params, rows) -> Any:
+            return function(self.policy.unembed, gather.named(params, end), rows)
 
-    def gather(self, name: str, value: Array) -> Array:
-        """A parameter whole along its model axis; what is no parameter stays as it is."""
-        if name not in self.axes:
-            return value
-        divided = spec(self.axes[name].removeprefix("n"), value.shape, self.mesh)
-        whole = [None if over == FSDP else over for over in divided]
-        return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*whole)))
+        return self.dealt(own, params, (rows,), jnp.zeros(1))
+
+    def dealt(self, function: Callable, params, rows: tuple, like: Any) -> Any:
+        """`function(params, *rows)` for each device's own rows, over the parameters as fsdp divides them.
+
+        The axis of the rows in the results is that of `like`, a leaf of which may stand for a tree.
+        """
+        count = len(jax.tree.leaves(rows)[0])
+        short = -count % row_devices(self.mesh)
+        rows = jax.tree.map(partial(_lengthen, short=short), rows)
+        out = jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=(jax.tree.map_with_path(self.spec, params), *jax.tree.map(_dealt_axis, rows)),
+            out_specs=jax.tree.map(_dealt_axis, like),
+            axis_names=set(AXES if self.mesh.shape[TENSOR] == 1 else ROWS),
+            check_vma=False,
+        )(params, *rows)
+        return out if short == 0 else jax.tree.map(partial(_shorten, count=count), out)
+
+    def spec(self, path: tuple, x: Any) -> PartitionSpec:
+        """How fsdp divides a parameter, wherever it is in a tree."""
+        letters = self.axes.get(_last(path))
+        over = () if letters is None else spec(letters, x.shape, self.mesh)
+        return PartitionSpec(*(FSDP if axis == FSDP else None for axis in over))
+
+    def divided(self, params: Any) -> dict[str, int]:
+        """The axis that fsdp divides of each parameter that it does."""
+        specs = {_last(path): self.spec(path, x) for path, x in jax.tree.leaves_with_path(params)}
+        return {name: tuple(over).index(FSDP) for name, over in specs.items() if FSDP in over}
+
+
+class _Gather(NamedTuple):
+    """The parameters of other devices, for a device that has its share of each."""
+
+    axis: Mapping[str, int]  # that is divided, by name; of those of all layers behind that of the layers
+    dtype: Any  # that is computed in; None leaves them as they are
+
+    def named(self, params: Any, name: str) -> Any:
+        """Parameters of which those of this name are whole, wherever in the tree they are."""
+        leaves, tree = jax.tree.flatten_with_path(params)
+        return jax.tree.unflatten(tree, [self.whole(name, x) if _last(path) == name else x for path, x in leaves])
+
+    def layer(self, layer: Params) -> Params:
+        """The parameters of one layer, whole; what is no parameter stays as it is."""
+        return {name: self.whole(name, x, before=1) for name, x in layer.items()}
+
+    def whole(self, name: str, x: Array, before: int = 0) -> Array:
+        """A parameter, or what is left of it without so many axes before its own, whole."""
+        if name in self.axis:
+            return _gather(x, self.axis[name] - before, self.computed(x).dtype)
+        return self.computed(x)
+
+    def computed(self, x: Array) -> Array:
+        """A number in the type that is computed in."""
+        return x if self.dtype is None else cast(x, self.dtype)
+
+    def lookup(self, table: Array, tokens_rs: Array) -> Array:
+        """This device's tokens in a table of which each device has some columns -> [r s d]."""
+        table = self.computed(table)
+        if "embed" not in self.axis:
+            return table[tokens_rs]
+        found = table[jax.lax.all_gather(tokens_rs, FSDP, tiled=True)]
+        return jax.lax.all_to_all(found, FSDP, split_axis=0, concat_axis=2, tiled=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: Array, axis: int, dtype: Any) -> Array:
+    """All devices' shares as one array of this type; its gradient is summed over them in the type of the share."""
+    return jax.lax.all_gather(x.astype(dtype), FSDP, axis=axis, tiled=True)
+
+
+def _gather_forward(x: Array, axis: int, dtype: Any) -> tuple[Array, Array]:
+    return _gather(x, axis, dtype), jnp.zeros((), x.dtype)
+
+
+def _gather_backward(axis: int, _dtype: Any, like: Array, d_out: Array) -> tuple[Array]:
+    return (jax.lax.psum_scatter(d_out.astype(like.dtype), FSDP, scatter_dimension=axis, tiled=True),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _rows_at(x: Any) -> int:
+    """The axis of the rows: behind the layers, in keys and values of all of them."""
+    return 1 if jnp.ndim(x) == 5 else 0
+
+
+def _dealt_axis(x: Any) -> PartitionSpec:
+    return PartitionSpec(*[None] * _rows_at(x), ROWS)
+
+
+def _lengthen(x: Any, short: int) -> Any:
+    """Rows with so many more, of zeros."""
+    pad = [(0, short if axis == _rows_at(x) else 0) for axis in range(jnp.ndim(x))]
+    return x if short == 0 else jnp.pad(x, pad)
+
+
+def _shorten(x: Array, count: int) -> Array:
+    return jax.lax.slice_in_dim(x, 0, count, axis=_rows_at(x))
 
 
 # Programs ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Read what a compiler made of a program: loops, bytes that are moved, copies, collectives and estimated cycles.
+"""Read what a compiler made of a program: loops, bytes that are moved, copies, collectives and its estimate of time.
 
     steps = program_steps(compiled.as_text(), trips=(128, 16))
     moved_bytes(steps), sent_bytes(steps), largest(steps)
@@ -10,7 +10,7 @@ that moves most counts.
 
 Bytes are those of device memory: an operand of which only a slice is read counts as that slice, a result that is
 written into its operand as what is written, and what lies in a memory on the chip (S(1) and higher) not at all. Shapes
-are padded to the tiles in which they lie.
+are padded to the tiles in which they lie. A collective that is spread over several fusions counts where it begins.
 """
 
 import math
@@ -79,8 +79,7 @@ class ExecutedStep(NamedTuple):
 def program_steps(text: str, trips: Sequence[int] = ()) -> list[ExecutedStep]:
     """List the instructions of an optimised program; `trips` says how often loops on a condition run, by depth."""
     computations, entry = parse(text)
-    seen: set[str] = set()
-    return list(_steps(computations, computations[entry], 1.0, tuple(trips), seen))
+    return list(_steps(computations, computations[entry], 1.0, tuple(trips)))
 
 
 def moved_bytes(steps: Iterable[ExecutedStep]) -> float:
@@ -214,31 +213,31 @@ def _dtype_bytes(dtype: str) -> float:
 
 
 def _steps(
-    computations: Mapping[str, Computation], own: Computation, times: float, trips: tuple[int, ...], seen: set[str]
+    computations: Mapping[str, Computation], own: Computation, times: float, trips: tuple[int, ...]
 ) -> Iterator[ExecutedStep]:
     for instruction in own.values():
         opcode, rest = instruction.opcode, instruction.rest
         if opcode == "while":
             counted = _trip_count(computations, instruction)
             again, left = (counted, trips) if counted is not None else (trips[0] if trips else 1, trips[1:])
-            yield from _steps(computations, computations[_called(rest, "body") or ""], times * again, left, seen)
+            yield from _steps(computations, computations[_called(rest, "body") or ""], times * again, left)
         elif opcode == "conditional":
             branches = [computations[name] for name in _branches(rest)]
-            tried = [list(_steps(computations, branch, times, trips, set(seen))) for branch in branches]
+            tried = [list(_steps(computations, branch, times, trips)) for branch in branches]
             chosen = max(range(len(tried)), key=lambda index: moved_bytes(tried[index]) + sent_bytes(tried[index]))
-            yield from _steps(computations, branches[chosen], times, trips, seen)
+            yield from _steps(computations, branches[chosen], times, trips)
         elif opcode in ("call", "async-start") and (name := _called(rest, "to_apply|calls")):
-            yield from _steps(computations, computations[name], times, trips, seen)
+            yield from _steps(computations, computations[name], times, trips)
         elif opcode not in _FREE and not opcode.endswith("-done") and _custom_target(rest) not in _NAMES:
-            yield _step(computations, own, instruction, times, seen)
+            yield _step(computations, own, instruction, times)
 
 
 def _step(
-    computations: Mapping[str, Computation], own: Computation, instruction: Instruction, times: float, seen: set[str]
+    computations: Mapping[str, Computation], own: Computation, instruction: Instruction, times: float
 ) -> ExecutedStep:
     inside = _called(instruction.rest, "calls") if instruction.opcode == "fusion" else None
     body = None if inside is None else computations[inside]
-    sent, kind = _sent(computations, own, instruction, body, seen)
+    sent, kind = _sent(own, instruction, body)
     read = sum(_read_bytes(computations, own, instruction, body, number) for number in range(len(instruction.operands)))
     cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.rest)
     origin = re.search(r'op_name="([^"]*)"', instruction.rest)
@@ -327,6 +326,8 @@ def _used_bytes(computations: Mapping[str, Computation], body: Computation, name
 
 def _part_bytes(user: Instruction, name: str) -> float | None:
     """Bytes that an instruction reads of an operand of which it takes, or into which it writes, a part."""
+    if user.opcode.removesuffix("-start") in COLLECTIVES:
+        return 0.0
     if user.operands[:1] != (name,):
         return None
     if user.opcode in _SLICES:
@@ -349,8 +350,9 @@ def _written_bytes(own: Computation, instruction: Instruction, body: Computation
         return _update_bytes(own, instruction, whole)
     if body.root.opcode != "tuple":
         return _update_bytes(body, _source(body, body.root), whole)
-    parts = [body[name] for name in body.root.operands if name in body]
-    return sum(_update_bytes(body, _source(body, part), shape_bytes(part.shape)) for part in parts)
+    parts = [(_source(body, body[name]), shape_bytes(body[name].shape)) for name in body.root.operands if name in body]
+    kept = ("parameter", *COLLECTIVES) if _goes_on(instruction) else ("parameter",)
+    return sum(_update_bytes(body, part, size) for part, size in parts if part.opcode not in kept)
 
 
 def _source(body: Computation, instruction: Instruction) -> Instruction:
@@ -370,29 +372,25 @@ def _update_bytes(own: Computation, instruction: Instruction, whole: float) -> f
 # Collectives ------------------------------------------------------------------------------------------
 
 
-def _sent(
-    computations: Mapping[str, Computation],
-    own: Computation,
-    instruction: Instruction,
-    body: Computation | None,
-    seen: set[str],
-) -> tuple[float, str | None]:
-    """Bytes that reach this device by a collective, also by one within a fusion, and its kind."""
+def _sent(own: Computation, instruction: Instruction, body: Computation | None) -> tuple[float, str | None]:
+    """Bytes that reach this device by a collective, also by one that begins within a fusion, and its kind."""
     if body is not None:
-        found = [_sent(computations, body, inner, None, seen) for inner in body.values()]
+        if _goes_on(instruction):
+            return 0.0, None
+        found = [_sent(body, inner, None) for inner in body.values()]
         return sum(size for size, _ in found), next((kind for _, kind in found if kind), None)
     kind = instruction.opcode.removesuffix("-start")
     if kind not in COLLECTIVES:
         return 0.0, None
-    channel = re.search(r"channel_id=(\d+)", instruction.rest)
-    if channel is not None:  # parts of one collective that is spread over several fusions
-        if channel[1] in seen:
-            return 0.0, None
-        seen.add(channel[1])
     count = _group_size(instruction.rest)
     operand = sum(shape_bytes(_on_device(own[name].shape)) for name in instruction.operands if name in own)
     sizes = {"all-gather": count - 1.0, "all-reduce": 2.0 * (count - 1) / count, "collective-permute": 1.0}
     return operand * sizes.get(kind, (count - 1) / count), kind
+
+
+def _goes_on(fusion: Instruction) -> bool:
+    """Whether the collective in a fusion began in another one."""
+    return "async_collective_fusion" in fusion.rest or fusion.name.startswith("async-collective-done")
 
 
 def _group_size(rest: str) -> int:

@@ -21,9 +21,10 @@ from flowgrpo import loop
 from flowgrpo.learner import conversations
 from flowgrpo.learner.imitation import IMITATION, packed_imitation
 from flowgrpo.learner.state import LearnerState, make_optimizer
-from flowgrpo.learner.update import cast, make_score, make_update, score_batch
+from flowgrpo.learner.update import make_score, make_update, score_batch
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model
+from flowgrpo.models.trainable import cast
 from flowgrpo.recipes.planner import DTYPES
 from flowgrpo.run.checkpoints import params_sha256
 from flowgrpo.run.config import RunConfig, setting

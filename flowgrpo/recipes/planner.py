@@ -16,12 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from flowgrpo.contracts import Policy
-from flowgrpo.learner.update import cast
 from flowgrpo.loop import sampled
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.models.lora import PROJECTIONS, Adapted, LoraConfig, adapter_axes, init_adapter, lora_policy
-from flowgrpo.models.trainable import ADAPTER, WHOLE, Trained
+from flowgrpo.models.trainable import ADAPTER, WHOLE, Trained, cast
 from flowgrpo.parallel.offload import DEVICE, DISK, HOST
 from flowgrpo.parallel.sharding import decoder_axes, mesh_of, place_state, settle
 from flowgrpo.recipes.registry import OPTIMIZERS

@@ -25,9 +25,9 @@ from tiny_learner import (
 
 import flowgrpo as fg
 from flowgrpo.learner.state import init_learner
-from flowgrpo.learner.update import cast, make_score, make_update
+from flowgrpo.learner.update import make_score, make_update
 from flowgrpo.models.lora import Adapted
-from flowgrpo.models.trainable import ADAPTER
+from flowgrpo.models.trainable import ADAPTER, cast
 
 pytestmark = pytest.mark.slow
 

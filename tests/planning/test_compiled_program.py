@@ -193,7 +193,7 @@ def test_a_collective_that_is_spread_over_fusions_is_sent_once():
 {body}ENTRY %main (x: f32[8,4]) -> f32[32,4] {{
   %x = f32[8,4] parameter(0)
   %f = f32[32,4] fusion(%x), kind=kLoop, calls=%part1
-  ROOT %h = f32[32,4] fusion(%x), kind=kLoop, calls=%part2
+  ROOT %async-collective-done = f32[32,4] fusion(%x), kind=kLoop, calls=%part2
 }}
 """
     steps = program_steps(text)
