@@ -1,4 +1,4 @@
-"""Reading compiled programs: loops, bytes, copies, collectives and cycles, of texts by hand and of a program of CPUs."""
+"""Reading compiled programs: loops, bytes, copies, collectives and cycles, of texts by hand and of a CPU's program."""
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ ENTRY %main (x.1: f32[8,4]) -> f32[8,4] {
   %x.1 = f32[8,4]{1,0} parameter(0)
   %zero = s32[] constant(0)
   %start = (s32[], f32[8,4]{1,0}) tuple(%zero, %x.1)
-  %told = (s32[], f32[8,4]{1,0}) while(%start), condition=%unknown, body=%inner, backend_config={"known_trip_count":{"n":"5"}}
+  %told = (s32[], f32[8,4]) while(%start), condition=%more, body=%inner, backend_config={"known_trip_count":{"n":"5"}}
   %counted = (s32[], f32[8,4]{1,0}) while(%told), condition=%more, body=%inner
   %deep = (s32[], f32[8,4]{1,0}) while(%counted), condition=%unknown, body=%outer
   %z = f32[8,4]{1,0} get-tuple-element(%deep), index=1
