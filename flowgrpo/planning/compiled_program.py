@@ -109,8 +109,8 @@ def copies(steps: Iterable[ExecutedStep], *shapes: Sequence[int]) -> float:
 
 
 def arrays_with(steps: Iterable[ExecutedStep], *sizes: int) -> list[ExecutedStep]:
-    """Instructions that write an array with all of these sizes among its axes, as the s x s of attention."""
-    return [x for x in steps if x.written and any(_has(found[2], sizes) for found in _ARRAY.finditer(x.shape))]
+    """Instructions whose result has all of these sizes among its axes, as the s x s of attention, wherever it lies."""
+    return [x for x in steps if any(_has(found[2], sizes) for found in _ARRAY.finditer(x.shape))]
 
 
 def _written_whole(step: ExecutedStep) -> Iterator[int]:

@@ -234,7 +234,7 @@ def test_squares_are_found_by_their_sizes():
     assert arrays_with(steps, 64, 64) == steps
     assert arrays_with(steps, 2, 64) == steps
     assert not arrays_with(steps, 2, 2)
-    assert not arrays_with(one("%q = f32[2,64,64]{2,1,0:S(1)} exponential(%p0)", "f32[2,64,64]"), 64, 64)
+    assert arrays_with(one("%q = f32[2,64,64]{2,1,0:S(1)} exponential(%p0)", "f32[2,64,64]"), 64, 64)
 
 
 def test_what_moves_most_comes_first_and_equals_together():
