@@ -2,9 +2,9 @@
 
     softmax(scale q k^T, under the mask) v        in float32, with grouped heads and an optional soft-cap
 
-`visible` alone decides who sees whom, from positions, segments and window. `attend` (or a kernel in its place)
-works on the tokens of one call; `attend_cache` on a cache, only as far as any row is filled. Both go block by block
-with a running softmax (Dao et al., 2022, arXiv:2205.14135).
+`visible` alone decides who sees whom, from positions, segments and window. `attend` (or a kernel of
+`attention_kernels` in its place) works on the tokens of one call; `attend_cache` on a cache, only as far as any row is
+filled. Both go block by block with a running softmax (Dao et al., 2022, arXiv:2205.14135).
 """
 
 from collections.abc import Callable
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from flowgrpo.models.config import DecoderConfig
-from flowgrpo.types import BadInput
 
 BLOCK = 128  # keys that are attended to at once
 COLUMNS = 8  # of a product that is used for a sum; with a single one it would be a product with a vector
@@ -25,79 +24,104 @@ TILED = 4  # so many blocks of a row are compiled one after the other, for each 
 LOWEST = -1e30  # a logit that no visible one comes near to, and that float32 can subtract
 
 Part = tuple[Array, Array, Array]  # keys and values [r k c e] of a block, and who sees them [r s c]
-Attend = Callable[[Array, Array, Array, Array, DecoderConfig], Array]
 
 
-def visible(q_position: Array, k_position: Array, q_segment: Array, k_segment: Array, window: Array | int) -> Array:
-    """Whether a query sees a key: same segment, not padding, not later, nearer than `window` -> [r q k]."""
+class Sight(NamedTuple):
+    """Positions and segments of queries and keys, and how far a query looks back: all that `visible` depends on."""
+
+    q_position: Array  # r s
+    k_position: Array  # r c
+    q_segment: Array  # r s: 0 is padding
+    k_segment: Array  # r c
+    window: Array | int  # of the layer
+    k_shared: Array | None = None  # r c: keys of a prompt, which the queries of all segments see; None: there are none
+
+
+Attend = Callable[[Array, Array, Array, Sight, DecoderConfig], Array]
+
+
+def visible(
+    q_position: Array,
+    k_position: Array,
+    q_segment: Array,
+    k_segment: Array,
+    window: Array | int,
+    k_shared: Array | None = None,
+) -> Array:
+    """Whether a query sees a key: same segment or shared, not padding, not later, nearer than `window` -> [r q k]."""
     distance = q_position[:, :, None] - k_position[:, None, :]
-    same = (q_segment[:, :, None] == k_segment[:, None, :]) & (q_segment[:, :, None] > 0)
-    return same & (distance >= 0) & (distance < window)
+    same = q_segment[:, :, None] == k_segment[:, None, :]
+    if k_shared is not None:
+        same |= k_shared[:, None, :]
+    return same & (q_segment[:, :, None] > 0) & (distance >= 0) & (distance < window)
 
 
-def attend(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig) -> Array:
-    """Plain attention: [r h s e], [r k c e], [r s c] -> [r h s e]; a query that sees nothing gives zeros.
+def attend(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> Array:
+    """Plain attention: [r h s e], [r k c e] -> [r h s e]; a query that sees nothing gives zeros.
 
     The queries are the last s of the keys' tokens, and those of a segment stand in the order of their positions, so a
     block of queries meets no later block of keys. The blocks are those of `attend_cache`, so that what is sampled and
     what is scored are summed in one order (F7). The backward pass keeps one number a query and computes shares again,
-    block by block: no logits are ever [s c] as a whole, and nothing is kept of a block.
+    block by block: neither logits nor mask are ever [s c] as a whole, and nothing is kept of a block.
     """
-    return _attended(q, k, v, seen, config)
+    return _attended(q, k, v, sight, config)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attended(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig) -> Array:
-    return _attend_forward(q, k, v, seen, config)[0]
+def _attended(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> Array:
+    return _attend_forward(q, k, v, sight, config)[0]
 
 
-def _attend_forward(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig) -> tuple[Array, tuple]:
+def _attend_forward(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> tuple[Array, tuple]:
     grouped = _group(q, config)
     if k.shape[2] <= TILED * BLOCK:
-        parts = _parts(k, v, seen)
-        tiles = [_attend_tile(tile, grouped, parts, config) for tile in _tiles(q, k)]
+        tiles = [_attend_tile(tile, grouped, k, v, sight, config) for tile in _tiles(q, k)]
         running = jax.tree.map(lambda *x: jnp.concatenate(x, axis=3), *tiles)
     else:
         add = partial(_add, grouped=grouped, config=config)
-        running, _ = jax.lax.scan(lambda run, part: (add(run, part), None), _empty(grouped), _in_blocks(k, v, seen))
+
+        def step(running: _Running, block: tuple) -> tuple[_Running, None]:
+            return add(running, _see_block(block, sight)), None
+
+        running, _ = jax.lax.scan(step, _empty(grouped), _in_blocks(k, v, sight))
     out = _finish(running, q)
     weight = running.highest + jnp.log(jnp.where(running.total > 0, running.total, 1.0))
-    return out, (q, k, v, seen, out, weight)
+    return out, (q, k, v, sight, out, weight)
 
 
-def _attend_tile(tile: "_Tile", grouped: Array, parts: list[Part], config: DecoderConfig) -> "_Running":
+def _attend_tile(tile: "_Tile", grouped: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> "_Running":
     """A block of queries over the blocks of keys that it may see."""
     own = grouped[:, :, :, tile.queries]
     running = _empty(own)
-    for k, v, seen in parts[: tile.blocks]:
-        running = _add(running, (k, v, seen[:, tile.queries]), grouped=own, config=config)
+    for part in _parts(tile, k, v, sight):
+        running = _add(running, part, grouped=own, config=config)
     return running
 
 
 def _attend_backward(config: DecoderConfig, kept: tuple, d_out: Array) -> tuple:
     """With shares p and d_p = d_out v:  d_v = p d_out,  d_logits = p (d_p - <d_out, out>)  (Dao et al., 2022)."""
-    q, k, v, seen, out, weight = kept
+    q, k, v, sight, out, weight = kept
     grouped, d_mixed = _group(q, config), _group(d_out, config)
     through = (d_mixed.astype(jnp.float32) * _group(out, config).astype(jnp.float32)).sum(axis=-1)
     given = (grouped, d_mixed, weight, through)
     if k.shape[2] <= TILED * BLOCK:
-        d_q, d_k, d_v = _backward_by_tiles(given, q, k, v, seen, config)
+        d_q, d_k, d_v = _backward_by_tiles(given, q, k, v, sight, config)
     else:
         back, d_q = partial(_back, given=given, config=config), jnp.zeros(grouped.shape, jnp.float32)
-        d_q, pair = jax.lax.scan(back, d_q, _in_blocks(k, v, seen))
+        d_q, pair = jax.lax.scan(lambda d_q, x: back(d_q, _see_block(x, sight)), d_q, _in_blocks(k, v, sight))
         d_k, d_v = (_out_of_blocks(x, k.shape[2]) for x in pair)
     return d_q.astype(q.dtype).reshape(q.shape), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
-def _backward_by_tiles(given: tuple, q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig) -> tuple:
+def _backward_by_tiles(given: tuple, q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> tuple:
     """The gradients of queries, keys and values, block of queries by block of queries."""
-    parts, of_queries = _parts(k, v, seen), []
-    of_pairs: list[list] = [[] for _ in parts]
-    for tile in _tiles(q, k):
+    tiles, of_queries = _tiles(q, k), []
+    of_pairs: list[list] = [[] for _ in range(tiles[-1].blocks)]
+    for tile in tiles:
         own = tuple(x[:, :, :, tile.queries] for x in given)
         d_q = jnp.zeros(own[0].shape, jnp.float32)
-        for pairs, (k_b, v_b, seen_b) in zip(of_pairs[: tile.blocks], parts, strict=False):
-            d_q, pair = _back(d_q, (k_b, v_b, seen_b[:, tile.queries]), given=own, config=config)
+        for pairs, part in zip(of_pairs, _parts(tile, k, v, sight), strict=False):
+            d_q, pair = _back(d_q, part, given=own, config=config)
             pairs.append(pair)
         of_queries.append(d_q)
     d_k, d_v = zip(*(map(partial(reduce, jnp.add), zip(*pairs, strict=True)) for pairs in of_pairs), strict=True)
@@ -138,15 +162,30 @@ def _tiles(q: Array, k: Array) -> list[_Tile]:
     return [_Tile(slice(a - before, b - before), n) for n, (a, b) in enumerate(spans, start=1) if b > before]
 
 
-def _parts(k: Array, v: Array, seen: Array) -> list[Part]:
-    """The blocks one by one, the last as short as it is."""
-    at = [slice(start, start + BLOCK) for start in range(0, k.shape[2], BLOCK)]
-    return [(k[:, :, part], v[:, :, part], seen[:, :, part]) for part in at]
+def _parts(tile: _Tile, k: Array, v: Array, sight: Sight) -> list[Part]:
+    """The blocks that a tile may see, one by one, the last as short as it is."""
+    at = [slice(start, start + BLOCK) for start in range(0, tile.blocks * BLOCK, BLOCK)]
+    own = sight._replace(q_position=sight.q_position[:, tile.queries], q_segment=sight.q_segment[:, tile.queries])
+    return [(k[:, :, part], v[:, :, part], visible(*_look_at(own, lambda x, part=part: x[:, part]))) for part in at]
 
 
-def _in_blocks(k: Array, v: Array, seen: Array) -> Part:
-    """[r _ c ...] -> [blocks r _ BLOCK ...], what is missing from the last being zeros that nobody sees."""
-    return _divide(k), _divide(v), _divide(seen)
+def _look_at(sight: Sight, part: Callable[[Array], Array]) -> Sight:
+    """A part of the keys."""
+    shared = None if sight.k_shared is None else part(sight.k_shared)
+    return sight._replace(k_position=part(sight.k_position), k_segment=part(sight.k_segment), k_shared=shared)
+
+
+def _in_blocks(k: Array, v: Array, sight: Sight) -> tuple:
+    """[r _ c ...] -> [blocks r _ BLOCK ...], what is missing from the last being keys of segment 0."""
+    keys = _look_at(sight, lambda x: _divide(x[:, None])[:, :, 0])
+    return _divide(k), _divide(v), (keys.k_position, keys.k_segment, keys.k_shared)
+
+
+def _see_block(block: tuple, sight: Sight) -> Part:
+    """One of these blocks, and who sees it."""
+    k, v, (k_position, k_segment, k_shared) = block
+    sight = sight._replace(k_position=k_position, k_segment=k_segment, k_shared=k_shared)
+    return k, v, visible(*sight)
 
 
 def _divide(x: Array) -> Array:
@@ -160,25 +199,6 @@ def _out_of_blocks(x: Array, length: int) -> Array:
     """The inverse, for keys and values: [blocks r k BLOCK e] -> [r k c e]."""
     x = jnp.moveaxis(x, 0, 2)
     return x.reshape(*x.shape[:2], -1, x.shape[-1])[:, :, :length]
-
-
-def fused(implementation: str | None = None) -> Attend:
-    """`attend` through `jax.nn.dot_product_attention`: "cudnn" on a GPU, "xla" anywhere, None for JAX's own choice.
-
-    Packed rows stay apart because the kernel is given the whole mask, and not segment ids, which some kernels ignore.
-    """
-    return partial(_fused, implementation=implementation)
-
-
-def _fused(q: Array, k: Array, v: Array, seen: Array, config: DecoderConfig, *, implementation) -> Array:
-    if config.attention_softcap is not None:
-        raise BadInput("no fused attention has the soft-cap that this model's attention needs: use `attend`")
-    something = seen.any(axis=-1)
-    # A kernel may answer a query that sees nothing with NaN; it is shown everything, and its result thrown away.
-    mask = (seen | ~something[:, :, None])[:, None]
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-    mixed = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=_scale(config), implementation=implementation)
-    return jnp.swapaxes(jnp.where(something[:, :, None, None], mixed, jnp.zeros((), mixed.dtype)), 1, 2)
 
 
 def attend_cache(

@@ -22,7 +22,7 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from flowgrpo.contracts import Cache, Params, Policy
-from flowgrpo.models.attention import Attend, attend, attend_cache, visible
+from flowgrpo.models.attention import Attend, Sight, attend, attend_cache
 from flowgrpo.models.config import DecoderConfig, Rope, check_config, rope_frequencies
 from flowgrpo.models.kv_cache import Held, Shared, View, block, extend_cache, make_cache, write_cache
 
@@ -206,8 +206,8 @@ def attention(x: Array, layer: Params, held: Held | None, view: View, config: De
 
 
 def _attend_whole(q: Array, k: Array, v: Array, window, view: View, config: DecoderConfig, attend: Attend) -> Array:
-    seen = visible(view.positions, view.k_positions, view.segments, view.k_segments, window)
-    return attend(q, k, v, seen, config)
+    sight = Sight(view.positions, view.k_positions, view.segments, view.k_segments, window)
+    return attend(q, k, v, sight, config)
 
 
 def _attend_shared(
@@ -217,14 +217,12 @@ def _attend_shared(
     (q_p, q_r), (k_p, k_r), (v_p, v_r) = (_heads_apart(x, shared) for x in (q, k, v))
     (position_pu, position_rs), (segment_pu, segment_rs) = (_apart(x, shared) for x in (view.positions, view.segments))
     before = partial(jnp.repeat, repeats=shared.rows // shared.prompts, axis=0)
-    real_rs = (segment_rs > 0).astype(segment_pu.dtype)
-    seen_r = [
-        visible(position_rs, before(position_pu), real_rs, before(segment_pu), window),
-        visible(position_rs, position_rs, segment_rs, segment_rs, window),
-    ]
-    of_prompts = attend(q_p, k_p, v_p, visible(position_pu, position_pu, segment_pu, segment_pu, window), config)
+    of_prompts = attend(q_p, k_p, v_p, Sight(position_pu, position_pu, segment_pu, segment_pu, window), config)
     keys, values = (jnp.concatenate([before(x), y], axis=2) for x, y in ((k_p, k_r), (v_p, v_r)))
-    of_rows = attend(q_r, keys, values, jnp.concatenate(seen_r, axis=2), config)
+    positions = jnp.concatenate([before(position_pu), position_rs], axis=1)
+    segments = jnp.concatenate([jnp.zeros_like(before(segment_pu)), segment_rs], axis=1)
+    of_all = jnp.concatenate([before(segment_pu) > 0, jnp.zeros(segment_rs.shape, bool)], axis=1)
+    of_rows = attend(q_r, keys, values, Sight(position_rs, positions, segment_rs, segments, window, of_all), config)
     flat = [jnp.moveaxis(x, 0, 1).reshape(config.h, -1, config.e) for x in (of_prompts, of_rows)]
     return jnp.concatenate(flat, axis=1)[None]
 
@@ -401,7 +399,7 @@ def make_policy(
     `remat` computes each layer again in the backward pass. `unroll` compiles so many layers in a row (True: all of
     them) instead of looping over them, which takes a quarter off an update of a few small layers on a CPU, and where it
     is all of them a third off decoding, whose layers then have caches of their own. `attend`
-    scores whole rows, for training; a kernel takes its place here (see `attention.fused`). With a cache, attention is
+    scores whole rows, for training; a kernel takes its place here (see `attention_kernels`). With a cache, attention is
     always that of `attend_cache`.
     """
     check_config(config)
