@@ -176,7 +176,7 @@ def remedies(config: DecoderConfig, job: Workload, run: MemorySettings, machine:
     frozen = adapter_bytes(config, replace(job, micro_rows=1, remat=True, slots=1), devices)
     if frozen <= machine.memory:
         told.append(f"an adapter (LoRA) over an int8 base ({frozen / GIB:.1f} GiB)")
-    return told or ["a smaller model: nothing else that was tried would fit"]
+    return told or ["a smaller model: nothing else tried would fit"]
 
 
 def adapter_bytes(config: DecoderConfig, job: Workload, devices: int) -> float:

@@ -41,7 +41,8 @@ def case(name: str, kind: str):
     if (lacking := missing_compiler(target.chip.platform)) is not None:
         pytest.skip(f"{name} can't be compiled for without {lacking}: pip install 'flowgrpo[aot]'")
     mesh = make_mesh({"fsdp": DEVICES}, target_devices(target))
-    return make_case(CONFIG, JOB, fg.flow_grpo(beta=0.0), make_optimizer(learning_rate=1e-3), mesh=mesh, target=target)
+    learning = fg.flow_grpo(beta=0.0), make_optimizer(learning_rate=1e-3)
+    return make_case(CONFIG, JOBS[kind], *learning, mesh=mesh, target=target)
 
 
 @cache
