@@ -17,6 +17,7 @@ from jax import Array
 
 from flowgrpo.models.config import DecoderConfig
 
+PRECISE = jax.lax.Precision.HIGHEST  # products of float32 are of float32 on every platform
 BLOCK = 128  # keys that are attended to at once
 COLUMNS = 8  # of a product that is used for a sum; with a single one it would be a product with a vector
 UNROLLED = 8  # so many blocks of a cache are compiled one after the other; more are looped over
@@ -132,7 +133,7 @@ def _back(d_q: Array, part: Part, *, given: tuple, config: DecoderConfig) -> tup
     """Add one block's share to the gradient of the queries, and compute the gradients of its keys and values."""
     grouped, d_mixed, weight, through = given
     k, v = (x.astype(grouped.dtype) for x in part[:2])
-    seen, product = part[2][:, None, None], partial(jnp.einsum, preferred_element_type=jnp.float32)
+    seen, product = part[2][:, None, None], partial(jnp.einsum, precision=PRECISE, preferred_element_type=jnp.float32)
     logits = _logits(grouped, k, part[2], config)
     shares = jnp.where(seen, jnp.exp(logits - weight[..., None]), 0.0)
     d_v = product("rkgsc,rkgse->rkce", shares.astype(v.dtype), d_mixed)
@@ -260,7 +261,7 @@ def _add(running: _Running, part: Part, *, grouped: Array, config: DecoderConfig
 
 def _products(which: str, x: Array, block: Array) -> Array:
     """Products of queries or shares [r k g s _] with keys or values of a block, in float32."""
-    product = partial(jnp.einsum, which, preferred_element_type=jnp.float32)
+    product = partial(jnp.einsum, which, precision=PRECISE, preferred_element_type=jnp.float32)
     if x.shape[3] > 1:
         return product(x, block)
     return jax.lax.platform_dependent(x, block, cpu=partial(_by_vectors, product), default=product)
@@ -279,7 +280,7 @@ def total_of(shares: Array) -> Array:
     if shares.shape[3] == 1:
         return shares.sum(axis=-1)
     ones = jnp.ones((*shares.shape[:2], shares.shape[-1], COLUMNS), jnp.float32)
-    return jnp.einsum("rkgsc,rkce->rkgse", shares, ones)[..., 0]
+    return jnp.einsum("rkgsc,rkce->rkgse", shares, ones, precision=PRECISE)[..., 0]
 
 
 def _finish(running: _Running, q: Array) -> Array:

@@ -20,6 +20,7 @@ from jax import Array
 
 from flowgrpo import masked
 from flowgrpo.contracts import Params
+from flowgrpo.models.attention import PRECISE
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import Parameter, make_policy, parameters
 from flowgrpo.types import BadInput
@@ -75,7 +76,7 @@ def from_policy(params: Mapping[str, Array], config: DecoderConfig) -> Params:
 
 def value_head(params: Params, hidden: Array) -> Array:
     """Values from hidden states, in float32: [... d] -> [...]."""
-    return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), params[HEAD].astype(jnp.float32))
+    return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), params[HEAD].astype(jnp.float32), precision=PRECISE)
 
 
 def before(value_rs: Array, segments_rs: Array) -> Array:

@@ -22,9 +22,19 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from flowgrpo.contracts import Cache, Params, Policy
-from flowgrpo.models.attention import Attend, Sight, attend, attend_cache
+from flowgrpo.models.attention import PRECISE, Attend, Sight, attend, attend_cache
 from flowgrpo.models.config import DecoderConfig, Rope, check_config, rope_frequencies
-from flowgrpo.models.kv_cache import Held, Shared, View, block, extend_cache, make_cache, write_cache
+from flowgrpo.models.kv_cache import (
+    Held,
+    Shared,
+    View,
+    block,
+    block_sizes,
+    count_blocks,
+    extend_cache,
+    make_cache,
+    write_cache,
+)
 
 PIECE, DIVIDED = 192, 4096  # terms of a sum in one piece, and of the longest sum that is divided
 
@@ -137,18 +147,22 @@ def multiply(x: Array, layer: Params, name: str, *, inputs: int = 1) -> Array:
     """
     w, bias = layer[name], layer.get(f"{name}_bias")
     flat = x.reshape(-1, math.prod(w.shape[:inputs]))
-    out = _times(flat, w).astype(x.dtype)
+    out = _times(flat, w)
     if f"{name}_a" in layer:
         a, b = layer[f"{name}_a"], layer[f"{name}_b"]
-        change = (flat.astype(a.dtype) @ a.reshape(flat.shape[1], -1)) @ b.reshape(len(b), -1)
+        low = _matmul(flat.astype(a.dtype), a.reshape(flat.shape[1], -1))
+        change = _matmul(low, b.reshape(len(b), -1))
         out = (out.astype(change.dtype) + change).astype(out.dtype)
     out = out.reshape(*x.shape[:2], *w.shape[inputs:])
     return out if bias is None else out + bias[None, None]
 
 
+_matmul = partial(jnp.matmul, precision=PRECISE)
+
+
 @jax.custom_jvp
 def product(x_ab: Array, w_bc: Array) -> Array:
-    """`x w`, accumulated in float32; of float32, a row's bits are the same among any two rows or more (F7, E3).
+    """`x w` in their dtype, accumulated in float32; a row's bits of it are the same among any two rows or more (F7, E3).
 
     A long sum goes in an order that depends on rows and threads, and a deep model enlarges the difference a
     hundredfold: it is made of pieces, within which the order never changes.
@@ -162,7 +176,7 @@ def product(x_ab: Array, w_bc: Array) -> Array:
 def _sum_pieces(x_ab: Array, pieces: Sequence[Array]) -> Array:
     ends = np.cumsum([0, *(len(piece) for piece in pieces)])
     terms = zip(ends, ends[1:], pieces, strict=False)
-    return reduce(jnp.add, [x_ab[:, start:end] @ piece for start, end, piece in terms])
+    return reduce(jnp.add, [_matmul(x_ab[:, start:end], piece) for start, end, piece in terms])
 
 
 def _pieces(w_bc: Array) -> tuple[Array, ...]:
@@ -175,7 +189,7 @@ def _times(x_ab: Array, w: Array | Divided) -> Array:
 
 
 def _whole_product(x_ab: Array, w_bc: Array) -> Array:
-    return jnp.matmul(x_ab, w_bc, preferred_element_type=jnp.float32)
+    return _matmul(x_ab, w_bc) if x_ab.dtype == jnp.float32 else jnp.matmul(x_ab, w_bc)
 
 
 @partial(product.defjvp, symbolic_zeros=True)
@@ -185,6 +199,25 @@ def _product_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     out: Array = product(x, w)
     changes = [_whole_product(a, b) for a, b, d in ((dx, w, dx), (x, dw, dw)) if not isinstance(d, SymbolicZero)]
     return out, reduce(jnp.add, changes) if changes else jnp.zeros_like(out)
+
+
+@jax.custom_vjp
+def wide_product(x_ab: Array, w_bc: Array) -> Array:
+    """`product` in float32, of factors in a narrower type, in which its gradient is computed, too."""
+    return jnp.matmul(x_ab, w_bc, preferred_element_type=jnp.float32)
+
+
+def _wide_product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
+    return wide_product(x, w), (x, w)
+
+
+def _wide_product_backward(factors: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
+    x, w = factors
+    d_out = d_out.astype(x.dtype)
+    return jnp.matmul(d_out, w.T), jnp.matmul(x.T, d_out)
+
+
+wide_product.defvjp(_wide_product_forward, _wide_product_backward)
 
 
 def attention(x: Array, layer: Params, held: Held | None, view: View, config: DecoderConfig, attend: Attend) -> tuple:
@@ -200,9 +233,21 @@ def attention(x: Array, layer: Params, held: Held | None, view: View, config: De
         mixed = attend_rows(q, k, v, layer["window"], view, config, attend)
     else:
         held = write_cache(held, (k, v), layer, view)
-        block_of = partial(block, held=held, layer=layer, view=view)
-        mixed = attend_cache(jnp.swapaxes(q, 1, 2), block_of, view.blocks, config, unrolled=view.apart)
+        mixed = _attend_held(jnp.swapaxes(q, 1, 2), held, layer, view, config)
     return multiply(jnp.swapaxes(mixed, 1, 2), layer, "o", inputs=2), held
+
+
+def _attend_held(q: Array, held: Held, layer: Params, view: View, config: DecoderConfig) -> Array:
+    """Attention over a cache, in the blocks of the platform."""
+
+    def by_blocks(q: Array, held: Held, *, size: int) -> Array:
+        block_of = partial(block, held=held, layer=layer, view=view, size=size)
+        return attend_cache(q, block_of, count_blocks(view, size), config, unrolled=view.apart)
+
+    own, wide = block_sizes(view)
+    if own == wide:
+        return by_blocks(q, held, size=own)
+    return jax.lax.platform_dependent(q, held, cpu=partial(by_blocks, size=own), default=partial(by_blocks, size=wide))
 
 
 def _attend_whole(q: Array, k: Array, v: Array, window, view: View, config: DecoderConfig, attend: Attend) -> Array:
@@ -385,7 +430,8 @@ def _divide(w: Array, inputs: int = 1) -> Array | Divided:
 def unembed(params: Params, hidden: Array, *, config: DecoderConfig) -> Array:
     """Logits in float32: [... d] -> [... v]."""
     flat = hidden.reshape(-1, hidden.shape[-1])
-    logits = _times(flat, params["unembed"] if "unembed" in params else params["embed"].T)
+    w = params["unembed"] if "unembed" in params else params["embed"].T
+    logits = _times(flat, w) if hidden.dtype == jnp.float32 else wide_product(flat, w)
     logits = logits.reshape(*hidden.shape[:-1], -1)
     cap = config.logit_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap)

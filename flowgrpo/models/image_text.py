@@ -25,8 +25,10 @@ from flax import nnx
 from jax import Array
 
 from flowgrpo.contracts import Params
+from flowgrpo.models.attention import PRECISE
 from flowgrpo.types import BadInput
 
+_matmul = partial(jnp.matmul, precision=PRECISE)
 CHANNELS = 3
 KINDS = ("clip", "siglip")
 
@@ -218,7 +220,7 @@ def as_scores(params: Params, cosine: Array) -> Array:
 def image_embeddings(params: Params, pixels_icyx: Array, *, config: ImageTextConfig) -> Array:
     """One embedding of length 1 for each preprocessed image, in float32 -> [i p]."""
     patches_isq = _patches(jnp.asarray(pixels_icyx), config)
-    x_isd = patches_isq.astype(params["patch"].dtype) @ params["patch"]
+    x_isd = _matmul(patches_isq.astype(params["patch"].dtype), params["patch"])
     return _to_length_1(READ_IMAGE[config.kind](params, x_isd, config))
 
 
@@ -253,7 +255,7 @@ def _clip_image(params: Params, x_isd: Array, config: ImageTextConfig) -> Array:
     x_isd = jnp.concatenate([first, x_isd], axis=1) + params["vision_position"][None]
     x_isd = _layer_norm(x_isd, params, "vision_first_norm", config.vision)
     x_isd = _run(params, x_isd, "vision", config.vision, None)
-    return _layer_norm(x_isd[:, 0], params, "vision_norm", config.vision) @ params["vision_project"]
+    return _matmul(_layer_norm(x_isd[:, 0], params, "vision_norm", config.vision), params["vision_project"])
 
 
 def _clip_text(params: Params, x_jsd: Array, tokens_js: Array, config: ImageTextConfig) -> Array:
@@ -261,7 +263,7 @@ def _clip_text(params: Params, x_jsd: Array, tokens_js: Array, config: ImageText
     x_jsd = _run(params, x_jsd, "text", config.text, causal)
     end_j = jnp.argmax(tokens_js if config.eos_id == 2 else tokens_js == config.eos_id, axis=1)
     end_jd = jnp.take_along_axis(x_jsd, end_j[:, None, None], axis=1)[:, 0]
-    return _layer_norm(end_jd, params, "text_norm", config.text) @ params["text_project"]
+    return _matmul(_layer_norm(end_jd, params, "text_norm", config.text), params["text_project"])
 
 
 def _siglip_image(params: Params, x_isd: Array, config: ImageTextConfig) -> Array:
@@ -271,7 +273,7 @@ def _siglip_image(params: Params, x_isd: Array, config: ImageTextConfig) -> Arra
     weights, biases = (jnp.split(params[name], 3, axis=-1) for name in ("pool_qkv", "pool_qkv_bias"))
     probe = jnp.broadcast_to(params["probe"][None, None], (len(x_isd), 1, tower.d))
     inputs = (probe, x_isd, x_isd)
-    q, k, v = (x @ w + b[None, None] for x, w, b in zip(inputs, weights, biases, strict=True))
+    q, k, v = (_matmul(x, w) + b[None, None] for x, w, b in zip(inputs, weights, biases, strict=True))
     pooled = _multiply(_mix(q, k, v, tower, None), params, "pool_o")
     return (pooled + _feed_forward(_layer_norm(pooled, params, "pool_norm", tower), params, "pool", tower))[:, 0]
 
@@ -279,7 +281,7 @@ def _siglip_image(params: Params, x_isd: Array, config: ImageTextConfig) -> Arra
 def _siglip_text(params: Params, x_jsd: Array, tokens_js: Array, config: ImageTextConfig) -> Array:
     x_jsd = _run(params, x_jsd, "text", config.text, None)
     last_jd = _layer_norm(x_jsd[:, -1], params, "text_norm", config.text)
-    return last_jd @ params["text_project"] + params["text_project_bias"][None]
+    return _matmul(last_jd, params["text_project"]) + params["text_project_bias"][None]
 
 
 # How a kind reads an image off its patches and a text off its embedded tokens.
@@ -313,15 +315,15 @@ def _mix(q: Array, k: Array, v: Array, tower: Tower, seen: Array | None) -> Arra
     """Attention in float32 over heads: [r s d], [r c d], [r c d] -> [r s d]."""
     e = tower.d // tower.h
     q, k, v = (x.reshape(*x.shape[:2], tower.h, e) for x in (q, k, v))
-    logits = jnp.einsum("rshe,rche->rhsc", q, k, preferred_element_type=jnp.float32) * e**-0.5
+    logits = jnp.einsum("rshe,rche->rhsc", q, k, precision=PRECISE, preferred_element_type=jnp.float32) * e**-0.5
     if seen is not None:
         logits = jnp.where(seen[None, None], logits, -jnp.inf)
     share = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-    return jnp.einsum("rhsc,rche->rshe", share, v).reshape(*q.shape[:2], tower.d)
+    return jnp.einsum("rhsc,rche->rshe", share, v, precision=PRECISE).reshape(*q.shape[:2], tower.d)
 
 
 def _multiply(x: Array, params: Params, name: str) -> Array:
-    return x @ params[name] + params[f"{name}_bias"][None, None]
+    return _matmul(x, params[name]) + params[f"{name}_bias"][None, None]
 
 
 def _layer_norm(x: Array, params: Params, name: str, tower: Tower) -> Array:

@@ -1,7 +1,8 @@
 """The cache of a decoder: where new tokens go, and what they see.
 
 A row's tokens fill its slots from the first on, whatever padding stands between them. Attention reads the slots in
-blocks, of which only those that are filled in some row are met.
+blocks, of which only those that are filled in some row are met. Blocks are larger on accelerators, where a step costs
+more than the slots it reads. A TPU writes row by row: it would lay the whole cache out anew for a scatter.
 """
 
 from functools import partial
@@ -12,8 +13,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from flowgrpo.contracts import Cache, Params
-from flowgrpo.models.attention import BLOCK, UNROLLED, Part, visible
+from flowgrpo.models.attention import BLOCK, PRECISE, UNROLLED, Part, visible
 from flowgrpo.models.config import DecoderConfig
+
+WIDE_BLOCKS = (1024, 512, 256)  # of slots, on accelerators: the first that a cache is a whole number of
+ALIGNED = 16  # slots that a TPU writes as a whole
+ROW_BY_ROW = 64  # rows at most that are written one after the other; each is compiled
 
 
 def make_cache(rows: int, slots: int, *, config: DecoderConfig, dtype=jnp.float32, stacked: bool = True) -> Cache:
@@ -59,7 +64,7 @@ class View(NamedTuple):
     k_positions: Array  # r c: of the keys, which are the same tokens where there is no cache
     k_segments: Array  # r c
     slots: Array | None = None  # r s: of the cache, where there is one, that the tokens go to
-    blocks: Array | int = 0  # of the cache, that are filled in any row of these tokens
+    filled: Array | int = 0  # slots of the cache up to the last that is filled in any row of these tokens
     apart: int = 0  # how many blocks of a layer are arrays of their own
     shared: Shared | None = None  # where rows go on from prompts that they share
     angles: tuple[Array, ...] = ()  # cosine and sine of each rope's angles, [ropes r s 1 e/2]
@@ -86,17 +91,22 @@ def extend_cache(tokens, positions, segments, cache: Cache | None, config: Decod
     held = cache.next + real.sum(axis=1, dtype=jnp.int32)
     filled = jnp.minimum(jnp.where(real.any(axis=1), held, 0).max(), cache.positions.shape[1])
     cache = cache.replace(positions=k_positions, segments=k_segments, next=held)
-    size = _block_size(cache.positions)
-    blocks = 1 if size == cache.positions.shape[1] else -(-filled // size)
     apart = _blocks_apart(cache.positions.shape[1]) if isinstance(cache.keys, tuple) else 0
-    return cache, View(positions, segments, k_positions, k_segments, slots, blocks, apart)
+    return cache, View(positions, segments, k_positions, k_segments, slots, filled, apart)
 
 
-def _block_size(x_rc: Array) -> int:
-    slots = x_rc.shape[1]
+def block_sizes(view: View) -> tuple[int, int]:
+    """How many slots are attended to at once: on a CPU, and on an accelerator."""
+    slots = view.k_positions.shape[1]
     if slots > BLOCK and slots % BLOCK:
         raise ValueError(f"a cache of {slots} slots is no whole number of blocks of {BLOCK}: make it by make_cache")
-    return min(slots, BLOCK)
+    own = min(slots, BLOCK)
+    return own, own if view.apart else next((size for size in WIDE_BLOCKS if slots % size == 0), own)
+
+
+def count_blocks(view: View, size: int) -> Array | int:
+    """How many blocks of this size are filled in any row."""
+    return 1 if size == view.k_positions.shape[1] else -(-view.filled // size)
 
 
 def write_cache(held: Held, new: tuple[Array, Array], layer: Params, view: View) -> Held:
@@ -124,13 +134,38 @@ def _within(slots: Array, number: int) -> Array:
 
 
 def _write(own: Array, x: Array, index: tuple, slots: Array) -> Array:
+    scatter = partial(_scatter, index=index)
+    if len(slots) > ROW_BY_ROW:
+        return scatter(own, x, slots)
+    return jax.lax.platform_dependent(own, x, slots, tpu=partial(_write_row_by_row, index=index), default=scatter)
+
+
+def _scatter(own: Array, x: Array, slots: Array, *, index: tuple) -> Array:
     rows = jnp.arange(len(slots))[:, None]
     return own.at[(*index, rows, slice(None), slots)].set(x.astype(own.dtype), mode="drop")
 
 
-def block(index: Array | int, *, held: Held, layer: Params, view: View) -> Part:
+def _write_row_by_row(own: Array, x: Array, slots: Array, *, index: tuple) -> Array:
+    """Change an aligned stretch of each row's slots, in which its tokens' are."""
+    capacity, new = own.shape[-2], x.shape[1]
+    width = min(capacity, ALIGNED if new == 1 else -(-new // ALIGNED) * ALIGNED + ALIGNED)
+    sizes = (*(1,) * (len(index) + 1), own.shape[-3], width, own.shape[-1])
+    first_r = jnp.minimum(slots.min(axis=1) // ALIGNED * ALIGNED, capacity - width)
+    taken_rws = slots[:, None, :] == first_r[:, None, None] + jnp.arange(width)[None, :, None]
+    real_rs = slots < capacity
+    known = jnp.where(real_rs[:, :, None, None], x, jnp.zeros((), x.dtype)).astype(own.dtype)
+    # At most one token goes to a slot, and a product with 1 is exact.
+    placed = jnp.einsum("rws,rske->rkwe", taken_rws.astype(own.dtype), known, precision=PRECISE)
+    for row in range(len(slots)):
+        at = (*index, row, 0, first_r[row], 0)
+        was = jax.lax.dynamic_slice(own, at, sizes)
+        now = jnp.where(taken_rws[row].any(axis=1)[None, :, None], placed[row], was)
+        own = jax.lax.dynamic_update_slice(own, now.reshape(sizes), at)
+    return own
+
+
+def block(index: Array | int, *, held: Held, layer: Params, view: View, size: int) -> Part:
     """Keys and values of one block of a layer's slots, as they lie, and who sees them."""
-    size = _block_size(view.k_positions)
     pick = partial(jax.lax.dynamic_slice_in_dim, start_index=index * size, slice_size=size)
     k, v = (_pick_block(layers, layer["index"], index * size, size) for layers in held)
     k_positions, k_segments = pick(view.k_positions, axis=1), pick(view.k_segments, axis=1)
