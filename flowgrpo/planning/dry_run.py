@@ -32,6 +32,7 @@ from flowgrpo.learner.update import make_score, make_update, score_reference
 from flowgrpo.models.attention import BLOCK
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import make_policy
+from flowgrpo.models.kv_cache import WIDE_BLOCKS
 from flowgrpo.models.lora import Adapted, LoraConfig, adapter_axes, lora_policy
 from flowgrpo.models.trainable import ADAPTER, WHOLE, Trained
 from flowgrpo.parallel.row_sharding import ROWS, SHARED, TENSOR, divides
@@ -167,7 +168,7 @@ def dry_prefill(case: DryRunCase) -> ProgramCost:
     work = jax.jit(partial(prefill, case.policy), donate_argnums=1, out_shardings=_where(rows.cache, mesh))
     useful = forward_flops(case.config, math.prod(size), case.job.prompt / 2)
     unembedded = 2.0 * math.prod(size) * case.config.v * case.config.d  # which a prefill does not do
-    trips = (-(-case.job.prompt // BLOCK),)
+    trips = (-(-case.job.prompt // slots_at_once(case)),)
     return _measure_decoding("prefill", work, (params, rows.cache, tokens, real), case, trips, useful - unembedded)
 
 
@@ -180,7 +181,7 @@ def dry_decode(case: DryRunCase) -> ProgramCost:
     after = None if mesh is None else (_where(rows, mesh), None)
     work = jax.jit(partial(decode, case.policy, steps=case.job.steps), donate_argnums=1, out_shardings=after)
     middle = case.job.length / 2
-    trips = (case.job.steps, math.ceil(middle / BLOCK))
+    trips = (case.job.steps, math.ceil(middle / slots_at_once(case)))
     useful = forward_flops(case.config, count * case.job.steps, middle)
     return _measure_decoding("decode", work, (params, rows, settings, stops), case, trips, useful)
 
@@ -284,6 +285,15 @@ def _sizes_of(mesh: Mesh | None) -> dict[str, int]:
 def micro_batches(job: Workload, mesh: Mesh | None) -> int:
     """How many micro-batches a device works through for one step."""
     return math.ceil(job.rows / job.mini_batches / (job.micro_rows * ways(_sizes_of(mesh), *ROWS)))
+
+
+def slots_at_once(case: DryRunCase) -> int:
+    """How many slots of a cache decoding attends to at once, as `kv_cache.block_sizes` has it."""
+    length = case.job.length if case.job.length <= BLOCK else -(-case.job.length // BLOCK) * BLOCK
+    own = min(length, BLOCK)
+    if case.target is None or case.target.chip.platform == "cpu":
+        return own
+    return next((size for size in WIDE_BLOCKS if length % size == 0), own)
 
 
 def _local_shape(x: Any) -> tuple[int, ...]:

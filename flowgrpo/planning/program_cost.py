@@ -64,7 +64,7 @@ def measure_program(
     """Trace, lower and compile `work` for these arguments; `useful` and what is counted are of all devices."""
     start, devices = time.perf_counter(), 1 if mesh is None else mesh.size
     traced = work.trace(*(_on_target(arguments, target) if mesh is None else arguments))
-    counted = count_products(traced.jaxpr.jaxpr, trips)
+    counted = count_products(traced.jaxpr.jaxpr, trips, "cpu" if target is None else target.chip.platform)
     memory = _compile(traced, target, trips)
     return ProgramCost(
         name=name,

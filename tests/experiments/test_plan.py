@@ -96,11 +96,9 @@ def test_what_fits_nowhere_is_told_with_what_would():
     assert "an adapter (LoRA) over an int8 base" in remedies(config, job, MemorySettings(moved=True), small, 4)[-1]
     fewer = replace(job, micro_rows=16, remat=False)
     large = Machine(80 * GIB, 2e14, 8e11, 2e11)
-    assert remedies(config, fewer, MemorySettings(moved=True), large, 8)[0].startswith("micro_rows=1, remat=True")
+    assert remedies(config, fewer, MemorySettings(moved=True), large, 8)[0].endswith("fewer slots")
     nothing = Machine(1e6, 2e14, 8e11, 2e11)
-    assert remedies(config, job, MemorySettings(), nothing, 8) == [
-        "a smaller model: nothing else that was tried would fit"
-    ]
+    assert remedies(config, job, MemorySettings(), nothing, 8) == ["a smaller model: nothing else tried would fit"]
 
 
 @pytest.mark.slow
