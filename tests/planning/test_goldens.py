@@ -22,7 +22,7 @@ from flowgrpo.planning.dry_run import abstract_state, dry_run, local_bytes, make
 from flowgrpo.planning.targets import missing_compiler, parse_target, target_devices
 
 DEVICES, SLOTS, LENGTH, STEPS, LAYERS = 4, 64, 16_384, 4, 2
-ROW = 512  # tokens of an update: several blocks of keys
+ROW = 896  # tokens of an update: seven blocks of keys, and no width of the model, also of products side by side
 CONFIG = DecoderConfig(
     v=384, d=256, h=4, k=2, e=64, f=640, windows=(None,) * LAYERS, ropes=(Rope(),) * LAYERS, tied=True, qkv_bias=False
 )
