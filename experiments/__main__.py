@@ -18,7 +18,7 @@ GROUPS = {
     "Look": ("view", "plots", "family", "environments"),
     "Compare": ("compare", "evaluate", "replay", "soak"),
     "Serve": ("export", "chat", "score"),
-    "Plan": ("plan", "simulate"),
+    "Plan": ("plan", "simulate", "device_check"),
 }
 MEASURED = "python -m experiments.benchmarks lists what is measured: speed, memory, exactness."
 

@@ -2,19 +2,22 @@
 
 Modules:
 
-    attention     Attention over whole rows, over blocks of a cache, or by a kernel
-    config        The shape of a decoder: numbers by axis letter, and what differs between the model families
-    critic        A critic: a decoder under a scalar head, which gives a value for each token's state
-    decoder       One decoder for the open model families
-    families      The model families: config.json -> `DecoderConfig`, and the names that published tensors go by
-    hf            Read and write checkpoints in the Hugging Face format
-    image_files   Read published image-text models, and score images and texts with them
-    image_text    Image-text models, CLIP and SigLIP: their shape, their parameters and their scores
-    kv_cache      The cache of a decoder: where new tokens go, and what they see
-    lora          Low-rank adapters: several policies share one set of base weights (Hu et al., 2021, arXiv:2106.09685)
-    peft          Adapters in PEFT's format, in and out: adapter_config.json and adapter_model.safetensors
-    reward_model  Read scalar-head reward models in the Hugging Face format, and score conversations with them
-    trainable     Which part of the parameters an update changes: all of them, an adapter, the actor and its critic
+    attention          Attention over whole rows, or over blocks of a cache
+    attention_kernels  The same over whole rows by the kernel of an accelerator, chosen by platform
+    config             The shape of a decoder: numbers by axis letter, and what differs between the model families
+    critic             A critic: a decoder under a scalar head, which gives a value for each token's state
+    decoder            One decoder for the open model families
+    families           The model families: config.json -> `DecoderConfig`, and the names that published tensors go by
+    flash_attention    Flash attention over packed rows, a kernel for GPUs
+    hf                 Read and write checkpoints in the Hugging Face format
+    image_files        Read published image-text models, and score images and texts with them
+    image_text         Image-text models, CLIP and SigLIP: their shape, their parameters and their scores
+    kv_cache           The cache of a decoder: where new tokens go, and what they see
+    lora               Low-rank adapters: several policies share one set of base weights (Hu et al., 2021)
+    peft               Adapters in PEFT's format, in and out: adapter_config.json and adapter_model.safetensors
+    reward_model       Read scalar-head reward models in the Hugging Face format, and score conversations with them
+    splash_attention   Attention over packed rows by JAX's splash attention, a kernel for TPUs
+    trainable          Which part of the parameters an update changes: all of them, an adapter, the actor and its critic
 """
 
 from flowgrpo.models.config import DecoderConfig, small_config

@@ -140,7 +140,7 @@ def _back(d_q: Array, part: Part, *, given: tuple, config: DecoderConfig) -> tup
     d_logits = shares * (product("rkgse,rkce->rkgsc", d_mixed, v) - through[..., None])
     if config.attention_softcap is not None:
         d_logits *= 1.0 - (jnp.where(seen, logits, 0.0) / config.attention_softcap) ** 2
-    d_logits = (d_logits * _scale(config)).astype(k.dtype)
+    d_logits = (d_logits * scale_of(config)).astype(k.dtype)
     d_q = d_q + product("rkgsc,rkce->rkgse", d_logits, k)
     return d_q, (product("rkgsc,rkgse->rkce", d_logits, grouped), d_v)
 
@@ -297,11 +297,12 @@ def _group(q: Array, config: DecoderConfig) -> Array:
 
 def _logits(grouped: Array, k: Array, seen: Array, config: DecoderConfig) -> Array:
     """Scaled and capped in float32, `LOWEST` where nothing is seen -> [r k g s c]."""
-    logits = _products("rkgse,rkce->rkgsc", grouped, k) * _scale(config)
+    logits = _products("rkgse,rkce->rkgsc", grouped, k) * scale_of(config)
     if config.attention_softcap is not None:
         logits = config.attention_softcap * jnp.tanh(logits / config.attention_softcap)
     return jnp.where(seen[:, None, None], logits, LOWEST)
 
 
-def _scale(config: DecoderConfig) -> float:
+def scale_of(config: DecoderConfig) -> float:
+    """Factor of the products of queries and keys."""
     return config.e**-0.5 if config.query_scale is None else config.query_scale

@@ -162,7 +162,7 @@ _matmul = partial(jnp.matmul, precision=PRECISE)
 
 @jax.custom_jvp
 def product(x_ab: Array, w_bc: Array) -> Array:
-    """`x w` in their dtype, accumulated in float32; a row's bits of it are the same among any two rows or more (F7, E3).
+    """`x w` in their type; of float32, a row's bits are the same among any two rows or more (F7, E3).
 
     A long sum goes in an order that depends on rows and threads, and a deep model enlarges the difference a
     hundredfold: it is made of pieces, within which the order never changes.
@@ -318,13 +318,15 @@ def hidden(
     attend: Attend = attend,
     adapter=None,
     settle: Settle | None = None,
+    spread: Callable[[Attend], Attend] | None = None,
     shared: Shared | None = None,
 ):
     """Final hidden states [r s d], and the cache with these tokens in it.
 
     By default every token is real (segment 1), and positions count on from what the cache holds. The arrays of
     an `adapter` (see `lora`) are stacked over the layers, and names and axes are those that `multiply` reads.
-    `settle` says where parameters come from on several devices. `shared` is for `hidden_after` alone.
+    On several devices `settle` says where parameters come from, and `spread` divides attention. `shared` is for
+    `hidden_after` alone.
     """
     tokens = jnp.asarray(tokens)
     segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
@@ -335,6 +337,7 @@ def hidden(
     x = jnp.where(segments[:, :, None] > 0, x, jnp.zeros((), x.dtype))
     by_layer = {name for name, parameter in parameters(config).items() if parameter.axes.startswith("n")}
     layers = {name: value for name, value in params.items() if name in by_layer} | layer_data(config) | (adapter or {})
+    attend = attend if spread is None else spread(attend)
     step = partial(_step, view=view, config=config, attend=attend, settle=settle)
     # The cache is carried and not scanned over, so that a step changes it in place.
     held = None if cache is None else (cache.keys, cache.values)

@@ -27,6 +27,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flowgrpo.contracts import Params, Policy
+from flowgrpo.models.attention import Attend, Sight, attend
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.critic import critic_parameters
 from flowgrpo.models.decoder import Settle, parameters
@@ -232,8 +233,8 @@ class _Settling:
         gather = _Gather(self.divided(params), self.dtype)
 
         def own(params, *rows) -> tuple:
-            settle = Settle(gather.lookup, gather.layer)
-            return self.policy.hidden(gather.named(params, "norm"), *rows, settle=settle)
+            settle, spread = Settle(gather.lookup, gather.layer), partial(divide_attention, mesh=self.mesh)
+            return self.policy.hidden(gather.named(params, "norm"), *rows, settle=settle, spread=spread)
 
         return self.dealt(own, params, (jnp.asarray(tokens), positions, segments, cache), (tokens, cache))
 
@@ -348,6 +349,30 @@ def _lengthen(x: Any, short: int) -> Any:
 
 def _shorten(x: Array, count: int) -> Array:
     return jax.lax.slice_in_dim(x, 0, count, axis=_rows_at(x))
+
+
+def divide_attention(way: Attend, mesh: Mesh) -> Attend:
+    """A kernel as one that each device runs on its own heads, where tensor divides them; XLA can't divide a kernel."""
+    ways = mesh.shape.get(TENSOR, 1)
+    return way if way is attend or ways == 1 else partial(_attend_divided, way=way, ways=ways)
+
+
+def _attend_divided(
+    q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig, *, way: Attend, ways: int
+) -> Array:
+    """Attention of each device's heads; those that the devices don't share evenly are left to the plain formula."""
+    if config.k % ways:
+        return attend(q, k, v, sight, config)
+    every = {name: x for name, x in sight._asdict().items() if x is not None}
+    every |= {"window": jnp.asarray(sight.window, jnp.int32)}
+    own, heads = replace(config, h=config.h // ways, k=config.k // ways), PartitionSpec(None, TENSOR)
+
+    def on_device(q: Array, k: Array, v: Array, every: dict[str, Array]) -> Array:
+        return way(q, k, v, Sight(**every), own)
+
+    where = (heads, heads, heads, dict.fromkeys(every, SHARED))
+    spread = jax.shard_map(on_device, in_specs=where, out_specs=heads, axis_names={TENSOR}, check_vma=False)
+    return spread(q, k, v, every)
 
 
 # Programs ---------------------------------------------------------------------------------------------

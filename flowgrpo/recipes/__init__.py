@@ -8,6 +8,7 @@ Modules:
     cluster_config     Settings of a cluster that trains the agent system, and the schedule that they mean
     cluster_trainer    The trainer of a cluster
     compare            Compare the arms of a study over seeds
+    device_checks/     Checks of the device that is there: are its numbers right, and how fast are they
     dry_runs           Tables of what the programs of a run take of a device; no weight is ever made
     export             Read a run again: `read_config` its settings, `read_planner` its checkpoints
     finetune           The recipe of learning from a file of conversations

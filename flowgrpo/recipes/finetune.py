@@ -22,6 +22,7 @@ from flowgrpo.learner import conversations
 from flowgrpo.learner.imitation import IMITATION, packed_imitation
 from flowgrpo.learner.state import LearnerState, make_optimizer
 from flowgrpo.learner.update import make_score, make_update, score_batch
+from flowgrpo.models.attention_kernels import ATTENTION, attention_named
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model
 from flowgrpo.models.trainable import cast
@@ -176,6 +177,7 @@ class Config(RunConfig):
     beta: float = setting(0.1, "How strongly DPO holds on to the model that it begins with.", "Learning", at_least=0.0)
     micro_rows: int = setting(8, "Rows that go through the model together.", "Devices and memory", at_least=1)
     dtype: str = setting("float32", "What the weights are held in.", "Devices and memory", choices=DTYPES)
+    attention: str = setting("auto", "What computes attention; by platform.", "Devices and memory", choices=ATTENTION)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -204,7 +206,8 @@ def open(config: Config) -> FinetuneParts:
     """Read model and examples, and make the parts of a run."""
     # Parameters are float32, since small steps would be lost in less; the policy computes in the type that is given.
     model = fg.load_model(config.model, dtype="float32")
-    model = model._replace(policy=make_policy(model.config, dtype=config.dtype))
+    policy = make_policy(model.config, dtype=config.dtype, attend=attention_named(config.attention))
+    model = model._replace(policy=policy)
     examples = split_examples(config, METHODS[config.method].read(config.data, model.text))
     steps = max(math.ceil(config.epochs * len(examples.learned) / config.batch), 1)
     assert config.learning_rate is not None  # as the Config has it

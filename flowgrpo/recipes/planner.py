@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from flowgrpo.contracts import Policy
 from flowgrpo.loop import sampled
+from flowgrpo.models.attention_kernels import ATTENTION, attention_named
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.models.lora import PROJECTIONS, Adapted, LoraConfig, adapter_axes, init_adapter, lora_policy
@@ -42,6 +43,9 @@ class PlannerConfig(TrainingConfig):
     lora_alpha: float = setting(32.0, "Scale of an adapter, times its rank.", "Learning", at_least=0.0)
     lora_targets: str = setting(",".join(PROJECTIONS), "Projections that an adapter changes, by commas.", "Learning")
     dtype: str = setting("float32", "What the weights compute in.", "Devices and memory", choices=DTYPES)
+    attention: str = setting(
+        "auto", "What computes attention over whole rows; by platform.", "Devices and memory", choices=ATTENTION
+    )
     remat: bool = setting(
         False, "Compute layers again for the gradient, which takes less memory.", "Devices and memory"
     )
@@ -86,7 +90,8 @@ def frozen(start: Model, config: PlannerConfig) -> Model:
     """The model as it was at the start, in the type that computes: what other roles speak with."""
     if not has_masters(config):
         return start
-    policy = make_policy(start.config, dtype=config.dtype, unroll=_unrolls(start))
+    attend = attention_named(config.attention)
+    policy = make_policy(start.config, dtype=config.dtype, unroll=_unrolls(start), attend=attend)
     return start._replace(policy=policy, params=cast(start.params, config.dtype))
 
 
@@ -132,8 +137,8 @@ def make_planner(start: Model, config: PlannerConfig) -> Planner:
 
 
 def computes_in(config: PlannerConfig) -> dict[str, Any]:
-    """How a policy computes: in which type, and whether layers are computed again for the gradient."""
-    return {"dtype": config.dtype, "remat": config.remat}
+    """How a policy computes: in which type, by which attention, and whether layers go again for the gradient."""
+    return {"dtype": config.dtype, "remat": config.remat, "attend": attention_named(config.attention)}
 
 
 def has_masters(config: PlannerConfig) -> bool:

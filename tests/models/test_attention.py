@@ -30,8 +30,8 @@ def packed():
     k_positions = np.tile(np.arange(SLOTS), (ROWS, 1))
     q_segments = np.array([[1, 2, 2, 2, 0], [1, 1, 2, 2, 2], [0] * 5])
     q_positions = np.array([[20, 77, 78, 79, 0], [3, 29, 37, 38, 39], [0] * 5])
-    sight = Sight(*(jnp.asarray(x, jnp.int32) for x in (q_positions, k_positions, q_segments, k_segments)), 50)
-    return q, k, v, sight
+    given = [jnp.asarray(x, jnp.int32) for x in (q_positions, k_positions, q_segments, k_segments)]
+    return q, k, v, Sight(given[0], given[1], given[2], given[3], 50)
 
 
 def by_blocks(packed, blocks: int, config, **how):
@@ -40,7 +40,8 @@ def by_blocks(packed, blocks: int, config, **how):
 
     def block_of(index):
         at = (index * BLOCK, BLOCK)
-        return tuple(jax.lax.dynamic_slice_in_dim(x, *at, axis=2) for x in (k, v, seen))
+        keys, values, sees = (jax.lax.dynamic_slice_in_dim(x, *at, axis=2) for x in (k, v, seen))
+        return keys, values, sees
 
     return jax.jit(lambda n: attend_cache(q, block_of, n, config, **how))(blocks)
 
@@ -114,7 +115,7 @@ def test_E3_blocks_that_a_row_does_not_see_change_no_bit(packed):
 
 
 def test_F7_a_call_and_a_cache_are_summed_in_one_order(packed):
-    ours = jax.jit(lambda *given: attend(*given, PLAIN))(*packed)
+    ours = jax.jit(lambda q, k, v, sight: attend(q, k, v, sight, PLAIN))(*packed)
     np.testing.assert_array_equal(ours, by_blocks(packed, 2, PLAIN))
 
 

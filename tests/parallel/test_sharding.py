@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_models
@@ -15,6 +16,8 @@ from flowgrpo import loop
 from flowgrpo.learner.adam8bit import scale_by_adam_8bit
 from flowgrpo.learner.state import init_learner, make_optimizer, scale_by_adafactor
 from flowgrpo.learner.update import make_update
+from flowgrpo.models.attention import attend
+from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.lora import Adapted, LoraConfig, adapter_axes, lora_policy
 from flowgrpo.models.trainable import ADAPTER
 from flowgrpo.parallel import sharding
@@ -231,3 +234,23 @@ def test_a_policy_is_settled_only_where_xla_divides_the_program():
     for mesh in (None, PerDevice("data", 8), mesh_of("data=8")):
         assert sharding.settle(tiny_models.POLICY, mesh, axes) == tiny_models.POLICY._replace(mesh=mesh)
     assert sharding.settle(tiny_models.POLICY, mesh_of("fsdp=8"), axes).hidden is not tiny_models.POLICY.hidden
+
+
+@pytest.mark.parametrize(("rows", "kernel"), [(4, [(1, 2, 1)]), (3, [])])
+def test_F3_a_kernel_runs_on_the_rows_and_heads_of_its_device(rows, kernel):
+    """Heads over tensor, rows over both others; rows that are not shared evenly go by the plain formula."""
+    met = []
+
+    def way(q, k, v, sight, config):
+        met.append((len(q), q.shape[1], k.shape[1]))
+        return attend(q, k, v, sight, config)
+
+    config, mesh = tiny_models.CONFIG, mesh_of("data=2,fsdp=2,tensor=2")
+    assert (config.h, config.k) == (4, 2)
+    params = tiny_models.POLICY.init(jax.random.key(0))
+    tokens = jnp.arange(rows * 6).reshape(rows, 6) % config.v
+    settled = sharding.settle(make_policy(config, attend=way), mesh, sharding.decoder_axes(config))
+    found = jax.jit(lambda *given: settled.hidden(*given)[0])(params, tokens)
+    expected = jax.jit(lambda *given: tiny_models.POLICY.hidden(*given)[0])(params, tokens)
+    assert list(dict.fromkeys(met)) == kernel
+    np.testing.assert_allclose(found, expected, atol=1e-5)
