@@ -125,7 +125,7 @@ def test_a_state_that_is_not_donated_is_found():
 
 
 def test_a_planted_collective_is_found():
-    """What is summed over the devices in every layer, in the place of once after all of them."""
+    """A sum over the devices in every layer is told from one after all of them."""
     mesh = make_mesh({"fsdp": 2}, jax.devices()[:2])
 
     def count(each: bool):
