@@ -336,7 +336,7 @@ def hidden(
     cache, view = extend_cache(tokens, positions, segments, cache, config)
     view = view._replace(angles=_angles(view.positions, config), shared=shared)
     looked_up = params["embed"][tokens] if settle is None else settle.lookup(params["embed"], tokens)
-    x = looked_up * jnp.asarray(config.embed_scale, params["embed"].dtype)
+    x = looked_up * jnp.asarray(config.embed_scale, looked_up.dtype)
     x = jnp.where(segments[:, :, None] > 0, x, jnp.zeros((), x.dtype))
     by_layer = {name for name, parameter in parameters(config).items() if parameter.axes.startswith("n")}
     layers = {name: value for name, value in params.items() if name in by_layer} | layer_data(config) | (adapter or {})
