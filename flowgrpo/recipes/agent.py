@@ -58,6 +58,7 @@ from flowgrpo.rollout.records import Played
 from flowgrpo.rollout.replay import last_state
 from flowgrpo.run.run_dir import START, read_run
 from flowgrpo.run.session import Tested, open_session
+from flowgrpo.run.time_budget import ENDLESS, TimeBudget
 from flowgrpo.sandbox import Limits, Sandbox
 from flowgrpo.tools.calculator import calculator
 from flowgrpo.tools.mcp import Stdio, mcp_tools
@@ -345,10 +346,17 @@ def optimizer_of(config: Config) -> optax.GradientTransformation:
 
 
 def train(
-    config: Config, folder: str | Path, *, every: int = 10, resume: bool = True, loggers: Sequence[str] = ()
+    config: Config,
+    folder: str | Path,
+    *,
+    every: int = 10,
+    resume: bool = True,
+    loggers: Sequence[str] = (),
+    budget: TimeBudget = ENDLESS,
 ) -> dict[str, Any]:
     """Train in a folder, or go on there -> the result; a validation and a checkpoint come `every` so many updates."""
-    return train_hosted(open, HostedWork, NAME, config, folder, every=every, resume=resume, loggers=loggers)
+    how: dict[str, Any] = {"every": every, "resume": resume, "loggers": loggers, "budget": budget}
+    return train_hosted(open, HostedWork, NAME, config, folder, **how)
 
 
 def rehearse(config: Config, folder: str | Path) -> None:

@@ -29,6 +29,7 @@ from flowgrpo.run.checkpoints import params_sha256
 from flowgrpo.run.config import RunConfig, setting
 from flowgrpo.run.next_steps import command, contents, ending
 from flowgrpo.run.session import Session, Step, Validation, Work, run_session
+from flowgrpo.run.time_budget import ENDLESS, TimeBudget
 
 NAME = "finetune"
 
@@ -289,10 +290,17 @@ class FinetuneWork(Work):
 
 
 def train(
-    config: Config, folder: str | Path, *, every: int = 50, resume: bool = True, loggers: Sequence[str] = ()
+    config: Config,
+    folder: str | Path,
+    *,
+    every: int = 50,
+    resume: bool = True,
+    loggers: Sequence[str] = (),
+    budget: TimeBudget = ENDLESS,
 ) -> dict[str, Any]:
     """Train in a folder, or go on there -> the result; a validation and a checkpoint come `every` so many steps."""
-    return run_session(FinetuneWork(open(config)), Path(folder), every=every, resume=resume, loggers=loggers)
+    work = FinetuneWork(open(config))
+    return run_session(work, Path(folder), every=every, resume=resume, loggers=loggers, budget=budget)
 
 
 def batches(count: int, size: int, seed: int, first: int, steps: int) -> Iterator[Sequence[int]]:

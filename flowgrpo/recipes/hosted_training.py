@@ -46,6 +46,7 @@ from flowgrpo.rollout.records import Played
 from flowgrpo.run.checkpoints import Checkpoints
 from flowgrpo.run.run_dir import begin_anew, check_own
 from flowgrpo.run.session import Step, Tested, TestedWork, Validation, Work, run_session, train_line, validation_of
+from flowgrpo.run.time_budget import TimeBudget
 from flowgrpo.run.warm_start import WarmStart
 from flowgrpo.staged import JudgedRollout, RollOut, RolloutCallbacks, make_staged
 from flowgrpo.types import Task
@@ -69,12 +70,14 @@ def train_hosted(
     every: int,
     resume: bool,
     loggers: Sequence[str],
+    budget: TimeBudget,
 ) -> dict[str, Any]:
     """Train in a folder, or go on there; an earlier run is removed when all that the new one needs was found."""
     path = begin_hosted(recipe, config, folder, resume=resume)
     begin = do_nothing if resume else partial(begin_anew, path)
     with open_setup(config, path, begin=begin) as setup:
-        return run_session(make_work(compile_engines(setup), recipe), path, every=every, loggers=loggers)
+        work = make_work(compile_engines(setup), recipe)
+        return run_session(work, path, every=every, loggers=loggers, budget=budget)
 
 
 class HostedWork(TestedWork):

@@ -50,6 +50,7 @@ from flowgrpo.run.session import (
     train_line,
     validation_of,
 )
+from flowgrpo.run.time_budget import ENDLESS, TimeBudget
 from flowgrpo.run.warm_start import WarmStart
 from flowgrpo.types import Trajectories
 
@@ -458,11 +459,17 @@ def stories(rollouts: Sequence[Trajectories], env: fg.Env) -> list[str]:
 
 
 def train(
-    config: Config, folder: str | Path, *, every: int = 10, resume: bool = True, loggers: Sequence[str] = ()
+    config: Config,
+    folder: str | Path,
+    *,
+    every: int = 10,
+    resume: bool = True,
+    loggers: Sequence[str] = (),
+    budget: TimeBudget = ENDLESS,
 ) -> dict[str, Any]:
     """Train in a folder, or go on there -> the result; a validation and a checkpoint come `every` so many updates."""
     path = Path(folder)
-    return run_session(PureWork(open(config), path), path, every=every, resume=resume, loggers=loggers)
+    return run_session(PureWork(open(config), path), path, every=every, resume=resume, loggers=loggers, budget=budget)
 
 
 def evaluate(

@@ -52,6 +52,7 @@ from flowgrpo.rollout.effects import no_effects
 from flowgrpo.rollout.records import Played
 from flowgrpo.run.run_dir import START
 from flowgrpo.run.session import Session, Tested, Validation, validation_of
+from flowgrpo.run.time_budget import ENDLESS, TimeBudget
 from flowgrpo.run.warm_start import no_warm_start
 from flowgrpo.sandbox import Sandbox
 from flowgrpo.types import BadInput
@@ -316,7 +317,14 @@ def _stories(setup: HostedSetup, before, after) -> list[str]:
 
 
 def train(
-    config: Config, folder: str | Path, *, every: int = 10, resume: bool = True, loggers: Sequence[str] = ()
+    config: Config,
+    folder: str | Path,
+    *,
+    every: int = 10,
+    resume: bool = True,
+    loggers: Sequence[str] = (),
+    budget: TimeBudget = ENDLESS,
 ) -> dict[str, Any]:
     """Train in a folder, or go on there -> the result; a validation and a checkpoint come `every` so many updates."""
-    return train_hosted(open, SelfVerifyWork, NAME, config, folder, every=every, resume=resume, loggers=loggers)
+    how: dict[str, Any] = {"every": every, "resume": resume, "loggers": loggers, "budget": budget}
+    return train_hosted(open, SelfVerifyWork, NAME, config, folder, **how)
