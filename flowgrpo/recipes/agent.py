@@ -33,6 +33,7 @@ from flowgrpo.data.tokenizer import Text
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.openai_client import remote
 from flowgrpo.generate.openai_wire import TextRequest
+from flowgrpo.learner.loss_scale import optimizer_for
 from flowgrpo.models.hf import Model, check_model
 from flowgrpo.recipes import offline_start, offline_tasks, registry, task_choice
 from flowgrpo.recipes.agent_config import Config
@@ -340,9 +341,10 @@ def algorithm_of(config: Config) -> Algorithm:
 
 
 def optimizer_of(config: Config) -> optax.GradientTransformation:
-    """The optimizer, with the fall of its rate."""
+    """The optimizer, with the fall of its rate, and in float16 with a scale of the loss."""
     base = base_of(config.optimizer)
-    return falling_optimizer(config.learning_rate, config.decay_updates, config.decay, base=base)
+    falling = falling_optimizer(config.learning_rate, config.decay_updates, config.decay, base=base)
+    return optimizer_for(config.dtype, falling)
 
 
 def train(

@@ -23,6 +23,7 @@ from flowgrpo.agent.single_turn import question
 from flowgrpo.contracts import Reward, Scored
 from flowgrpo.data.task_files import parse_fields, read_tasks
 from flowgrpo.evaluation.metrics import Evaluation
+from flowgrpo.learner.loss_scale import optimizer_for
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.hf import Model, check_model
 from flowgrpo.recipes import registry, self_verify_tasks
@@ -97,7 +98,9 @@ def open(config: Config, folder: Path, *, begin: Callable[[], object] = do_nothi
             reward=yes_probability(model, check, lambda: residency["judge"]),
             tasks=draw,
             algorithm=fg.flow_grpo(beta=config.beta, clip_high=config.clip_high),
-            optimizer=make_optimizer(learning_rate=config.learning_rate, base=base_of(config.optimizer)),
+            optimizer=optimizer_for(
+                config.dtype, make_optimizer(learning_rate=config.learning_rate, base=base_of(config.optimizer))
+            ),
             sizes=sizes_of(config, planner),
             warm_start=lambda: no_warm_start(jax.tree.map(jnp.copy, planner.params)),
             story=lambda _, played: verdict_story(played),
