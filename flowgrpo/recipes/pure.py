@@ -413,9 +413,8 @@ class _Exam:
             compile_ahead(self._play, params, compile_ahead(self._pick, drawn, 0))
 
     def _drawn(self, key: jax.Array) -> loop.RolloutTasks:
-        """The tasks of `exams.make_exam` and their keys, in blocks; the last is filled up with the first."""
-        tasks = exams.examined(self._env, key, self._tasks, self._split)
-        keys = jax.random.split(jax.random.split(key)[1], self._tasks)
+        """The trajectories of an examination, in blocks; the last is filled up with the first."""
+        tasks, keys, _ = exams.exam_trajectories(self._env, key, self._tasks, self._split)
         index_bw = (jnp.arange(self._blocks * self._width) % self._tasks).reshape(self._blocks, self._width)
         tasks, keys = jax.tree.map(lambda x: x[index_bw], (tasks, keys))
         unused = jax.random.split(key, self._blocks)
