@@ -197,7 +197,7 @@ def training_tasks(setup: HostedSetup, update: int) -> list[Task]:
 def learned_from(setup: HostedSetup, run: loop.Run, played: Hosted, timings: Mapping[str, Any] = {}) -> JudgedRollout:
     """Make the rollout of an update: trajectories as arrays, with figures by domain; record the first groups."""
     played, update = in_order(played), int(run.update)  # as the rollout's arrays have them
-    check_room(setup.config, update, played.played)
+    check_prompts_fit(setup.config, update, played.played)
     rollout, judged = dense(setup, played), valid(played.played)
     if setup.config.control == "shuffled_rewards":
         judge_key = _keys(run.key, update)[1]
@@ -218,7 +218,7 @@ def learned_from(setup: HostedSetup, run: loop.Run, played: Hosted, timings: Map
     return JudgedRollout(rollout, {**solved, **seen, **fates, **drawn}, timings, credited)
 
 
-def check_room(config: HostedConfig, update: int, played: Sequence[Played]) -> None:
+def check_prompts_fit(config: HostedConfig, update: int, played: Sequence[Played]) -> None:
     """Raise `BadInput` where no prompt of an update left room for an action: there is nothing to learn from."""
     if played and all(one.status == Status.TOKEN_LIMIT and not one.turns for one in played):
         raise BadInput(
