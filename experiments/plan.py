@@ -24,6 +24,7 @@ from experiments.cli import app
 from experiments.cli.help import flag_heading
 from flowgrpo import launch
 from flowgrpo.contracts import Algorithm
+from flowgrpo.learner.loss_scale import optimizer_for
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.parallel.sharding import make_mesh, parse_mesh
@@ -46,7 +47,7 @@ from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import show_lines
 from flowgrpo.types import BadInput
 
-_DTYPES = ["float32", "bfloat16"]
+_DTYPES = ["float32", "bfloat16", "float16"]
 flag_heading("What is run")
 _MODEL = flags.DEFINE_string("model", "qwen2.5-7b", "Folder with a config.json, or the name of a published shape.")
 _ALGORITHM = flags.DEFINE_string("algorithm", "flow_grpo", "Member of the family.")
@@ -154,7 +155,7 @@ def _compile_one(
     """The programs of a candidate, compiled, with their tables."""
     devices = None if target is None else target_devices(target)
     mesh = make_mesh(candidate.mesh, devices) if count > 1 else None
-    optimizer = make_optimizer(learning_rate=1e-6)
+    optimizer = optimizer_for(_COMPUTE.value, make_optimizer(learning_rate=1e-6))
     case = make_case(config, candidate.job, _algorithm_of(), optimizer, mesh=mesh, target=target)
     learning = ["update", *(["reference"] if "logp_ref" in case.algorithm.needs else [])]
     programs = _PROGRAMS.value or (None if _ROLLOUT.value else learning)
