@@ -17,6 +17,7 @@ remembers of a parameter lies where the parameter does, and counters lie everywh
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -231,13 +232,18 @@ class _Settling:
         gathered = [self.gather(name, x) if name in ends else x for name, x in leaves]
         return jax.tree.unflatten(jax.tree.structure(params), gathered)
 
-    def gather(self, name: str, value: Array) -> Array:
-        """A parameter whole along its model axis; what is no parameter stays as it is."""
+    def gather(self, name: str, value: Any) -> Any:
+        """A parameter whole along its model axis; what is no parameter stays as it is.
+
+        Of one that is quantised, values and scales have the same axes each, and are moved as they are.
+        """
         if name not in self.axes:
             return value
-        divided = spec(self.axes[name].removeprefix("n"), value.shape, self.mesh)
-        whole = [None if over == FSDP else over for over in divided]
-        return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*whole)))
+        return jax.tree.map(partial(self._gather, self.axes[name].removeprefix("n")), value)
+
+    def _gather(self, letters: str, x: Array) -> Array:
+        whole = [None if over == FSDP else over for over in spec(letters, x.shape, self.mesh)]
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*whole)))
 
 
 # Programs ---------------------------------------------------------------------------------------------

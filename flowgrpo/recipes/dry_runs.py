@@ -16,7 +16,7 @@ from flowgrpo.planning.cost_model import Workload
 from flowgrpo.planning.dry_run import ProgramCost, dry_run, make_case
 from flowgrpo.planning.mesh_search import GIB
 from flowgrpo.recipes.agent_config import Config
-from flowgrpo.recipes.planner import has_masters, lora_of
+from flowgrpo.recipes.planner import base_kind, has_masters, lora_of
 from flowgrpo.report.tables import significant
 from flowgrpo.types import BadInput
 
@@ -59,7 +59,8 @@ def hosted_rows(
     """One line for each program of a hosted run with a model of this shape; its engine decodes on one device."""
     mesh = None if config.mesh is None else mesh_of(config.mesh)
     job, lora = hosted_job(config), lora_of(config)
-    case = make_case(decoder, job, algorithm, optimizer, mesh=mesh, lora=lora, gathers=True)
+    quantised = base_kind(config)
+    case = make_case(decoder, job, algorithm, optimizer, mesh=mesh, lora=lora, quantised=quantised, gathers=True)
     return program_rows(dry_run(case), memory, offload=config.offload != "none")
 
 
