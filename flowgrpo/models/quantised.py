@@ -143,7 +143,7 @@ def _times(x_ab: Array, matrix: Quantised, *, product: Product) -> Array:
     if matrix.kind == NF4:
         return product(x_ab, dequantise_matrix(matrix, x_ab.dtype).reshape(x_ab.shape[1], -1))
     # 8 bits with a sign are exact in bfloat16, and nothing but the outputs meets the scale.
-    out = product(x_ab, matrix.values.astype(x_ab.dtype).reshape(x_ab.shape[1], -1))
+    out = product(x_ab, jnp.asarray(matrix.values).astype(x_ab.dtype).reshape(x_ab.shape[1], -1))
     return out * matrix.scales.astype(jnp.float32).reshape(1, -1)
 
 

@@ -1,6 +1,7 @@
 """Quantised layers: how far they are from what they stand for, and that nothing but that is different."""
 
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ from model_cases import random_model
 from tiny_models import FULL, random_params
 
 from flowgrpo.models import hf
-from flowgrpo.models.decoder import make_policy, matrices
+from flowgrpo.models.decoder import make_policy, matrices, unstack_layers
+from flowgrpo.models.kv_cache import make_cache
 from flowgrpo.models.lora import Adapted, LoraConfig, adapter_shapes, lora_policy, merge
 from flowgrpo.models.quantised import (
     KINDS,
@@ -159,7 +161,8 @@ def test_a_gradient_keeps_no_decoded_layers(kind):
 
 def test_layers_that_are_laid_out_for_decoding_give_the_same():
     policy = make_policy(FULL, unroll=True)
-    laid, cache = policy.unstack_layers(base("int8")), policy.make_cache(2, 16)
+    laid = unstack_layers(base("int8"), config=FULL)
+    cache = make_cache(2, 16, config=FULL, stacked=False)
     found, _ = jax.jit(policy.apply)(laid, TOKENS_RS, None, None, cache)
     np.testing.assert_allclose(found, logits()(base("int8"), TOKENS_RS), atol=5e-5)
 
@@ -181,7 +184,8 @@ def test_a_model_is_quantised_while_it_is_read(monkeypatch, tmp_path, kind):
     for sharding in (None, place) if kind == "int8" else (None,):
         found = hf.load_model(tmp_path, text=False, sharding=sharding, quantised=kind)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found.params, expected)
-        assert sharding is None or found.params["gate"].values.sharding == place("gate", "ndf")
+        gate: Any = found.params["gate"]
+        assert sharding is None or gate.values.sharding == place("gate", "ndf")
     with pytest.raises(BadInput, match="q is quantised, and is not written so: merge it"):
         hf.save_model(tmp_path / "other", found)
 
