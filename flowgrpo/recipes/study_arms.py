@@ -178,7 +178,7 @@ def stale_sampler(setup: pure.Setup, *, lag: int) -> ArmProgram:
     return ArmProgram(start, step, lambda late: late.run)
 
 
-def quantised_sampler(setup: pure.Setup, *, kind: str) -> ArmProgram:
+def quantised_rollouts(setup: pure.Setup, *, kind: str) -> ArmProgram:
     """Trajectories are sampled by the parameters with their layers quantised, and learned from by those as they are."""
     iteration, factors = setup.iteration, matrices(pure.decoder_shape(setup.env, setup.config))
 
