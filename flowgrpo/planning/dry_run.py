@@ -30,6 +30,7 @@ from flowgrpo.generate.sampler import decode, prefill, sampling, start_rows
 from flowgrpo.learner.state import LearnerState, init_learner
 from flowgrpo.learner.update import make_score, make_update, score_reference
 from flowgrpo.models.attention import BLOCK
+from flowgrpo.models.attention_kernels import best
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import make_policy, matrices
 from flowgrpo.models.kv_cache import WIDE_BLOCKS
@@ -88,14 +89,14 @@ def make_case(
     if target is not None:
         check_dtype(target, job.compute_dtype or job.dtype)
     axes: Any = decoder_axes(config)
-    dtype = jnp.dtype(job.dtype)
+    dtype, kernel = jnp.dtype(job.dtype), best("cpu" if target is None else target.chip.platform)
     if lora is None:
         if quantised is not None:
             raise BadInput(f"weights that are {quantised} can't be trained: give lora=, an adapter beside them")
-        policy = make_policy(config, dtype=dtype, remat=job.remat)
+        policy = make_policy(config, dtype=dtype, remat=job.remat, attend=kernel)
         policy = settle(policy, mesh, axes)
         return DryRunCase(config, job, algorithm, optimizer, mesh, policy, axes, WHOLE, gathers, target)
-    policy: Policy = lora_policy(config, lora, dtype=dtype, remat=job.remat)
+    policy: Policy = lora_policy(config, lora, dtype=dtype, remat=job.remat, attend=kernel)
     if quantised is not None:
         policy = policy._replace(init=partial(_quantised_init, policy.init, config=config, kind=check_kind(quantised)))
     own: Any = adapter_axes(lora)
