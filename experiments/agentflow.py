@@ -4,6 +4,7 @@
     python -m experiments.agentflow --seed=1 --workdir=runs/mine --control=shuffled_rewards
     python -m experiments.agentflow --dry_run
     python -m experiments.agentflow --dry_run=compile --model=PATH --mesh=fsdp=8 --cpu_devices=8 --device_memory=80GiB
+    python -m experiments.agentflow --dry_run=compile --model=PATH --mesh=fsdp=8 --target=v5e-8
     python -m experiments.agentflow --model=PATH --tasks=train.jsonl --corpus=wiki.jsonl
 
 Without --model everything is made here and runs offline on a CPU: a small model with its own tokenizer imitates flawed
@@ -31,10 +32,10 @@ from experiments.cli.flags import chosen_run, define_config, define_run, given
 from experiments.cli.help import flag_heading
 from flowgrpo.planning.cost_model import count_parameters
 from flowgrpo.planning.mesh_search import shape_of_model
+from flowgrpo.planning.targets import parse_target
 from flowgrpo.recipes import agent
 from flowgrpo.recipes.agent import Config, preset
-from flowgrpo.recipes.dry_runs import hosted_rows, parse_memory
-from flowgrpo.report.tables import show_lines
+from flowgrpo.recipes.dry_runs import hosted_programs, parse_memory, show_programs
 
 define_config(Config)
 flag_heading("What is run")
@@ -51,6 +52,7 @@ _DRY = flags.DEFINE_flag(
 )
 flag_heading("Devices and memory")
 _MEMORY = flags.DEFINE_string("device_memory", None, "Of a device, for --dry_run=compile: 80GiB, 24GB.")
+_TARGET = flags.DEFINE_string("target", None, "Machine that --dry_run=compile compiles for, such as v5e-8 or h100-1.")
 define_run("runs/agentflow-SEED")
 
 
@@ -61,10 +63,12 @@ def dry_compile(config: Config, folder: Path) -> None:
             decoder = setup.model.config
     else:
         decoder = shape_of_model(config.model)
-    memory = None if _MEMORY.value is None else parse_memory(_MEMORY.value, "--device_memory")
-    rows = hosted_rows(config, decoder, agent.algorithm_of(config), agent.optimizer_of(config), memory)
+    target = None if _TARGET.value is None else parse_target(_TARGET.value)
+    memory = None if target is None else target.chip.memory or None
+    memory = memory if _MEMORY.value is None else parse_memory(_MEMORY.value, "--device_memory")
+    programs = hosted_programs(config, decoder, agent.algorithm_of(config), agent.optimizer_of(config), target)
     print(f"{count_parameters(decoder):,} parameters on {config.mesh or 'one device'}: GiB of one device")
-    show_lines(rows)
+    rows = show_programs(programs, memory, offload=config.offload != "none", target=target)
     print(json.dumps({"parameters": count_parameters(decoder), "mesh": config.mesh, "programs": rows}))
 
 

@@ -43,7 +43,7 @@ _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Temperature; greedy is --
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from this many tokens at most; 0 does not cut.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the smallest set with this probability.")
 flag_heading("Devices and memory")
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "What the weights are held in.")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "What the weights are held in.")
 
 CHUNK, STEPS = 64, 4  # tokens of a prefill, and of a stretch of decoding between two prints
 UNFINISHED = "\ufffd"  # what a character decodes to before all of its bytes are there

@@ -26,6 +26,7 @@ import jax
 from absl import flags
 
 from experiments.cli import app
+from experiments.cli.flags import define_stop_after, stop_after
 from experiments.cli.help import flag_heading
 from flowgrpo import launch
 from flowgrpo.recipes import compare
@@ -50,11 +51,12 @@ _LANES = flags.DEFINE_integer(
 flag_heading("Files and resuming")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/compare-STUDY by default.")
 _RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins again.")
+define_stop_after()
 
 
 def main() -> None:
     """Run what is missing, make the table and the page."""
-    began = time.monotonic()
+    began, budget = time.monotonic(), stop_after()
     study = chosen_arms(STUDIES[_STUDY.value](), _ARMS.value)
     folder = Path(_WORKDIR.value or f"runs/compare-{_STUDY.value}")
     asked = {"updates": _UPDATES.value, "warm_steps": _WARM.value}
@@ -66,7 +68,7 @@ def main() -> None:
         begin_anew(folder)
     seeds = range(_SEED.value, _SEED.value + _SEEDS.value)
     with run_folder(folder, "compare", identity):
-        runs = compare.run_study(study, folder, seeds=seeds, chosen=chosen, **own)
+        runs = compare.run_study(study, folder, seeds=seeds, chosen=chosen, budget=budget, **own)
         rows = compare.tabulate_study(study, runs, seeds)
         expected = inspect.getdoc(STUDIES[_STUDY.value]) or ""
         compare.write_study(folder, study, rows, runs, seeds, expected=expected, name=_STUDY.value)

@@ -3,11 +3,14 @@
     python -m experiments.plan --model=qwen2.5-7b --devices=8 --memory=80GiB
     python -m experiments.plan --model=FOLDER --devices=64 --queries=64 --samples=16 --length=8192 --compile_top=2
     python -m experiments.plan --model=qwen2.5-7b --devices=512 --mesh=data=8,fsdp=64 --rows=1024
+    python -m experiments.plan --model=qwen2.5-1.5b --target=v5e-8,h100-1 --rows=64 --slots=64
 
 Every mesh, with and without remat and at all sizes of micro-batches, is ranked by formula (see `candidates`); then the
-very programs of the best few are compiled for virtual devices, without weights (see `learner.dry_run`). With `--mesh`
-that one alone is looked at. `--model` is a folder with a config.json, or the name of a published shape. What does not
-fit is listed with what takes most of the memory. Seconds by formula only rank; their rates are flags.
+very programs of the best few are compiled without weights (see `planning.dry_run`): for virtual devices, or with
+`--target` by the compiler of that machine, which is not needed for it (`pip install 'flowgrpo[aot]'`). The compiler's
+word counts: memory at its fullest, whether that fits, bytes that are moved and sent, and so the least time of an update
+and of a decoding step. With `--mesh` that one alone is looked at. `--model` is a folder with a config.json, or the name
+of a published shape. What does not fit is listed with what takes most of the memory. Seconds by formula only rank.
 """
 
 import json
@@ -21,19 +24,30 @@ from experiments.cli import app
 from experiments.cli.help import flag_heading
 from flowgrpo import launch
 from flowgrpo.contracts import Algorithm
+from flowgrpo.learner.loss_scale import optimizer_for
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.parallel.sharding import make_mesh, parse_mesh
 from flowgrpo.planning.cost_model import Workload, count_parameters
 from flowgrpo.planning.dry_run import dry_run, make_case
-from flowgrpo.planning.mesh_search import GIB, Candidate, Machine, MemorySettings, candidates, meshes, shape_of_model
-from flowgrpo.recipes.dry_runs import parse_memory, program_rows
+from flowgrpo.planning.mesh_search import (
+    GIB,
+    Candidate,
+    Machine,
+    MemorySettings,
+    candidates,
+    meshes,
+    remedies,
+    shape_of_model,
+)
+from flowgrpo.planning.targets import Target, check_dtype, parse_target, target_devices
+from flowgrpo.recipes.dry_runs import parse_memory, show_programs
 from flowgrpo.recipes.registry import ALGORITHMS
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import show_lines
 from flowgrpo.types import BadInput
 
-_DTYPES = ["float32", "bfloat16"]
+_DTYPES = ["float32", "bfloat16", "float16"]
 flag_heading("What is run")
 _MODEL = flags.DEFINE_string("model", "qwen2.5-7b", "Folder with a config.json, or the name of a published shape.")
 _ALGORITHM = flags.DEFINE_string("algorithm", "flow_grpo", "Member of the family.")
@@ -55,6 +69,9 @@ _TFLOPS = flags.DEFINE_float("tflops", 300.0, "10^12 operations a second of a de
 _BANDWIDTH = flags.DEFINE_float("bandwidth", 2000.0, "GB a second of its memory; ranks only.", lower_bound=1e-3)
 _LINK = flags.DEFINE_float("link", 100.0, "GB a second between devices; ranks only.", lower_bound=1e-3)
 flag_heading("Devices and memory")
+_TARGET = flags.DEFINE_list(
+    "target", None, "Machines to compile for, by commas, such as v5e-8 or h100-1; their figures take the flags' place."
+)
 _COUNT = flags.DEFINE_integer("devices", 8, "How many devices there are.", lower_bound=1, upper_bound=512)
 _MEMORY = flags.DEFINE_string("memory", "80GiB", "Memory of each: a number with GiB, GB, MiB or MB.")
 _MESH = flags.DEFINE_string("mesh", None, "The only mesh to look at, as data=2,fsdp=4,tensor=1.")
@@ -62,7 +79,7 @@ _MICRO = flags.DEFINE_integer("micro_rows", None, "The only size of micro-batche
 _REMAT = flags.DEFINE_bool("remat", None, "Only with, or only without, computing layers again.")
 _CHUNK = flags.DEFINE_integer("chunk", 1024, "Tokens of which all logits are there at once.", lower_bound=1)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", _DTYPES, "What parameters are held in.")
-_COMPUTE = flags.DEFINE_enum("compute_dtype", "bfloat16", _DTYPES, "What the update computes in.")
+_COMPUTE = flags.DEFINE_enum("compute_dtype", "bfloat16", [*_DTYPES, "float16"], "What the update computes in.")
 _OFFLOAD = flags.DEFINE_bool("offload", True, "Models that a stage does not read are moved off the device.")
 
 
@@ -113,46 +130,93 @@ def _reason(candidate: Candidate, memory: float) -> str:
     return f"{name} lacks {(sum(parts.values()) - memory) / GIB:.1f} GiB: {told}"
 
 
-def _compile_one(config: DecoderConfig, candidate: Candidate, memory: float) -> dict[str, Any]:
-    """The programs of a candidate, compiled, with their table."""
-    mesh = make_mesh(candidate.mesh) if _COUNT.value > 1 else None
-    case = make_case(config, candidate.job, _algorithm_of(), make_optimizer(learning_rate=1e-6), mesh=mesh)
+def _machine_of(target: Target | None) -> Machine:
+    """Figures of a device: those of the target's chip, where no flag says another."""
+    flagged = (parse_memory(_MEMORY.value), _TFLOPS.value * 1e12, _BANDWIDTH.value * 1e9, _LINK.value * 1e9)
+    if target is None or target.chip.platform == "cpu":
+        return Machine(*flagged)
+    chip = (target.chip.memory, target.chip.flops, target.chip.bandwidth, target.chip.link)
+    given = (_MEMORY.present, _TFLOPS.present, _BANDWIDTH.present, _LINK.present)
+    return Machine(*(flag if there else own for flag, there, own in zip(flagged, given, chip, strict=True)))
+
+
+def _targets() -> list[Target | None]:
+    """The machines that are asked for; None: virtual devices, as many as --devices says."""
+    if _TARGET.value is None:
+        return [None]
+    if _COUNT.present:
+        raise BadInput(f"--devices={_COUNT.value} beside --target: a target says how many devices it has; leave it out")
+    return [parse_target(text) for text in _TARGET.value]
+
+
+def _compile_one(
+    config: DecoderConfig, candidate: Candidate, memory: float, count: int, target: Target | None
+) -> dict[str, Any]:
+    """The programs of a candidate, compiled, with their tables."""
+    devices = None if target is None else target_devices(target)
+    mesh = make_mesh(candidate.mesh, devices) if count > 1 else None
+    optimizer = optimizer_for(_COMPUTE.value, make_optimizer(learning_rate=1e-6))
+    case = make_case(config, candidate.job, _algorithm_of(), optimizer, mesh=mesh, target=target)
     learning = ["update", *(["reference"] if "logp_ref" in case.algorithm.needs else [])]
     programs = _PROGRAMS.value or (None if _ROLLOUT.value else learning)
-    rows = program_rows(dry_run(case, programs), memory, offload=_OFFLOAD.value)
     line = _row_of(candidate)
     print(f"compiled for {line['mesh']}, micro_rows {line['micro_rows']}, remat {line['remat']}: GiB of one device")
-    show_lines(rows)
+    rows = show_programs(dry_run(case, programs), memory, offload=_OFFLOAD.value, target=target)
     return line | {"programs": rows, "fits": all(row["fits"] for row in rows)}
 
 
-def main() -> None:
-    """Rank, compile the best few, print the tables and one JSON line."""
-    jax.config.update("jax_platforms", "cpu")  # whatever there is: devices are virtual
-    launch.configure(cpu_devices=_COUNT.value)  # before JAX starts, which nothing before this line does
-    memory, config, job = parse_memory(_MEMORY.value), shape_of_model(_MODEL.value), _job_of()
-    machine = Machine(memory, _TFLOPS.value * 1e12, _BANDWIDTH.value * 1e9, _LINK.value * 1e9)
-    run = MemorySettings(reference="logp_ref" in _algorithm_of().needs, moved=_OFFLOAD.value, decodes=_ROLLOUT.value)
-    given = None if _MESH.value is None else parse_mesh(_MESH.value, _COUNT.value)
-    layouts = list(meshes(config, _COUNT.value)) if given is None else [given]
+def _found(
+    config: DecoderConfig, job: Workload, run: MemorySettings, machine: Machine, count: int, layouts: list
+) -> list[Candidate]:
+    """The ways that the flags leave."""
     every, micro, remat = candidates(config, job, run, machine, layouts), _MICRO.value, _REMAT.value
     found = [x for x in every if micro in (None, x.job.micro_rows) and remat in (None, x.job.remat)]
     if not found:
-        raise BadInput(f"--micro_rows={micro} suits no mesh: {_COUNT.value} devices share the rows of a batch")
-    fitting = [x for x in found if x.needed <= memory]
-    print(f"{_MODEL.value}: {count_parameters(config):,} parameters; {job.rows} rows of {job.length} tokens an update")
-    print(f"{len(fitting)} of {len(found)} ways fit {_MEMORY.value} by formula; the fastest:")
+        raise BadInput(f"--micro_rows={micro} suits no mesh: {count} devices share the rows of a batch")
+    return found
+
+
+def plan(config: DecoderConfig, job: Workload, target: Target | None) -> dict[str, Any]:
+    """Rank the ways to use one machine, compile the best few, and print the tables."""
+    count, machine = _COUNT.value if target is None else target.count, _machine_of(target)
+    run = MemorySettings(reference="logp_ref" in _algorithm_of().needs, moved=_OFFLOAD.value, decodes=_ROLLOUT.value)
+    given = None if _MESH.value is None else parse_mesh(_MESH.value, count)
+    layouts = list(meshes(config, count)) if given is None else [given]
+    found = _found(config, job, run, machine, count, layouts)
+    fitting = [x for x in found if x.needed <= machine.memory]
+    there = f"{machine.memory / GIB:g} GiB" + ("" if target is None else f" of each device of {target.name}")
+    print(f"{len(fitting)} of {len(found)} ways fit {there} by formula; the fastest:")
     show_lines([_row_of(x) for x in fitting[: _SHOWN.value]])
-    others = [_row_of(x) | {"why_not": _reason(x, memory)} for x in found if x.needed > memory]
+    others = [_row_of(x) | {"why_not": _reason(x, machine.memory)} for x in found if x.needed > machine.memory]
     if others:
         print("the nearest of those that do not fit:")
         show_lines(others[: _SHOWN.value])
-    # A single mesh is compiled even where it does not fit, to show by how much.
-    chosen = (fitting or (found if given else []))[: _TOP.value]
-    compiled = [_compile_one(config, x, memory) for x in with_progress("compile", chosen)]
-    result = {"plan": _MODEL.value, "parameters": count_parameters(config), "devices": _COUNT.value, "memory": memory}
-    result |= {"job": asdict(job), "fitting": [_row_of(x) for x in fitting[: _SHOWN.value]]}
-    print(json.dumps(result | {"not_fitting": others[: _SHOWN.value], "compiled": compiled}))
+    # What the formula refuses is compiled for a target, whose compiler decides, and where no other mesh is asked for.
+    chosen = (fitting or (found if given or target else []))[: _TOP.value]
+    compiled = [_compile_one(config, x, machine.memory, count, target) for x in with_progress("compile", chosen)]
+    result: dict[str, Any] = {"target": None if target is None else target.name, "devices": count}
+    result |= {"memory": machine.memory, "fitting": [_row_of(x) for x in fitting[: _SHOWN.value]]}
+    if not (any(x["fits"] for x in compiled) if compiled else fitting):
+        result["would_fit"] = remedies(config, job, run, machine, count)
+        print(f"nothing that was tried fits; by formula these would: {'; '.join(result['would_fit'])}")
+    return result | {"not_fitting": others[: _SHOWN.value], "compiled": compiled}
+
+
+def main() -> None:
+    """Plan each machine, print the tables and one JSON line of each."""
+    jax.config.update("jax_platforms", "cpu")  # whatever there is: devices are virtual
+    targets = _targets()
+    virtual = [1 if target.chip.platform != "cpu" else target.count for target in targets if target is not None]
+    launch.configure(cpu_devices=max(virtual, default=_COUNT.value))  # before JAX starts, which nothing has done yet
+    config, job = shape_of_model(_MODEL.value), _job_of()
+    for target in targets:  # what can't be compiled for is told before hours of compiling for others
+        if target is not None:
+            check_dtype(target, job.compute_dtype or job.dtype)
+            target_devices(target)
+    print(f"{_MODEL.value}: {count_parameters(config):,} parameters; {job.rows} rows of {job.length} tokens an update")
+    about = {"plan": _MODEL.value, "parameters": count_parameters(config), "job": asdict(job)}
+    for target in targets:
+        print(json.dumps(about | plan(config, job, target)))
 
 
 if __name__ == "__main__":

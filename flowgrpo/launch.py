@@ -36,6 +36,7 @@ NO_FLAWED_FUSION = "--xla_cpu_experimental_ynn_fusion_type="
 # On processors without AVX-512 oneDNN, which multiplies XLA's matrices, rounds the last rows of some widths otherwise
 # than the others. Its kernels without fused multiplication and addition don't, and take up to twice as long.
 PLAIN_KERNELS = ("DNNL_MAX_CPU_ISA", "AVX")
+DEVICES = Path("/dev")
 DAY = 86400  # seconds
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # for the products of a CPU device
 USER = "user"  # the compilation cache in a folder of the user's own
@@ -264,8 +265,19 @@ def _backend_started() -> bool:
 
 
 def _on_tpu() -> bool:
-    """Whether a TPU may run this: its library parses `XLA_FLAGS` too, and may know other flags than jaxlib."""
+    """Whether a TPU may run this: its library parses `XLA_FLAGS` too, and may know other flags than jaxlib.
+
+    The library alone says nothing: it is a compiler, too, which `planning.targets` uses on any machine.
+    """
     import jax
 
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
-    return "tpu" in platforms if platforms else find_spec("libtpu") is not None
+    return "tpu" in platforms if platforms else find_spec("libtpu") is not None and _tpu_attached()
+
+
+def _tpu_attached() -> bool:
+    """Whether this machine has a TPU: as a device on its bus, or as a file that a container was given."""
+    from jax._src.hardware_utils import num_available_tpu_chips_and_device_id  # no public function says it
+
+    chips, _ = num_available_tpu_chips_and_device_id()
+    return chips > 0 or any(DEVICES.glob("accel[0-9]*")) or any((DEVICES / "vfio").glob("[0-9]*"))

@@ -52,7 +52,8 @@ class Settings:
         share_prompts   compute what the trajectories of a group begin with once, in three programs; their prompts
                         must be equal, and `micro_rows` rows are then those of one prompt
         narrowest       fewest rows that a turn's last actions are decoded in; None: as many as its first
-        compute_dtype   what parameters are cast to where they are used; None: their own
+        compute_dtype   what parameters are cast to where they are used; None: their own. float16 wants an optimizer
+                        `with_loss_scale`
 
     An update learns from `queries * samples` trajectories.
     """

@@ -24,6 +24,7 @@ from flowgrpo.distributed.worker_pool import PoolShape, take_heartbeat
 from flowgrpo.distributed.workers import Player, RewardWorker, RolloutWorker, TrainerStart
 from flowgrpo.rollout import records
 from flowgrpo.rollout.records import Played, Unfinished, make_turn
+from flowgrpo.run.time_budget import ENDLESS
 from flowgrpo.types import Task
 
 FIGURES = {"success": 0.5, "zero_signal_groups": 0.25}  # of every update
@@ -186,11 +187,20 @@ class Work:
         yield Reward(lambda task, output: many([task], [output])[0], many)
 
     def master(
-        self, backend: ThreadBackend, plan: Plan, folder: Path, *, tell=lambda _: None, choose=None, **shape
+        self,
+        backend: ThreadBackend,
+        plan: Plan,
+        folder: Path,
+        *,
+        tell=lambda _: None,
+        choose=None,
+        budget=ENDLESS,
+        **shape,
     ) -> Master:
         sizes = {"rollout": 2, "rewards": {f"{REWARD}-any": 2}, "room": 2, "validation_tasks": 5, "test_tasks": 4}
         make = partial(self.make, every=shape.pop("every", 2))
-        return Master(backend, plan, PoolShape(**{**sizes, **shape}), make, folder, tell=tell, choose=choose)
+        given = {"tell": tell, "choose": choose, "budget": budget}
+        return Master(backend, plan, PoolShape(**{**sizes, **shape}), make, folder, **given)
 
 
 def task(number: int) -> Task:
@@ -226,7 +236,7 @@ class FakeTrainer:
         self.begun = True
         saved = self.work.saved
         if saved is not None:
-            self.params, self.update, self.seen = saved["params"], saved["update"], True
+            self.params, self.update, self.seen = saved["params"], saved["update"], saved["seen"]
             self.known = saved["known"]
         return TrainerStart(self.update, self.is_due(), saved and saved["memory"], self.known)
 
@@ -275,8 +285,17 @@ class FakeTrainer:
         assert sum(len(stretch.played) for stretch in stretches) == 5 * self.work.samples
         assert all(one.scored is not None for stretch in stretches for one in stretch.played)
         self.seen = True
-        self.work.saved = {"params": self.params, "update": self.update, "memory": memory, "known": self.known}
+        self.keep(memory)
         return {"update": self.update}
+
+    def save(self, memory):
+        with self.alone():
+            self.keep(memory)
+            return self.update
+
+    def keep(self, memory):
+        self.work.saved = {"params": self.params, "update": self.update, "memory": memory, "known": self.known}
+        self.work.saved["seen"] = self.seen
 
     def candidates(self):
         return 2, np.zeros(4, np.float64), self.params

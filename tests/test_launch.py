@@ -2,6 +2,7 @@
 
 import os
 import socket
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import run_module
+from jax._src import hardware_utils
 from jax._src.lru_cache import LRUCache
 
 from flowgrpo import launch
@@ -265,3 +267,37 @@ def test_a_process_that_is_killed_while_it_writes_a_compiled_program_leaves_none
     for number in range(3):
         limited.put(f"{number}", b"12345")
     assert [limited.get(f"{number}") for number in range(3)] == [None, b"12345", b"12345"]
+
+
+@pytest.mark.usefixtures("early")
+@pytest.mark.parametrize(
+    ("file", "attached"), [(None, False), ("accel0", True), ("vfio/0", True), ("vfio/vfio", False)]
+)
+def test_a_compiler_of_tpus_makes_no_tpu(monkeypatch, tmp_path, file, attached):
+    """With the library alone XLA's flags are those of a CPU; with a TPU they may be unknown to it."""
+    if file is not None:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    monkeypatch.setattr(launch, "DEVICES", tmp_path)
+    monkeypatch.setattr(launch, "find_spec", lambda _: object())
+    monkeypatch.setattr(hardware_utils, "num_available_tpu_chips_and_device_id", lambda: (0, None))
+    monkeypatch.setattr(launch, "version", lambda _: launch.FLAWED_JAXLIB[0])
+    with jax_platforms(None):
+        launch.configure()
+    assert (os.environ["XLA_FLAGS"] == "") == attached
+    monkeypatch.setattr(hardware_utils, "num_available_tpu_chips_and_device_id", lambda: (1, None))
+    with jax_platforms(None):
+        assert launch._on_tpu()
+    with jax_platforms("cpu"):
+        assert not launch._on_tpu()
+
+
+@contextmanager
+def jax_platforms(names: str | None):
+    """As if JAX had been told of these platforms, or of none; its backends have started."""
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", names)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_platforms", before)

@@ -37,8 +37,8 @@ def imported(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def test_there_are_five_in_order():
-    assert [path.stem.partition("_")[0] for path in NOTEBOOKS] == list("12345")
+def test_there_are_six_in_order():
+    assert [path.stem.partition("_")[0] for path in NOTEBOOKS] == list("123456")
 
 
 @pytest.mark.parametrize(

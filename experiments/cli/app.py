@@ -5,7 +5,8 @@
 
 `run` parses the flags, sets up JAX before its backend starts, and calls `main()`. How a command ends, everywhere:
 
-    0      it did what was asked, or printed the help that was asked for
+    0      it did what was asked, or printed the help that was asked for; or the time of --stop_after is over, one line:
+           what was trained is saved, and the same command goes on
     1      bad input, which is one sentence on stderr, or a bug, which alone shows its traceback
     2      flags that can't be read, which is one sentence on stderr; nothing has run
     130    Ctrl-C, one line; a run was saved where that is possible, and the same command goes on
@@ -27,6 +28,7 @@ from absl import app, flags, logging
 from experiments.cli.help import USAGE, complaint, flag_heading, show_help
 from flowgrpo import launch
 from flowgrpo.run.signals import BY_SIGNAL, listening, number_of
+from flowgrpo.run.time_budget import OutOfTime
 from flowgrpo.types import BadInput
 
 flag_heading("Every command")
@@ -67,6 +69,8 @@ def run(main: Callable[[], None], *, cpu_devices: int = 1, exact: bool = False) 
                     main()
             except BadInput as error:
                 sys.exit(f"{_name()}: {error}")
+            except OutOfTime:  # what ran has said so
+                _leave(0)
             except KeyboardInterrupt as stop:
                 number = number_of(stop)
                 print(f"\n{_name()}: {STOPPED[number]}", file=sys.stderr)

@@ -2,10 +2,11 @@
 
 define_config(Config)                    flags, by the fields of a Config
 preset(**given(Config))                  values of those that were given, by their names
-define_run("runs/NAME-SEED")             --workdir, --resume, --checkpoint_every, --loggers
+define_run("runs/NAME-SEED")             --workdir, --resume, --checkpoint_every, --stop_after, --loggers
 folder, options = chosen_run("runs/...") for `train(config, folder, **options)`
 """
 
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from absl import flags
 from experiments.cli.help import flag_heading
 from flowgrpo.report.sinks import TENSORBOARD, check_sinks
 from flowgrpo.run.config import RunConfig, kind_of, setting_infos
+from flowgrpo.run.time_budget import ENDLESS, TimeBudget, time_budget
+
+_STARTED = time.monotonic()  # of the command, before its heavy imports
 
 flags.disclaim_key_flags()  # what is defined here belongs to the command that runs, so that its --help lists it
 
@@ -57,15 +61,37 @@ def define_run(workdir: str, *, every: int = 10, what: str = "Updates") -> None:
     flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins again.")
     words = f"{what} between validations and checkpoints."
     flags.DEFINE_integer("checkpoint_every", every, words, lower_bound=1)
+    define_stop_after()
     flags.DEFINE_list(
         "loggers", [TENSORBOARD], "Where figures go, too, by commas: tensorboard, wandb, trackio; or none."
     )
 
 
+def define_stop_after() -> None:
+    """Define the flag of a time budget."""
+    flags.DEFINE_string(
+        "stop_after",
+        None,
+        "Time from the start of the command, such as 8h50m, 45m or 90s, after which what is under way is finished and "
+        "saved, and the command ends with status 0; the same command goes on.",
+    )
+
+
+def stop_after() -> TimeBudget:
+    """The time budget that --stop_after gives, from the start of the command."""
+    words = flags.FLAGS["stop_after"].value
+    return ENDLESS if words is None else time_budget(words, began=_STARTED, of="--stop_after")
+
+
 def chosen_run(workdir: str) -> tuple[Path, dict[str, Any]]:
     """The work directory, and the options of `train` that the flags choose."""
     values = flags.FLAGS
-    options = {"every": values["checkpoint_every"].value, "resume": values["resume"].value, "loggers": chosen_loggers()}
+    options = {
+        "every": values["checkpoint_every"].value,
+        "resume": values["resume"].value,
+        "loggers": chosen_loggers(),
+        "budget": stop_after(),
+    }
     return Path(values["workdir"].value or workdir), options
 
 

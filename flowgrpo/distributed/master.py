@@ -25,8 +25,10 @@ from flowgrpo.distributed.schedule import ROLLOUT, TRAIN, Command, Event, Plan
 from flowgrpo.distributed.worker_pool import PendingCall, PoolShape, WorkerGone, WorkerPool
 from flowgrpo.distributed.workers import TrainerStart
 from flowgrpo.report.watchdog import to_stderr
+from flowgrpo.run.time_budget import ENDLESS, OutOfTime, TimeBudget
 
 FIRST = f"{TRAIN}-0"  # who writes what all begin with
+GO_ON = "the same command goes on from there"
 
 
 class Master:
@@ -43,12 +45,15 @@ class Master:
         choose: Callable[[Known, int], int] | None = None,
         tell: Callable[[str], None] = to_stderr,
         on_turn: Callable[["Master"], None] = lambda _: None,
+        budget: TimeBudget = ENDLESS,
     ):
         """`make(pool, name)` gives what makes a worker in its process; `on_turn` is called again and again.
 
         `choose(known, group)` gives the number of a group's task, where that depends on what is known of the tasks.
+        The budget is looked at after updates and examinations.
         """
         self.backend, self.plan, self.shape, self.choose, self.on_turn = backend, plan, shape, choose, on_turn
+        self.tell, self.budget = tell, budget
         self.log = EventLog(folder / "events.jsonl")
         self.workers = WorkerPool(backend, shape, make, self.log, tell)
         self.examiner = Examiner(self.workers)
@@ -249,7 +254,9 @@ class Master:
         self.figures = figures
         self._publish(doing.data, figures["version"])
         self.learned = figures["known"]
-        if figures["due"]:
+        if self.budget.is_over():
+            self.workers.call_trainers("save", self._memory())
+        elif figures["due"]:
             self._validate()
         else:
             self._updated()
@@ -293,11 +300,18 @@ class Master:
 
     def _on_examined(self, _: PendingCall, figures: Mapping[str, Any]) -> None:
         """Written down, and saved."""
-        self.log.write("saved", update=figures["update"])
+        self._on_save(_, figures["update"])
         if is_training(self.state):
             self._updated()
         elif not self.going:
             self._set_going()
+
+    def _on_save(self, _: PendingCall, update: int) -> None:
+        """There is a checkpoint of this update: the place to end where no time is left."""
+        self.log.write("saved", update=update)
+        if self.budget.is_over():
+            self.tell(f"the time budget of {self.budget.words} is over: saved at update {update}; {GO_ON}")
+            raise OutOfTime
 
     def _on_candidates(self, doing: PendingCall, _: int) -> None:
         """The weights before and after, which are tested on the same tasks."""

@@ -35,6 +35,7 @@ from flowgrpo import masked
 from flowgrpo.contracts import Algorithm, Metrics, Policy, Scores
 from flowgrpo.generate.sampler import logprobs
 from flowgrpo.learner.diagnostics import WATCH, DiagnosticsSettings, batch_signal, metrics_of_sums, observe
+from flowgrpo.learner.loss_scale import SMALLEST, ScaledMemory, adjust_scale
 from flowgrpo.learner.state import LearnerState
 from flowgrpo.models.trainable import WHOLE, Trained, cast
 from flowgrpo.parallel.row_sharding import DeviceMesh, lay, map_rows, row_devices, sum_rows
@@ -166,7 +167,8 @@ def make_update(
     has a mesh, each device works through its share of the rows. `trained` says which part of the parameters moves; the
     state is one of `init_learner` with the same, and `ref_params` are whole parameters. With a `compute_dtype` all
     parameters are cast to it for scoring, and only there, so rollouts are to sample from `cast(params, compute_dtype)`
-    (F7). `watch` says what is told beside the algorithm's metrics; `None` is nothing.
+    (F7); float16 wants an optimizer `with_loss_scale`. `watch` says what is told beside the algorithm's metrics; `None`
+    is nothing.
     """
     check_range("make_update", "temperature", temperature, 0.0, exclusive=True)
     whole = {"micro_rows": micro_rows, "epochs": epochs, "mini_batches": mini_batches, "chunk": chunk}
@@ -190,6 +192,7 @@ def make_update(
         mesh=policy.mesh,
         trained=trained,
         watch=watch,
+        needs_scale=compute_dtype is not None and jnp.dtype(compute_dtype) == jnp.float16,
     )
 
 
@@ -261,8 +264,14 @@ class _Update:
     mesh: DeviceMesh  # the devices over which rows are dealt
     trained: Trained  # which part of the parameters moves
     watch: DiagnosticsSettings | None  # what is told beside the algorithm's own metrics
+    needs_scale: bool  # of the loss
 
     def __call__(self, state: LearnerState, batch: Batch, ref_params=None) -> tuple[LearnerState, Metrics]:
+        if self.needs_scale and not isinstance(state.optimizer, ScaledMemory):
+            raise BadInput(
+                "update: small gradients are lost in float16 without a loss scale: give init_learner and make_update "
+                "learner.with_loss_scale(optimizer)"
+            )
         batch = self.scored(state.params, batch, ref_params)
         block_r = _block(len(batch.tokens), self.mini_batches)
         live_m = jax.ops.segment_sum(batch.live.any(axis=1).astype(jnp.float32), block_r, self.mini_batches) > 0
@@ -303,15 +312,23 @@ class _Update:
             logp = score_batch(self.score, params, batch, micro_rows=self.micro_rows, mesh=self.mesh)
             batch = self.algorithm.sums(batch, logp)
         signal_rs = batch.live & (jnp.asarray(batch.advantage) != 0) if self.skips else batch.live
+        lifted = moved.memory.scale if isinstance(moved.memory, ScaledMemory) else None
+        given = (params, scale if lifted is None else scale * lifted)
         (grads, loss, sums), largest = accumulate(
-            self.slopes, (params, scale), batch, signal_rs.any(axis=1), self.micro_rows, self.mesh
+            self.slopes, given, batch, signal_rs.any(axis=1), self.micro_rows, self.mesh
         )
+        if lifted is not None:
+            grads, loss = jax.tree.map(lambda x: x / lifted, (grads, loss))
         norm = optax.tree.norm(grads)
         live, finite = batch.live.any(), jnp.isfinite(loss) & jnp.isfinite(norm)
         taken = live & finite  # a zero gradient is a step too, for an optimizer with a memory
+        skipped = live & ~finite
         moved = jax.lax.cond(taken, self.apply, lambda moved, _: moved, moved, grads)
         metrics = {"loss": loss, "grad_norm": norm, "sums": sums, "log_ratio_max": jnp.maximum(largest, 0.0)}
-        return moved, (metrics, taken, live & ~finite)
+        if lifted is not None:
+            moved, seen = _after_scaled(moved, taken, skipped, loss)
+            metrics, skipped = metrics | {"scale": seen}, skipped & ~seen["overflows"]
+        return moved, (metrics, taken, skipped)
 
     def slopes(self, shared: tuple[Any, Array], batch: Batch) -> tuple:
         """((gradient of the part, loss, sums), largest log-ratio) of a micro-batch; the first three add up."""
@@ -337,6 +354,16 @@ class _Update:
         return Moved(optax.apply_updates(moved.part, updates), memory)
 
 
+def _after_scaled(moved: Moved, taken: Array, skipped: Array, loss: Array) -> tuple[Moved, dict[str, Array]]:
+    """Adjust the scale of the loss; a gradient that a smaller scale may still help is an overflow, and no failure."""
+    overflows = skipped & jnp.isfinite(loss) & (moved.memory.scale > SMALLEST)
+    memory = adjust_scale(moved.memory, taken, skipped)
+    return moved._replace(memory=memory), {"overflows": overflows, "loss_scale": memory.scale}
+
+
+OF_SCALES = {"overflows": masked.count, "loss_scale": lambda scale_m: scale_m[-1]}  # figures of scaled steps
+
+
 def _block(num_rows: int, mini_batches: int) -> Array:
     """The mini-batch of each row -> block_r."""
     return jnp.arange(num_rows) * mini_batches // num_rows
@@ -353,7 +380,8 @@ def _own(batch: Batch) -> Array:
 
 
 def _summary(metrics: dict, taken: Array, skipped: Array) -> Metrics:
-    """The figures of the steps that were taken; the log-ratio is that before the first step."""
+    """The figures of the steps that were taken; the log-ratio is that before the first step, the scale the last."""
+    scaled = {name: of(metrics["scale"][name]) for name, of in OF_SCALES.items()} if "scale" in metrics else {}
     sums = jax.tree.map(lambda x_m: masked.sum(x_m, taken.reshape(-1, *(1,) * (x_m.ndim - 1)), axis=0), metrics)
     count = jnp.maximum(masked.count(taken), 1.0)
     return metrics_of_sums(sums["sums"]) | {
@@ -362,4 +390,5 @@ def _summary(metrics: dict, taken: Array, skipped: Array) -> Metrics:
         "log_ratio_max": metrics["log_ratio_max"][0],
         "steps": masked.count(taken),
         "skipped": masked.count(skipped),
+        **scaled,
     }

@@ -165,12 +165,15 @@ _matmul = partial(jnp.matmul, precision=PRECISE)
 def product(x_ab: Array, w_bc: Array) -> Array:
     """`x w` in their type; of float32, a row's bits are the same among any two rows or more (F7, E3).
 
-    A long sum goes in an order that depends on rows and threads, and a deep model enlarges the difference a
+    On a CPU a long sum goes in an order that depends on rows and threads, and a deep model enlarges the difference a
     hundredfold: it is made of pieces, within which the order never changes.
     """
-    terms = x_ab.shape[1]
-    if x_ab.dtype != jnp.float32 or terms > DIVIDED:
+    if x_ab.dtype != jnp.float32 or not PIECE < x_ab.shape[1] <= DIVIDED:
         return _whole_product(x_ab, w_bc)
+    return jax.lax.platform_dependent(x_ab, w_bc, cpu=_product_by_pieces, default=_whole_product)
+
+
+def _product_by_pieces(x_ab: Array, w_bc: Array) -> Array:
     return _sum_pieces(x_ab, _pieces(w_bc))
 
 
@@ -339,7 +342,7 @@ def hidden(
     cache, view = extend_cache(tokens, positions, segments, cache, config)
     view = view._replace(angles=_angles(view.positions, config), shared=shared)
     looked_up = params["embed"][tokens] if settle is None else settle.lookup(params["embed"], tokens)
-    x = looked_up * jnp.asarray(config.embed_scale, params["embed"].dtype)
+    x = looked_up * jnp.asarray(config.embed_scale, looked_up.dtype)
     x = jnp.where(segments[:, :, None] > 0, x, jnp.zeros((), x.dtype))
     by_layer = {name for name, parameter in parameters(config).items() if parameter.axes.startswith("n")}
     layers = {name: value for name, value in params.items() if name in by_layer} | layer_data(config) | (adapter or {})

@@ -28,6 +28,7 @@ from flowgrpo.models.decoder import Params, make_policy, parameters, shape_of
 from flowgrpo.types import BadInput, first_line
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CARD = "README.md"
 # Of text-only folders, of old and of new multimodal ones; what other parts of those are called; old buffers.
 PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 IGNORED = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.|.*\.rotary_emb\.inv_freq$")
@@ -184,7 +185,7 @@ Placing = jax.sharding.Sharding | Callable[[str, str], jax.sharding.Sharding]
 
 FILES = (  # what a folder that was written here may hold; tokenizers have more than one file
     *("config.json", "generation_config.json", "model*.safetensors", INDEX, "tokenizer*", "chat_template.*"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", CARD),
 )
 HUB_FILES = ["*.json", "model*.safetensors", "tokenizer*", "*.txt", "*.jinja"]
 
@@ -234,15 +235,20 @@ def init_model(source: Mapping[str, Any], key: jax.Array, *, dtype="float32") ->
     return Model(policy, jax.jit(policy.init)(key), None, config, checked)
 
 
-def save_model(path: str | Path, model: Model, *, max_shard_bytes: float = 5e9) -> None:
+def save_model(path: str | Path, model: Model, *, max_shard_bytes: float = 5e9, card: str | None = None) -> None:
     """Write a folder that transformers and inference servers open; it appears when it is whole.
 
-    Shards above `max_shard_bytes` get an index. A model that is there is replaced, with all its files; a folder that
-    holds anything else is refused.
+    Shards above `max_shard_bytes` get an index; `card` is the text of a README.md. A model that is there is replaced,
+    with all its files; a folder that holds anything else is refused.
     """
     expected = {name: shape_of(parameter, model.config) for name, parameter in parameters(model.config).items()}
     families.check_tensors("the parameters are not those of the model's config", model.params, expected)
-    replace_folder(path, lambda stage: _write_model(stage, model, max_shard_bytes), names=FILES, what="a model")
+
+    def fill(stage: Path) -> None:
+        _write_model(stage, model, max_shard_bytes)
+        write_card(stage, card)
+
+    replace_folder(path, fill, names=FILES, what="a model")
 
 
 # The folder -------------------------------------------------------------------------------------------
@@ -347,6 +353,12 @@ def _write_model(stage: Path, model: Model, max_shard_bytes: float) -> None:
     write_json(stage / "config.json", {**model.source, key: jnp.dtype(model.params["embed"].dtype).name})
     if model.text is not None:
         model.text.save(stage)
+
+
+def write_card(folder: Path, text: str | None) -> None:
+    """Write a README.md, where there is a text."""
+    if text is not None:
+        (folder / CARD).write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from flowgrpo.contracts import Params
 from flowgrpo.files import replace_folder
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.families import TENSORS, check_tensors
-from flowgrpo.models.hf import list_tensors, read_json, write_json, write_tensors
+from flowgrpo.models.hf import CARD, list_tensors, read_json, write_card, write_json, write_tensors
 from flowgrpo.models.lora import PROJECTIONS, LoraConfig, adapter_shapes, check_adapter
 from flowgrpo.types import BadInput
 
@@ -40,11 +40,18 @@ READ = {"r", "lora_alpha", "target_modules", "use_rslora"}
 
 
 def save_adapter(
-    path: str | Path, adapter: Params, config: DecoderConfig, lora: LoraConfig, *, base_model: str | None = None
+    path: str | Path,
+    adapter: Params,
+    config: DecoderConfig,
+    lora: LoraConfig,
+    *,
+    base_model: str | None = None,
+    card: str | None = None,
 ) -> None:
     """Write a folder that PEFT and inference servers open; `base_model` is the folder or hub id that it belongs to.
 
-    It appears when it is whole. An adapter that is there is replaced; a folder that holds anything else is refused.
+    `card` is the text of a README.md. The folder appears when it is whole. An adapter that is there is replaced; a
+    folder that holds anything else is refused.
     """
     check_adapter(adapter, config, lora)
     host = {name: np.asarray(value) for name, value in adapter.items()}
@@ -56,8 +63,9 @@ def save_adapter(
     def fill(stage: Path) -> None:
         write_json(stage / CONFIG, _to_peft(lora, base_model))
         write_tensors(stage / WEIGHTS, tensors)
+        write_card(stage, card)
 
-    replace_folder(path, fill, names=(CONFIG, WEIGHTS), what="an adapter")
+    replace_folder(path, fill, names=(CONFIG, WEIGHTS, CARD), what="an adapter")
 
 
 def load_adapter(path: str | Path, config: DecoderConfig, *, dtype=jnp.float32) -> tuple[LoraConfig, Params]:

@@ -27,6 +27,7 @@ _NAME = re.compile(r"%([\w.-]+)")
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota", "partition-id"}
 _FREE |= {"opt-barrier", "replica-id", "copy-done", "async-done", "async-update", "slice-done", "custom-call-done"}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+_NAMES = {"AllocateBuffer", "ConcatBitcast", "AsyncCollectiveDone"}  # custom calls that move nothing
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written into the first
 _SAME = {"bitcast", "reshape"}  # of the same bytes
@@ -62,7 +63,7 @@ class Computation(dict[str, Instruction]):
         return [x for x in self.values() if name in x.operands]
 
 
-class Step(NamedTuple):
+class ExecutedStep(NamedTuple):
     """An instruction of a program, and what it costs each of the `times` that it runs on a device."""
 
     opcode: str
@@ -75,23 +76,57 @@ class Step(NamedTuple):
     origin: str  # the operation that it was made of
 
 
-def program_steps(text: str, trips: Sequence[int] = ()) -> list[Step]:
+def program_steps(text: str, trips: Sequence[int] = ()) -> list[ExecutedStep]:
     """List the instructions of an optimised program; `trips` says how often loops on a condition run, by depth."""
     computations, entry = parse(text)
     return list(_steps(computations, computations[entry], 1.0, tuple(trips)))
 
 
-def moved_bytes(steps: Iterable[Step]) -> float:
+def moved_bytes(steps: Iterable[ExecutedStep]) -> float:
     """Bytes of device memory that are read and written in a run of the program."""
     return sum(x.times * (x.read + x.written) for x in steps)
 
 
-def sent_bytes(steps: Iterable[Step]) -> float:
+def sent_bytes(steps: Iterable[ExecutedStep]) -> float:
     """Bytes that reach a device from others in a run of the program."""
     return sum(x.times * x.sent for x in steps)
 
 
-def collectives(steps: Iterable[Step]) -> dict[str, float]:
+def total_cycles(steps: Iterable[ExecutedStep]) -> float:
+    """Cycles of a run by the compiler's estimate; collectives have none."""
+    return sum(x.times * x.cycles for x in steps)
+
+
+def silent_bytes(steps: Iterable[ExecutedStep]) -> float:
+    """Bytes that are moved by kernels of which the compiler estimates no cycles."""
+    return sum(x.times * (x.read + x.written) for x in steps if x.opcode == "custom-call" and not x.cycles)
+
+
+def copies(steps: Iterable[ExecutedStep], *shapes: Sequence[int]) -> float:
+    """How often an array with as many numbers as one of these shapes, as a cache, is written whole."""
+    wanted = {math.prod(shape) for shape in shapes}
+    return sum(x.times for x in steps if any(numbers in wanted for numbers in _written_whole(x)))
+
+
+def arrays_with(steps: Iterable[ExecutedStep], *sizes: int) -> list[ExecutedStep]:
+    """Instructions whose result has all of these sizes among its axes, as the s x s of attention, wherever it lies."""
+    return [x for x in steps if any(_has(found[2], sizes) for found in _ARRAY.finditer(x.shape))]
+
+
+def _written_whole(step: ExecutedStep) -> Iterator[int]:
+    """Numbers of the arrays of a result that its instruction writes, and not only a part of them."""
+    for found in _ARRAY.finditer(step.shape):
+        size = _array_bytes(*found.groups())
+        if 0 < size <= step.written:
+            yield math.prod(int(x) for x in found[2].split(",") if x)
+
+
+def _has(lengths: str, sizes: Sequence[int]) -> bool:
+    left = lengths.split(",")
+    return all(left.count(str(size)) >= sizes.count(size) for size in sizes)
+
+
+def collectives(steps: Iterable[ExecutedStep]) -> dict[str, float]:
     """How often each kind of collective runs."""
     counts: dict[str, float] = {}
     for step in steps:
@@ -100,7 +135,7 @@ def collectives(steps: Iterable[Step]) -> dict[str, float]:
     return counts
 
 
-def largest(steps: Iterable[Step], count: int = 5) -> list[tuple[str, float]]:
+def largest(steps: Iterable[ExecutedStep], count: int = 5) -> list[tuple[str, float]]:
     """Find what moves the most bytes, instructions of the same kind, shape and origin together."""
     total: dict[str, float] = {}
     for step in steps:
@@ -140,7 +175,7 @@ def _instruction(name: str, told: str, root: bool) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the bracket that opens at `start` is closed."""
+    """Find where the bracket that opens at `start` is closed."""
     depth = 0
     for index in range(start, len(text)):
         depth += (text[index] == "(") - (text[index] == ")")
@@ -179,13 +214,13 @@ def _dtype_bytes(dtype: str) -> float:
 
 def _steps(
     computations: Mapping[str, Computation], own: Computation, times: float, trips: tuple[int, ...]
-) -> Iterator[Step]:
+) -> Iterator[ExecutedStep]:
     for instruction in own.values():
         opcode, rest = instruction.opcode, instruction.rest
         if opcode == "while":
             counted = _trip_count(computations, instruction)
             again, left = (counted, trips) if counted is not None else (trips[0] if trips else 1, trips[1:])
-            yield from _steps(computations, computations[_called(rest, "body")], times * again, left)
+            yield from _steps(computations, computations[_called(rest, "body") or ""], times * again, left)
         elif opcode == "conditional":
             branches = [computations[name] for name in _branches(rest)]
             tried = [list(_steps(computations, branch, times, trips)) for branch in branches]
@@ -193,18 +228,20 @@ def _steps(
             yield from _steps(computations, branches[chosen], times, trips)
         elif opcode in ("call", "async-start") and (name := _called(rest, "to_apply|calls")):
             yield from _steps(computations, computations[name], times, trips)
-        elif opcode not in _FREE and not opcode.endswith("-done"):
+        elif opcode not in _FREE and not opcode.endswith("-done") and _custom_target(rest) not in _NAMES:
             yield _step(computations, own, instruction, times)
 
 
-def _step(computations: Mapping[str, Computation], own: Computation, instruction: Instruction, times: float) -> Step:
+def _step(
+    computations: Mapping[str, Computation], own: Computation, instruction: Instruction, times: float
+) -> ExecutedStep:
     inside = _called(instruction.rest, "calls") if instruction.opcode == "fusion" else None
     body = None if inside is None else computations[inside]
     sent, kind = _sent(own, instruction, body)
     read = sum(_read_bytes(computations, own, instruction, body, number) for number in range(len(instruction.operands)))
     cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.rest)
     origin = re.search(r'op_name="([^"]*)"', instruction.rest)
-    return Step(
+    return ExecutedStep(
         opcode=kind or instruction.opcode.removesuffix("-start"),
         shape=instruction.shape,
         times=times,
@@ -218,6 +255,12 @@ def _step(computations: Mapping[str, Computation], own: Computation, instruction
 
 def _called(rest: str, attribute: str) -> str | None:
     found = re.search(rf"(?:{attribute})=%?([\w.-]+)", rest)
+    return found[1] if found else None
+
+
+def _custom_target(rest: str) -> str | None:
+    """Which custom call an instruction is."""
+    found = re.search(r'custom_call_target="([^"]*)"', rest)
     return found[1] if found else None
 
 
@@ -283,7 +326,7 @@ def _used_bytes(computations: Mapping[str, Computation], body: Computation, name
 
 def _part_bytes(user: Instruction, name: str) -> float | None:
     """Bytes that an instruction reads of an operand of which it takes, or into which it writes, a part."""
-    if user.opcode in COLLECTIVES:
+    if user.opcode.removesuffix("-start") in COLLECTIVES:
         return 0.0
     if user.operands[:1] != (name,):
         return None

@@ -33,23 +33,27 @@ class MatmulWork(NamedTuple):
 
     flops: float = 0.0
     bytes: float = 0.0  # operands read and results written, each once a product
+    kernels: float = 0.0  # operations of those within kernels that were written by hand
 
 
-def count_products(jaxpr: Any, trips: Sequence[int] = ()) -> MatmulWork:
+def count_products(jaxpr: Any, trips: Sequence[int] = (), platform: str = "cpu") -> MatmulWork:
     """The work of a jaxpr; `trips` says how often loops on a condition run: the outermost, those within it, and so on.
 
-    Loops deeper than `trips` tells run once. Of the branches of a condition the one with the most work counts.
+    Loops deeper than `trips` tells run once. Of branches by platform that of `platform` counts, and of those of any
+    other condition the one with the most work.
     """
     total = MatmulWork()
     for equation in jaxpr.eqns:
         own = _product(equation) if equation.primitive.name == "dot_general" else MatmulWork()
-        for times, inner, left in _inside(equation, tuple(trips)):
-            own = _plus(own, count_products(inner, left), times)
+        for times, inner, left in _inside(equation, tuple(trips), platform):
+            own = _plus(own, count_products(inner, left, platform), times)
+        if equation.primitive.name == "pallas_call":
+            own = own._replace(kernels=own.flops)
         total = _plus(total, own)
     return total
 
 
-def _inside(equation: Any, trips: tuple[int, ...]) -> Iterator[tuple[float, Any, tuple[int, ...]]]:
+def _inside(equation: Any, trips: tuple[int, ...], platform: str) -> Iterator[tuple[float, Any, tuple[int, ...]]]:
     """The programs within an equation: how often each runs, and what is told of the loops in it."""
     name, params = equation.primitive.name, equation.params
     if name == "while":
@@ -57,9 +61,15 @@ def _inside(equation: Any, trips: tuple[int, ...]) -> Iterator[tuple[float, Any,
     elif name == "scan":
         yield params["length"], params["jaxpr"].jaxpr, trips
     elif name == "cond":
-        yield 1, max((branch.jaxpr for branch in params["branches"]), key=lambda x: count_products(x, trips)), trips
+        branches = [branch.jaxpr for branch in params["branches"]]
+        if named := params.get("branches_platforms"):  # None: any platform that has no branch of its own
+            own = [branch for branch, names in zip(branches, named, strict=True) if platform in (names or ())]
+            branches = own or [branch for branch, names in zip(branches, named, strict=True) if names is None]
+        yield 1, max(branches, key=lambda x: count_products(x, trips, platform)), trips
     else:
         times = params["mesh"].size if name == "shard_map" else 1  # each device runs the body on its own share
+        if name == "pallas_call":  # a kernel runs once for each place of its grid
+            times = math.prod(params["grid_mapping"].grid)
         for value in params.values():
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
@@ -76,7 +86,7 @@ def _product(equation: Any) -> MatmulWork:
 
 
 def _plus(a: MatmulWork, b: MatmulWork, times: float = 1) -> MatmulWork:
-    return MatmulWork(a.flops + times * b.flops, a.bytes + times * b.bytes)
+    return MatmulWork(*(x + times * y for x, y in zip(a, b, strict=True)))
 
 
 GRADIENT = 4  # bytes: micro-batches add up in float32

@@ -2,19 +2,21 @@
 
     launch.configure(cpu_devices=512)                             # as many as the mesh has, before JAX starts
     case = make_case(config, Workload(rows=512), algorithm, optimizer, mesh=make_mesh(parse_mesh("data=8,fsdp=64")))
-    print(describe(dry_run(case), memory=80 * GIB))
+    for cost in dry_run(case):
+        print(cost.name, cost.peak)
 
 The very update, scoring of the reference, prefill and decoding that would run are lowered and compiled from abstract
 shapes and shardings; nothing is allocated. Memory is the compiler's own account of one device. Operations are those of
 the traced program (`count_products`), because XLA's analysis meets each loop once; both are given.
 
-What is compiled for virtual CPU devices is divided as for others, but not fused or scheduled alike, and products of
-bfloat16 are made in float32 there: temporary memory tends to be above that of an accelerator.
+With a `target` (`targets.parse_target`) the programs are compiled by that machine's own compiler, which says what fits
+and, beside that, how many bytes are moved and sent. What is compiled for virtual CPU devices is divided as for others,
+but not fused or scheduled alike, and products of bfloat16 are made in float32 there: temporary memory tends to be above
+that of an accelerator.
 """
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,46 +32,24 @@ from flowgrpo.learner.update import make_score, make_update, score_reference
 from flowgrpo.models.attention import BLOCK
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import make_policy
+from flowgrpo.models.kv_cache import WIDE_BLOCKS
 from flowgrpo.models.lora import Adapted, LoraConfig, adapter_axes, lora_policy
 from flowgrpo.models.trainable import ADAPTER, WHOLE, Trained
 from flowgrpo.parallel.row_sharding import ROWS, SHARED, TENSOR, divides
 from flowgrpo.parallel.sharding import decoder_axes, jit_update, settle, state_shardings
 from flowgrpo.planning.cost_model import (
     Workload,
-    count_products,
     decode_floor,
     forward_flops,
     update_floor,
     update_flops,
     ways,
 )
+from flowgrpo.planning.program_cost import ProgramCost, measure_program
+from flowgrpo.planning.targets import Target, check_dtype
 from flowgrpo.types import BadInput, Batch
 
-GIB = 2**30
 STOPS = 4  # ids that end a turn
-
-
-class ProgramCost(NamedTuple):
-    """Cost of one compiled program on one device: bytes, operations, and the seconds that compiling took."""
-
-    name: str
-    arguments: int
-    outputs: int
-    reused: int  # outputs that lie where arguments lay
-    temporary: int
-    beside: int  # what the run keeps on the device meanwhile, unless it is moved away
-    flops: float  # of matrix products, loops as often as they run
-    bytes: float  # that these products read and write
-    flops_once: float  # as XLA counts all operations, each loop once
-    bytes_once: float
-    useful: float  # operations that the formula asks for
-    floor: Mapping[str, float]  # bytes by formula, part by part
-    seconds: float  # of compiling
-
-    @property
-    def peak(self) -> int:
-        """Bytes that the program needs."""
-        return self.arguments + self.outputs - self.reused + self.temporary
 
 
 class DryRunCase(NamedTuple):
@@ -84,6 +64,7 @@ class DryRunCase(NamedTuple):
     axes: Any  # a tree like the parameters, of their axis letters
     trained: Trained
     gathers: bool = False  # whole parameters decode on one device of the mesh
+    target: Target | None = None  # None: virtual CPU devices
 
 
 def make_case(
@@ -95,17 +76,25 @@ def make_case(
     mesh: Mesh | None = None,
     lora: LoraConfig | None = None,
     gathers: bool = False,
+    target: Target | None = None,
 ) -> DryRunCase:
-    """The parts of a run for a mesh; with `lora` an adapter is trained; with `gathers` one device decodes."""
+    """The parts of a run for a mesh; with `lora` an adapter is trained; with `gathers` one device decodes.
+
+    The devices of the mesh are those of `target_devices(target)` where there is a target.
+    """
+    if target is not None:
+        check_dtype(target, job.compute_dtype or job.dtype)
     axes: Any = decoder_axes(config)
     dtype = jnp.dtype(job.dtype)
     if lora is None:
         policy = make_policy(config, dtype=dtype, remat=job.remat)
-        return DryRunCase(config, job, algorithm, optimizer, mesh, settle(policy, mesh, axes), axes, WHOLE, gathers)
+        policy = settle(policy, mesh, axes)
+        return DryRunCase(config, job, algorithm, optimizer, mesh, policy, axes, WHOLE, gathers, target)
     policy: Policy = lora_policy(config, lora, dtype=dtype, remat=job.remat)
     own: Any = adapter_axes(lora)
     letters = Adapted(axes, own)
-    return DryRunCase(config, job, algorithm, optimizer, mesh, settle(policy, mesh, letters), letters, ADAPTER, gathers)
+    policy = settle(policy, mesh, letters)
+    return DryRunCase(config, job, algorithm, optimizer, mesh, policy, letters, ADAPTER, gathers, target)
 
 
 def dry_run(case: DryRunCase, programs: Sequence[str] | None = None) -> list[ProgramCost]:
@@ -141,11 +130,12 @@ def dry_update(case: DryRunCase) -> ProgramCost:
     work = jax.jit(update, donate_argnums=0) if mesh is None else jit_update(update, where, donate=True)
     part = case.trained.take(state.params)
     kept = {"parameters": local_bytes(state.params), "optimizer": local_bytes(state.optimizer)}
-    return _measure(
+    return measure_program(
         "update",
         work,
         (state, abstract_batch(case)),
         mesh,
+        target=case.target,
         trips=(micro_batches(job, mesh),),
         useful=update_flops(case.config, job),
         floor=kept | update_floor(case.config, job, _sizes_of(mesh), moved=local_count(part)),
@@ -157,11 +147,12 @@ def dry_reference(case: DryRunCase) -> ProgramCost:
     """Scoring a batch by the reference, whose parameters lie as the policy's do."""
     job, state = case.job, abstract_state(case)
     score = make_score(case.policy, chunk=job.chunk, compute_dtype=job.compute_dtype)
-    return _measure(
+    return measure_program(
         "reference",
         jax.jit(partial(score_reference, score, micro_rows=job.micro_rows, mesh=case.mesh)),
         (state.params, abstract_batch(case).replace(logp_ref=None)),
         case.mesh,
+        target=case.target,
         trips=(micro_batches(job, case.mesh) * job.mini_batches,),
         useful=forward_flops(case.config, job.rows * job.length, job.length / 2),
         floor={"parameters": local_bytes(state.params)},
@@ -177,7 +168,7 @@ def dry_prefill(case: DryRunCase) -> ProgramCost:
     work = jax.jit(partial(prefill, case.policy), donate_argnums=1, out_shardings=_where(rows.cache, mesh))
     useful = forward_flops(case.config, math.prod(size), case.job.prompt / 2)
     unembedded = 2.0 * math.prod(size) * case.config.v * case.config.d  # which a prefill does not do
-    trips = (-(-case.job.prompt // BLOCK),)
+    trips = (-(-case.job.prompt // slots_at_once(case)),)
     return _measure_decoding("prefill", work, (params, rows.cache, tokens, real), case, trips, useful - unembedded)
 
 
@@ -190,7 +181,7 @@ def dry_decode(case: DryRunCase) -> ProgramCost:
     after = None if mesh is None else (_where(rows, mesh), None)
     work = jax.jit(partial(decode, case.policy, steps=case.job.steps), donate_argnums=1, out_shardings=after)
     middle = case.job.length / 2
-    trips = (case.job.steps, math.ceil(middle / BLOCK))
+    trips = (case.job.steps, math.ceil(middle / slots_at_once(case)))
     useful = forward_flops(case.config, count * case.job.steps, middle)
     return _measure_decoding("decode", work, (params, rows, settings, stops), case, trips, useful)
 
@@ -204,7 +195,9 @@ def _measure_decoding(
     beside = local_bytes(state.optimizer) + (local_bytes(state.params) if copied else 0)
     beside += local_bytes(case.trained.take(state.params)) if "logp_ref" in case.algorithm.needs else 0
     mesh = case.mesh if divides(case.mesh) and not case.gathers else None
-    return _measure(name, work, arguments, mesh, trips=trips, useful=useful, floor=floor, beside=beside)
+    steps = case.job.steps if name == "decode" else 1
+    sizes = {"trips": trips, "useful": useful, "floor": floor, "beside": beside, "steps": steps}
+    return measure_program(name, work, arguments, mesh, target=case.target, **sizes)
 
 
 # Abstract arguments -----------------------------------------------------------------------------------
@@ -294,6 +287,15 @@ def micro_batches(job: Workload, mesh: Mesh | None) -> int:
     return math.ceil(job.rows / job.mini_batches / (job.micro_rows * ways(_sizes_of(mesh), *ROWS)))
 
 
+def slots_at_once(case: DryRunCase) -> int:
+    """How many slots of a cache decoding attends to at once, as `kv_cache.block_sizes` has it."""
+    length = case.job.length if case.job.length <= BLOCK else -(-case.job.length // BLOCK) * BLOCK
+    own = min(length, BLOCK)
+    if case.target is None or case.target.chip.platform == "cpu":
+        return own
+    return next((size for size in WIDE_BLOCKS if length % size == 0), own)
+
+
 def _local_shape(x: Any) -> tuple[int, ...]:
     """The shape of what lies on one device."""
     return x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
@@ -307,43 +309,3 @@ def local_count(tree: Any) -> int:
 def local_bytes(tree: Any) -> int:
     """How many bytes of it."""
     return sum(math.prod(_local_shape(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-# Compiling --------------------------------------------------------------------------------------------
-
-
-def _measure(
-    name: str,
-    work: Any,
-    arguments: tuple,
-    mesh: Mesh | None,
-    *,
-    trips: tuple[int, ...],
-    useful: float,
-    floor,
-    beside: int,
-) -> ProgramCost:
-    """Trace, lower and compile `work` for these arguments; `useful` and what is counted are of all devices."""
-    start = time.perf_counter()
-    traced = work.trace(*arguments)
-    counted = count_products(traced.jaxpr.jaxpr, trips)
-    compiled = traced.lower().compile()
-    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
-    if memory is None:
-        raise BadInput(f"the backend {jax.default_backend()} does not say how much memory a program takes: use cpu")
-    devices = 1 if mesh is None else mesh.size
-    return ProgramCost(
-        name=name,
-        arguments=memory.argument_size_in_bytes,
-        outputs=memory.output_size_in_bytes,
-        reused=memory.alias_size_in_bytes,
-        temporary=memory.temp_size_in_bytes,
-        beside=beside,
-        flops=counted.flops / devices,
-        bytes=counted.bytes / devices,
-        flops_once=cost.get("flops", 0.0),
-        bytes_once=cost.get("bytes accessed", 0.0),
-        useful=useful / devices,
-        floor=floor,
-        seconds=time.perf_counter() - start,
-    )

@@ -66,6 +66,7 @@ def shape_of_model(name: str) -> DecoderConfig:
 
 GIB = 2**30
 WIDE = 4  # bytes of float32
+MOST_DOUBLINGS = 7  # of the number of devices, in looking for how many would do
 MOST_TENSOR = 8  # devices that one host commonly has
 
 
@@ -159,6 +160,34 @@ def expect(
     if not run.decodes:
         return Candidate(mesh, job, update, {}, update_seconds, 0.0)
     return Candidate(mesh, job, update, decode, update_seconds, _rollout_seconds(config, job, machine, mesh))
+
+
+def remedies(config: DecoderConfig, job: Workload, run: MemorySettings, machine: Machine, devices: int) -> list[str]:
+    """Say what would make a job fit that fits on no mesh of so many devices, by formula: the least of each kind."""
+    told = []
+    least = candidates(config, replace(job, slots=1), run, machine, list(meshes(config, devices)))[0]
+    if least.needed <= machine.memory:
+        told.append(f"micro_rows={least.job.micro_rows}, remat={least.job.remat}, fewer slots")
+    for more in (devices * 2**power for power in range(1, MOST_DOUBLINGS)):
+        layouts = list(meshes(config, more))
+        if layouts and candidates(config, job, run, machine, layouts)[0].needed <= machine.memory:
+            told.append(f"{more} devices")
+            break
+    frozen = adapter_bytes(config, replace(job, micro_rows=1, remat=True, slots=1), devices)
+    if frozen <= machine.memory:
+        told.append(f"an adapter (LoRA) over an int8 base ({frozen / GIB:.1f} GiB)")
+    return told or ["a smaller model: nothing else tried would fit"]
+
+
+def adapter_bytes(config: DecoderConfig, job: Workload, devices: int) -> float:
+    """Bytes of an update of an adapter over a base of 8 bits, by formula, on the mesh that takes the least."""
+    least = math.inf
+    for mesh in meshes(config, devices):
+        parts = update_floor(config, job, mesh, moved=0.0)
+        parts |= {"parameters": sharded_parameters(config, mesh), "attention": attention_bytes(config, job, mesh)}
+        parts |= {"gathered": gathered_bytes(config, job, mesh)} if mesh["fsdp"] > 1 else {}
+        least = min(least, sum(parts.values()))
+    return least
 
 
 def attention_bytes(config: DecoderConfig, job: Workload, mesh: dict[str, int]) -> float:

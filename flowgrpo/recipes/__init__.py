@@ -14,6 +14,8 @@ Modules:
     finetune           The recipe of learning from a file of conversations
     hosted             Parts of a run on a host environment, which training and examinations share
     hosted_training    Train on a host environment: `HostedWork` has the stages of such a run for a `Session`
+    hub                Put an exported folder on the Hugging Face Hub
+    model_card         The README.md beside exported weights: a model card in the form that the Hugging Face Hub reads
     offline_start      Make the model that the offline agent run begins with
     offline_tasks      Tasks of four domains that need real tools, made here without a file
     pages              Write a page of what a run recorded in `trajectories/`
@@ -38,6 +40,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "compare",
         "export",
         "finetune",
+        "hub",
         "offline_start",
         "pure",
         "registry",

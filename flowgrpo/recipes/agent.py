@@ -33,6 +33,7 @@ from flowgrpo.data.tokenizer import Text
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.openai_client import remote
 from flowgrpo.generate.openai_wire import TextRequest
+from flowgrpo.learner.loss_scale import optimizer_for
 from flowgrpo.models.hf import Model, check_model
 from flowgrpo.recipes import offline_start, offline_tasks, registry, task_choice
 from flowgrpo.recipes.agent_config import Config
@@ -58,6 +59,7 @@ from flowgrpo.rollout.records import Played
 from flowgrpo.rollout.replay import last_state
 from flowgrpo.run.run_dir import START, read_run
 from flowgrpo.run.session import Tested, open_session
+from flowgrpo.run.time_budget import ENDLESS, TimeBudget
 from flowgrpo.sandbox import Limits, Sandbox
 from flowgrpo.tools.calculator import calculator
 from flowgrpo.tools.mcp import Stdio, mcp_tools
@@ -339,16 +341,24 @@ def algorithm_of(config: Config) -> Algorithm:
 
 
 def optimizer_of(config: Config) -> optax.GradientTransformation:
-    """The optimizer, with the fall of its rate."""
+    """The optimizer, with the fall of its rate, and in float16 with a scale of the loss."""
     base = base_of(config.optimizer)
-    return falling_optimizer(config.learning_rate, config.decay_updates, config.decay, base=base)
+    falling = falling_optimizer(config.learning_rate, config.decay_updates, config.decay, base=base)
+    return optimizer_for(config.dtype, falling)
 
 
 def train(
-    config: Config, folder: str | Path, *, every: int = 10, resume: bool = True, loggers: Sequence[str] = ()
+    config: Config,
+    folder: str | Path,
+    *,
+    every: int = 10,
+    resume: bool = True,
+    loggers: Sequence[str] = (),
+    budget: TimeBudget = ENDLESS,
 ) -> dict[str, Any]:
     """Train in a folder, or go on there -> the result; a validation and a checkpoint come `every` so many updates."""
-    return train_hosted(open, HostedWork, NAME, config, folder, every=every, resume=resume, loggers=loggers)
+    how: dict[str, Any] = {"every": every, "resume": resume, "loggers": loggers, "budget": budget}
+    return train_hosted(open, HostedWork, NAME, config, folder, **how)
 
 
 def rehearse(config: Config, folder: str | Path) -> None:

@@ -38,6 +38,7 @@ from flowgrpo.rollout.hosted import Hosted
 from flowgrpo.rollout.hosted_run import Width
 from flowgrpo.rollout.records import aborted
 from flowgrpo.run.run_dir import begin_anew, read_run
+from flowgrpo.run.time_budget import ENDLESS, TimeBudget
 from flowgrpo.types import BadInput, Task
 
 NAME = "cluster"
@@ -170,6 +171,7 @@ def train(
     backend: Backend | None = None,
     launched: Launched = PLAIN,
     on_turn: Callable[[Master], None] = lambda _: None,
+    budget: TimeBudget = ENDLESS,
 ) -> dict[str, Any]:
     """Master a cluster to the end of the run -> its result; without a `backend`, over a Ray of this machine's own."""
     path, plan = Path(folder).absolute(), schedule_of(config)
@@ -190,7 +192,7 @@ def train(
     make = partial(make_worker, config=config, folder=path, every=every, launched=launched, loggers=loggers)
     choose = partial(choose_task, config.seed, len(source.train())) if config.prompts == "hard" else None
     with nullcontext(backend) if backend is not None else RayBackend(None) as workers:
-        return Master(workers, plan, shape, make, path, choose=choose, on_turn=on_turn).run()
+        return Master(workers, plan, shape, make, path, choose=choose, on_turn=on_turn, budget=budget).run()
 
 
 def choose_task(seed: int, count: int, known: Known, group: int) -> int:

@@ -146,17 +146,32 @@ class ClusterTrainer:
 
     def examined(self, memory: Any, *stretches: Stretch) -> dict[str, Any]:
         """The figures of an examination, written down; a checkpoint, which holds the master's memory too."""
-        if self.setup.prompts is not None:
-            memory = memory | {"prompts": self.setup.prompts.saved(int(self.session.run.update))}
         played = _in_order(stretches)
         seen = played_metrics(played, self.setup.env.tools)
-        self.session.examined(validation_of(seen), self._metrics, memory)
+        self.session.examined(validation_of(seen), self._metrics, self._remembered(memory))
+        update = self._saved()
+        if self._rank == 0:
+            self.session.progress.say(f"update {update}: validation success {seen.success:.3f}")
+        return {"update": update, "success": seen.success}
+
+    def save(self, memory: Any) -> int:
+        """Write a checkpoint of an update that was not examined, with the master's memory -> the update."""
+        self.session.save(self._remembered(memory))
+        return self._saved()
+
+    def _remembered(self, memory: Any) -> Any:
+        """The master's memory, with what is known of the tasks where they are chosen."""
+        if self.setup.prompts is None:
+            return memory
+        return memory | {"prompts": self.setup.prompts.saved(int(self.session.run.update))}
+
+    def _saved(self) -> int:
+        """Wait until the checkpoint is there, and forget what it covers -> its update."""
         self.session.checkpoints.wait()
         update = int(self.session.run.update)
         if self._rank == 0:
             Journal(self._folder / "journal").forget(update)
-            self.session.progress.say(f"update {update}: validation success {seen.success:.3f}")
-        return {"update": update, "success": seen.success}
+        return update
 
     def candidates(self) -> tuple[int, Any, Any]:
         """The weights of the warm start, and the best ones."""

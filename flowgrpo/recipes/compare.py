@@ -27,6 +27,7 @@ from flowgrpo.recipes.study_arms import Arm
 from flowgrpo.report.metrics import plain_json, read_metrics
 from flowgrpo.report.plots import COLOURS, DASHES, MARKERS, over_updates, save
 from flowgrpo.report.progress import Progress
+from flowgrpo.run.time_budget import ENDLESS, OutOfTime, TimeBudget
 
 RUNS = "runs.jsonl"
 
@@ -53,8 +54,12 @@ def run_study(
     tasks: int = 256,
     lanes: int | None = None,
     chosen: Mapping[str, Any] = {},
+    budget: TimeBudget = ENDLESS,
 ) -> Runs:
-    """Run what is missing of a study, in its folder; `chosen` settings stand in the place of the study's."""
+    """Run what is missing of a study, in its folder; `chosen` settings stand in the place of the study's.
+
+    The budget is looked at before each arm, since an arm is what is kept.
+    """
     runs, progress = read_runs(folder), Progress(0)
     each = partial(over_seeds, lanes=lanes)
     for env, world in study.worlds.items():
@@ -67,6 +72,9 @@ def run_study(
         for index, (name, arm) in enumerate(study.arms.items(), 1):
             if not missing[name]:
                 continue
+            if budget.is_over():
+                progress.say(f"the time budget of {budget.words} is over; the same command goes on with the arm {name}")
+                raise OutOfTime
             places = np.array([wanted.index(seed) for seed in missing[name]])
             own = jax.tree.map(lambda x, places=places: x[places], begun)
             title = f"{env}, arm {index}/{len(study.arms)}, {name}"

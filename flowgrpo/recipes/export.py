@@ -23,6 +23,7 @@ from flowgrpo.models.lora import Adapted, merge
 from flowgrpo.models.peft import save_adapter
 from flowgrpo.models.trainable import ActorCritic, acting
 from flowgrpo.recipes import agent_config, cluster_config, pure, self_verify_tasks
+from flowgrpo.recipes.model_card import CardFacts, model_card
 from flowgrpo.recipes.planner import PlannerConfig, lora_of
 from flowgrpo.recipes.registry import make_env
 from flowgrpo.run.checkpoints import Checkpoints, params_sha256
@@ -133,8 +134,8 @@ def write_words(folder: Path, words: Sequence[str]) -> None:
 # Writing ------------------------------------------------------------------------------------------------
 
 
-def export(folder: Path, out: Path, *, which: str = "best") -> dict[str, Any]:
-    """Write a run's planner as a whole model -> what was written."""
+def export(folder: Path, out: Path, *, which: str = "best", licence: str | None = None) -> dict[str, Any]:
+    """Write a run's planner as a whole model, with a model card that names its licence -> what was written."""
     config = read_config(folder)
     step, params = read_planner(folder, which)
     _check_out(config, folder, out)
@@ -142,12 +143,13 @@ def export(folder: Path, out: Path, *, which: str = "best") -> dict[str, Any]:
     lora = lora_of(config) if isinstance(config, PlannerConfig) else None
     if lora is not None:
         params = merge(Adapted(model.params, params), model.config, lora)
-    save_model(out, model._replace(params=params))
+    facts = CardFacts(read_run(folder)["recipe"], config, folder, step, which, licence=licence)
+    save_model(out, model._replace(params=params), card=model_card(facts))
     return {"out": str(out), "which": which, "update": step, "params_sha256": params_sha256(params)}
 
 
-def export_adapter(folder: Path, out: Path, *, which: str = "best") -> dict[str, Any]:
-    """Write a run's adapter alone."""
+def export_adapter(folder: Path, out: Path, *, which: str = "best", licence: str | None = None) -> dict[str, Any]:
+    """Write a run's adapter alone, with a model card that names its licence -> what was written."""
     config = read_config(folder)
     lora = lora_of(config) if isinstance(config, PlannerConfig) else None
     if lora is None:
@@ -157,7 +159,8 @@ def export_adapter(folder: Path, out: Path, *, which: str = "best") -> dict[str,
     _check_out(config, folder, out)
     model = base_model(config, folder)
     named = config.model or str(Path(base(config, folder)).resolve())
-    save_adapter(out, adapter, model.config, lora, base_model=named)
+    facts = CardFacts(read_run(folder)["recipe"], config, folder, step, which, adapter=True, licence=licence)
+    save_adapter(out, adapter, model.config, lora, base_model=named, card=model_card(facts))
     return {"out": str(out), "which": which, "update": step, "params_sha256": params_sha256(adapter)}
 
 

@@ -20,6 +20,7 @@ import flowgrpo as fg
 from flowgrpo import loop
 from flowgrpo.learner import conversations
 from flowgrpo.learner.imitation import IMITATION, packed_imitation
+from flowgrpo.learner.loss_scale import optimizer_for
 from flowgrpo.learner.state import LearnerState, make_optimizer
 from flowgrpo.learner.update import make_score, make_update, score_batch
 from flowgrpo.models.attention_kernels import ATTENTION, attention_named
@@ -31,8 +32,10 @@ from flowgrpo.run.checkpoints import params_sha256
 from flowgrpo.run.config import RunConfig, setting
 from flowgrpo.run.next_steps import command, contents, ending
 from flowgrpo.run.session import Session, Step, Validation, Work, run_session
+from flowgrpo.run.time_budget import ENDLESS, TimeBudget
 
 NAME = "finetune"
+TOLD = ("grad_norm", "skipped", "overflows", "loss_scale")  # of a step, where there are such figures
 
 
 class Split(NamedTuple):
@@ -109,7 +112,7 @@ def _teach_demonstrations(config: "Config", model: Model, optimizer, held: list[
 
 def _imitate(state: LearnerState, batch: fg.Batch, *, update) -> tuple[LearnerState, dict]:
     state, metrics = update(state, batch)
-    return state, {"nll": metrics["loss"]} | {name: metrics[name] for name in ("grad_norm", "skipped")}
+    return state, {"nll": metrics["loss"]} | {name: metrics[name] for name in TOLD if name in metrics}
 
 
 def _mean_loss(params, *, score, held: list[fg.Batch]) -> dict[str, float]:
@@ -135,7 +138,7 @@ def _teach_preferences(config: "Config", model: Model, optimizer, held: list[fg.
 
 def _prefer(state: LearnerState, batch: fg.Batch, *, update, reference) -> tuple[LearnerState, dict]:
     state, metrics = update(state, batch, reference)
-    figures = {name: metrics[name] for name in ("loss", "margin", "grad_norm", "skipped")}
+    figures = {name: metrics[name] for name in ("loss", "margin", *TOLD) if name in metrics}
     return state, figures | {"preferred": metrics["accuracy"]}
 
 
@@ -211,9 +214,9 @@ def open(config: Config) -> FinetuneParts:
     examples = split_examples(config, METHODS[config.method].read(config.data, model.text))
     steps = max(math.ceil(config.epochs * len(examples.learned) / config.batch), 1)
     assert config.learning_rate is not None  # as the Config has it
-    optimizer = make_optimizer(
-        learning_rate=config.learning_rate, warmup_steps=steps // 20, decay_steps=steps - steps // 20
-    )
+    rising, rate = steps // 20, config.learning_rate
+    plain = make_optimizer(learning_rate=rate, warmup_steps=rising, decay_steps=steps - rising)
+    optimizer = optimizer_for(config.dtype, plain)
     return FinetuneParts(config, model, examples, steps, optimizer, lesson_of(config, model, examples.held, optimizer))
 
 
@@ -293,10 +296,17 @@ class FinetuneWork(Work):
 
 
 def train(
-    config: Config, folder: str | Path, *, every: int = 50, resume: bool = True, loggers: Sequence[str] = ()
+    config: Config,
+    folder: str | Path,
+    *,
+    every: int = 50,
+    resume: bool = True,
+    loggers: Sequence[str] = (),
+    budget: TimeBudget = ENDLESS,
 ) -> dict[str, Any]:
     """Train in a folder, or go on there -> the result; a validation and a checkpoint come `every` so many steps."""
-    return run_session(FinetuneWork(open(config)), Path(folder), every=every, resume=resume, loggers=loggers)
+    work = FinetuneWork(open(config))
+    return run_session(work, Path(folder), every=every, resume=resume, loggers=loggers, budget=budget)
 
 
 def batches(count: int, size: int, seed: int, first: int, steps: int) -> Iterator[Sequence[int]]:

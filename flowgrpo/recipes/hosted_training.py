@@ -46,9 +46,10 @@ from flowgrpo.rollout.records import Played
 from flowgrpo.run.checkpoints import Checkpoints
 from flowgrpo.run.run_dir import begin_anew, check_own
 from flowgrpo.run.session import Step, Tested, TestedWork, Validation, Work, run_session, train_line, validation_of
+from flowgrpo.run.time_budget import TimeBudget
 from flowgrpo.run.warm_start import WarmStart
 from flowgrpo.staged import JudgedRollout, RollOut, RolloutCallbacks, make_staged
-from flowgrpo.types import Task
+from flowgrpo.types import BadInput, Status, Task
 
 
 def begin_hosted(recipe: str, config: HostedConfig, folder: str | Path, *, resume: bool) -> Path:
@@ -69,12 +70,14 @@ def train_hosted(
     every: int,
     resume: bool,
     loggers: Sequence[str],
+    budget: TimeBudget,
 ) -> dict[str, Any]:
     """Train in a folder, or go on there; an earlier run is removed when all that the new one needs was found."""
     path = begin_hosted(recipe, config, folder, resume=resume)
     begin = do_nothing if resume else partial(begin_anew, path)
     with open_setup(config, path, begin=begin) as setup:
-        return run_session(make_work(compile_engines(setup), recipe), path, every=every, loggers=loggers)
+        work = make_work(compile_engines(setup), recipe)
+        return run_session(work, path, every=every, loggers=loggers, budget=budget)
 
 
 class HostedWork(TestedWork):
@@ -194,6 +197,7 @@ def training_tasks(setup: HostedSetup, update: int) -> list[Task]:
 def learned_from(setup: HostedSetup, run: loop.Run, played: Hosted, timings: Mapping[str, Any] = {}) -> JudgedRollout:
     """Make the rollout of an update: trajectories as arrays, with figures by domain; record the first groups."""
     played, update = in_order(played), int(run.update)  # as the rollout's arrays have them
+    check_prompts_fit(setup.config, update, played.played)
     rollout, judged = dense(setup, played), valid(played.played)
     if setup.config.control == "shuffled_rewards":
         judge_key = _keys(run.key, update)[1]
@@ -212,6 +216,15 @@ def learned_from(setup: HostedSetup, run: loop.Run, played: Hosted, timings: Map
         record_advantages(path.with_suffix(ADVANTAGES), recorded, np.asarray(credit.adv)[np.array(first, int)])
 
     return JudgedRollout(rollout, {**solved, **seen, **fates, **drawn}, timings, credited)
+
+
+def check_prompts_fit(config: HostedConfig, update: int, played: Sequence[Played]) -> None:
+    """Raise `BadInput` where no prompt of an update left room for an action: there is nothing to learn from."""
+    if played and all(one.status == Status.TOKEN_LIMIT and not one.turns for one in played):
+        raise BadInput(
+            f"--context_tokens={config.context_tokens} holds none of the prompts of update {update + 1} with an action "
+            f"of --max_tokens={config.max_tokens}: raise it, or lower --max_tokens"
+        )
 
 
 def held_out(played: Sequence[Played]) -> dict[str, float]:

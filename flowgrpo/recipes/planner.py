@@ -1,7 +1,7 @@
 """The planner of a hosted run: which part of a model is trained, in which type, and what the engine decodes with.
 
 float32                 everything is trained, and served as it is
-bfloat16                float32 masters are trained; a bfloat16 copy of them computes, and is served (F7)
+bfloat16, float16       float32 masters are trained; a copy of them in this type computes, and is served (F7)
 an adapter              the base stays as it is, in whatever type; a float32 adapter beside it is trained
 """
 
@@ -29,7 +29,7 @@ from flowgrpo.run.config import TrainingConfig, setting
 from flowgrpo.types import BadInput
 
 OFFLOAD = {"none": DEVICE, "host": HOST, "disk": DISK}
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 FEW_LAYERS = 4  # of a model whose layers are compiled one after the other
 
 

@@ -50,6 +50,7 @@ from flowgrpo.run.session import (
     train_line,
     validation_of,
 )
+from flowgrpo.run.time_budget import ENDLESS, TimeBudget
 from flowgrpo.run.warm_start import WarmStart
 from flowgrpo.types import Trajectories
 
@@ -412,9 +413,8 @@ class _Exam:
             compile_ahead(self._play, params, compile_ahead(self._pick, drawn, 0))
 
     def _drawn(self, key: jax.Array) -> loop.RolloutTasks:
-        """The tasks of `exams.make_exam` and their keys, in blocks; the last is filled up with the first."""
-        tasks = exams.examined(self._env, key, self._tasks, self._split)
-        keys = jax.random.split(jax.random.split(key)[1], self._tasks)
+        """The trajectories of an examination, in blocks; the last is filled up with the first."""
+        tasks, keys, _ = exams.exam_trajectories(self._env, key, self._tasks, self._split)
         index_bw = (jnp.arange(self._blocks * self._width) % self._tasks).reshape(self._blocks, self._width)
         tasks, keys = jax.tree.map(lambda x: x[index_bw], (tasks, keys))
         unused = jax.random.split(key, self._blocks)
@@ -458,11 +458,17 @@ def stories(rollouts: Sequence[Trajectories], env: fg.Env) -> list[str]:
 
 
 def train(
-    config: Config, folder: str | Path, *, every: int = 10, resume: bool = True, loggers: Sequence[str] = ()
+    config: Config,
+    folder: str | Path,
+    *,
+    every: int = 10,
+    resume: bool = True,
+    loggers: Sequence[str] = (),
+    budget: TimeBudget = ENDLESS,
 ) -> dict[str, Any]:
     """Train in a folder, or go on there -> the result; a validation and a checkpoint come `every` so many updates."""
     path = Path(folder)
-    return run_session(PureWork(open(config), path), path, every=every, resume=resume, loggers=loggers)
+    return run_session(PureWork(open(config), path), path, every=every, resume=resume, loggers=loggers, budget=budget)
 
 
 def evaluate(

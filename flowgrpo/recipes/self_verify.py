@@ -23,6 +23,7 @@ from flowgrpo.agent.single_turn import question
 from flowgrpo.contracts import Reward, Scored
 from flowgrpo.data.task_files import parse_fields, read_tasks
 from flowgrpo.evaluation.metrics import Evaluation
+from flowgrpo.learner.loss_scale import optimizer_for
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.hf import Model, check_model
 from flowgrpo.recipes import registry, self_verify_tasks
@@ -52,6 +53,7 @@ from flowgrpo.rollout.effects import no_effects
 from flowgrpo.rollout.records import Played
 from flowgrpo.run.run_dir import START
 from flowgrpo.run.session import Session, Tested, Validation, validation_of
+from flowgrpo.run.time_budget import ENDLESS, TimeBudget
 from flowgrpo.run.warm_start import no_warm_start
 from flowgrpo.sandbox import Sandbox
 from flowgrpo.types import BadInput
@@ -96,7 +98,9 @@ def open(config: Config, folder: Path, *, begin: Callable[[], object] = do_nothi
             reward=yes_probability(model, check, lambda: residency["judge"]),
             tasks=draw,
             algorithm=fg.flow_grpo(beta=config.beta, clip_high=config.clip_high),
-            optimizer=make_optimizer(learning_rate=config.learning_rate, base=base_of(config.optimizer)),
+            optimizer=optimizer_for(
+                config.dtype, make_optimizer(learning_rate=config.learning_rate, base=base_of(config.optimizer))
+            ),
             sizes=sizes_of(config, planner),
             warm_start=lambda: no_warm_start(jax.tree.map(jnp.copy, planner.params)),
             story=lambda _, played: verdict_story(played),
@@ -316,7 +320,14 @@ def _stories(setup: HostedSetup, before, after) -> list[str]:
 
 
 def train(
-    config: Config, folder: str | Path, *, every: int = 10, resume: bool = True, loggers: Sequence[str] = ()
+    config: Config,
+    folder: str | Path,
+    *,
+    every: int = 10,
+    resume: bool = True,
+    loggers: Sequence[str] = (),
+    budget: TimeBudget = ENDLESS,
 ) -> dict[str, Any]:
     """Train in a folder, or go on there -> the result; a validation and a checkpoint come `every` so many updates."""
-    return train_hosted(open, SelfVerifyWork, NAME, config, folder, every=every, resume=resume, loggers=loggers)
+    how: dict[str, Any] = {"every": every, "resume": resume, "loggers": loggers, "budget": budget}
+    return train_hosted(open, SelfVerifyWork, NAME, config, folder, **how)

@@ -53,10 +53,16 @@ def make_exam(
     rollout = make_rollout(env, policy, temperature=temperature)
 
     def exam(params, key: Array) -> Trajectories:
-        questions, group_n = repeat(examined(env, key, tasks, split), samples)
-        return rollout(params, questions, jax.random.split(jax.random.split(key)[1], len(group_n)), group_n)
+        questions, keys, group_n = exam_trajectories(env, key, tasks, split, samples=samples)
+        return rollout(params, questions, keys, group_n)
 
     return exam
+
+
+def exam_trajectories(env: Env, key: Array, count: int, split: str, *, samples: int = 1) -> tuple[Any, Array, Array]:
+    """The trajectories of an examination with this key -> (the task of each, its key, the number of its task)."""
+    questions, group_n = repeat(examined(env, key, count, split), samples)
+    return questions, jax.random.split(jax.random.split(key)[1], len(group_n)), group_n
 
 
 def examined(env: Env, key: Array, count: int, split: str) -> Any:

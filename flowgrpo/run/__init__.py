@@ -9,6 +9,7 @@ Modules:
     run_dir      The folder of a run: what it was started with, checked before it goes on, and one process at a time
     session      One run in its folder: warm start, training, validations, checkpoints, the end; whatever is trained
     signals      Ctrl-C and SIGTERM: what runs ends at once, but never between two halves of what belongs together
+    time_budget  Time that a command may take, on a machine that is lent for some hours
     tree_io      Trees as flat leaves that files can hold, and back again, bit for bit
     warm_start   Imitation before reinforcement
 """
@@ -17,4 +18,5 @@ from flowgrpo.run.checkpoints import Checkpoints, params_sha256
 from flowgrpo.run.config import RunConfig, TrainingConfig, setting
 from flowgrpo.run.run_dir import read_run, run_folder
 from flowgrpo.run.session import Session, TestedWork, Work, run_session
+from flowgrpo.run.time_budget import OutOfTime, TimeBudget, time_budget
 from flowgrpo.run.warm_start import WarmStart

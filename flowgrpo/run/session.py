@@ -35,6 +35,7 @@ from flowgrpo.run.config import RunConfig
 from flowgrpo.run.next_steps import after_training
 from flowgrpo.run.run_dir import begin_anew, check_same, identity, machine, run_folder
 from flowgrpo.run.signals import STOPPING, held, listening
+from flowgrpo.run.time_budget import ENDLESS, TimeBudget
 from flowgrpo.run.warm_start import WarmStart, finish_warm_start, no_warm_start, saved_position, warm_start
 from flowgrpo.types import BadInput
 
@@ -260,7 +261,7 @@ class Session:
         note = {"run": self.identity} | ({} if validation is None else {"validation": validation})
         self.checkpoints.save(int(run.update), tree, note)
 
-    def warm_start(self, metrics: Metrics) -> None:
+    def warm_start(self, metrics: Metrics, budget: TimeBudget = ENDLESS) -> None:
         """Run whatever comes before reinforcement, and begin with the parameters that it gives."""
 
         def tell(step: int, loss: float) -> None:
@@ -271,7 +272,7 @@ class Session:
         pool = ThreadPoolExecutor(1)
         try:
             compiling = pool.submit(self._compile_ahead, warm.state.params)
-            params = warm_start(warm, self.folder, tell, lambda: metrics.position)
+            params = warm_start(warm, self.folder, tell, lambda: metrics.position, budget)
             compiling.result()
         finally:
             pool.shutdown(wait=False)
@@ -292,15 +293,19 @@ class Session:
         sinks = [partial(watch_health, say=say), *open_sinks(loggers, config=self.work.config.to_json(), say=say)]
         return Metrics(self.folder, position, sinks=sinks)
 
-    def train(self, metrics: Metrics, *, every: int) -> None:
-        """To the last update, with a validation and a checkpoint every so many."""
+    def train(self, metrics: Metrics, *, every: int, budget: TimeBudget = ENDLESS) -> None:
+        """To the last update, with a validation and a checkpoint every so many, while there is time."""
+        budget.check()
         self._validate(metrics, every)
         step = self.work.make_step()
         while int(self.run.update) < self.work.updates:
+            budget.check()
             # A step may donate the state that it is given: from then on there is none to save until it has ended.
             with held(unless=self._is_whole):
                 self.advance(step, metrics)
+            budget.check()
             self._validate(metrics, every)
+        budget.check()
 
     def _is_whole(self) -> bool:
         """Whether the state can be saved as it is."""
@@ -343,8 +348,8 @@ class Session:
                 self.checkpoints.wait()
                 finish_warm_start(self.folder)
 
-    def stop(self) -> None:
-        """Save where the run stands, unless that is saved, and say so."""
+    def stop(self, why: str = "") -> None:
+        """Save where the run stands, unless that is saved, and say so, and `why`."""
         latest = self.checkpoints.latest()
         try:
             if self.at is not None and int(self.run.update) != latest:  # or else the note of the best one would go
@@ -354,13 +359,13 @@ class Session:
                 raise
             # Another thread moved a model to where it is not used: the last checkpoint counts.
         self.checkpoints.wait()
-        update = self.checkpoints.latest()
+        update, because = self.checkpoints.latest(), f"{why}: " if why else ""
         if update is None:
             begun = saved_position(self.folder) is not None
             how = "goes on from the last of them" if begun else "begins it again"
-            self.progress.say(f"a warm start is saved at its validations: the same command {how}")
+            self.progress.say(f"{because}a warm start is saved at its validations: the same command {how}")
         else:
-            self.progress.say(f"saved at update {update}; the same command goes on from there")
+            self.progress.say(f"{because}saved at update {update}; the same command goes on from there")
 
     def finish(self, minutes: float, tested: Tested) -> dict[str, Any]:
         """Write the result, curves and closing message of a run that was tested."""
@@ -407,9 +412,15 @@ def work_folder(recipe: str, config: RunConfig, folder: Path, *, patience: float
 
 
 def run_session(
-    work: Work, folder: Path, *, every: int = 10, resume: bool = True, loggers: Sequence[str] = ()
+    work: Work,
+    folder: Path,
+    *,
+    every: int = 10,
+    resume: bool = True,
+    loggers: Sequence[str] = (),
+    budget: TimeBudget = ENDLESS,
 ) -> dict[str, Any]:
-    """Train in a folder, or go on there, to the end; what Ctrl-C or SIGTERM ends is saved first."""
+    """Train in a folder, or go on there, to the end; what Ctrl-C, SIGTERM or the budget ends is saved first."""
     began = time.monotonic()
     if not resume:
         begin_anew(folder)
@@ -423,11 +434,11 @@ def run_session(
                     begun = saved_position(folder) is not None
                     how = "going on in the warm start of" if begun else "a new run in"
                     session.progress.say(f"{how} {folder}; programs are compiled as they come up")
-                    session.warm_start(metrics)
-                session.train(metrics, every=every)
+                    session.warm_start(metrics, budget)
+                session.train(metrics, every=every, budget=budget)
             return work.finish(session, (time.monotonic() - began) / 60)
-        except KeyboardInterrupt:
-            session.stop()
+        except KeyboardInterrupt as stop:
+            session.stop(str(stop))
             raise
         except OSError as error:
             if not is_full(error):

@@ -18,6 +18,7 @@ import optax
 from flowgrpo.contracts import Params
 from flowgrpo.learner.state import LearnerState, init_learner
 from flowgrpo.run.checkpoints import Checkpoints
+from flowgrpo.run.time_budget import ENDLESS, TimeBudget
 from flowgrpo.types import BadInput, Batch
 
 WARM = "warm_start"  # the folder of its checkpoints, in that of the run
@@ -56,10 +57,12 @@ def warm_start(
     folder: Path,
     tell: Callable[[int, float], Any],
     position: Callable[[], Mapping[str, Any]] = dict,
+    budget: TimeBudget = ENDLESS,
 ) -> Params:
     """Return the parameters at the lowest validation loss; `tell(steps, loss)` hears of each validation.
 
-    `position` says where the files of metrics stand, which a checkpoint holds, too.
+    `position` says where the files of metrics stand, which a checkpoint holds, too. The budget is looked at after each
+    validation.
     """
     if not warm.steps:
         return warm.state.params
@@ -87,6 +90,7 @@ def warm_start(
             checkpoints.save(count, {**at._asdict(), "position": dict(at.position)})
             if _is_over(at, warm):
                 break
+            budget.check()
     return at.best
 
 

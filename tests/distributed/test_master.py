@@ -1,5 +1,6 @@
 """The master over workers in threads: the same bits whatever happens, nothing lost or doubled, nobody waited for."""
 
+import itertools
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from flowgrpo.distributed.messages import Stretch
 from flowgrpo.distributed.ray_backend import Lost
 from flowgrpo.distributed.schedule import REWARD, TRAIN
 from flowgrpo.rollout.hosted import hosted
+from flowgrpo.run.time_budget import OutOfTime, time_budget
 from flowgrpo.types import BadInput, Status
 
 SYNC = schedule.synchronous(3, 6)
@@ -133,6 +135,21 @@ def test_S1_who_plays_is_replaced_with_the_trainers_and_who_judges_is_not(tmp_pa
         "reward-any-1": 1,
     }
     assert result["sha"] == undisturbed(tmp_path / "whole")[1]["sha"]
+
+
+def test_S1_a_time_budget_ends_it_after_an_update_or_an_examination_and_it_goes_on(tmp_path):
+    """Each session looks at its clock once, and is late when it looks again."""
+    _, whole = undisturbed(tmp_path / "whole")
+    work, told, saved, result = Work(), [], [], None
+    while result is None:
+        budget = time_budget("1s", began=0.0, clock=itertools.count().__next__)
+        try:
+            result = work.master(ThreadBackend(), SYNC, tmp_path / "run", tell=told.append, budget=budget).run()
+        except OutOfTime:
+            saved.append((work.saved["update"], work.saved["seen"]))
+    assert saved == [(1, False), (2, True), (4, False), (5, False), (6, True)]
+    assert told[0] == "the time budget of 1s is over: saved at update 1; the same command goes on from there"
+    assert (result["sha"], len(told)) == (whole["sha"], len(saved))
 
 
 def test_S1_a_checkpoint_holds_all_that_was_rolled_out(tmp_path):

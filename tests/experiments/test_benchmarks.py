@@ -1,8 +1,11 @@
 """Benchmarks print a table and one JSON line, whose figures are not judged here: they are commands, and not tests."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from experiments.benchmarks import attention
 from experiments.benchmarks.ceilings import LEARNERS, full_batch, shape_called
 from flowgrpo.planning.cost_model import count_parameters
 from flowgrpo.types import check_axes
@@ -31,6 +34,19 @@ def test_packing_and_matching_answers_are_measured_end_to_end(command):
     found = last_line(command("benchmarks.answers", "--pairs=tests/rewards/fresh_pairs.txt"))
     assert (found["benchmark"], found["pairs"]) == ("answers", 105)
     assert found["agreement"]["ours"] > max(0.9, found["agreement"]["math-verify"], found["agreement"]["plain"])
+
+
+@pytest.mark.slow
+def test_a_way_of_attention_is_timed_and_compared_with_float32():
+    def off(q, k, v, sight, config):
+        return 1.5 * attention.attend(q, k, v, sight, config)
+
+    config = replace(attention.SHAPE, h=2, k=1, e=8)
+    plain, other = attention.attention_lines(config, off, rows=2, tokens=20, segments=3, repeats=1)
+    assert (plain["way"], other["way"]) == ("plain", "off")
+    assert 0 < plain["out"] < 0.02 < 0.4 < other["out"] < 0.6
+    assert max(plain[name] for name in ("d_q", "d_k", "d_v")) < 0.05
+    assert min(plain["forward_ms"], plain["both_ms"]) > 0
 
 
 @pytest.mark.oracle

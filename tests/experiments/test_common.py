@@ -10,6 +10,7 @@ EXPERIMENT = '''"""An experiment of a few lines."""
 import signal
 from absl import flags, logging
 from experiments.cli import app
+from experiments.cli.flags import define_stop_after, stop_after
 from experiments.cli.help import flag_heading
 from flowgrpo.types import BadInput
 
@@ -17,6 +18,8 @@ flag_heading("What is run")
 _WORD = flags.DEFINE_string("word", "hello", "What is said.")
 _TIMES = flags.DEFINE_integer("times", 1, "How often.", lower_bound=1)
 _RATE = flags.DEFINE_float("rate", None, "How fast.", lower_bound=0.0)
+flag_heading("Files and resuming")
+define_stop_after()
 
 def main():
     import jax.numpy as jnp
@@ -27,6 +30,8 @@ def main():
         raise BadInput("--word=bad is no word: say another one")
     if _WORD.value.startswith("SIG"):
         signal.raise_signal(signal.Signals[_WORD.value])
+    while _WORD.value == "on":
+        stop_after().check()
 
 if __name__ == "__main__":
     app.run(main)
@@ -72,6 +77,12 @@ def test_what_goes_wrong_is_one_sentence_and_a_status_of_its_own(run, status, ar
     assert done.returncode == status
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_command_whose_time_is_over_ends_well(run):
+    done = run("--word=on", "--stop_after=1s")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "on 3\n", "")
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from flowgrpo.recipes.studies import STUDIES, Study, chosen_arms
 from flowgrpo.recipes.study_arms import Arm
 from flowgrpo.rollout.compiled import repeat
 from flowgrpo.rollout.exams import draw_tasks
+from flowgrpo.run.time_budget import OutOfTime, time_budget
 from tests.experiments.conftest import check_refused, last_line, run_command
 
 TWO = Study("Is it so?", "one", {"one": Arm(), "other": Arm()}, worlds={"lookup": {}, "maze": {}})
@@ -151,6 +152,18 @@ def test_a_study_goes_on_where_it_was_stopped_and_takes_more_seeds(asked, tmp_pa
     assert run_study(study, tmp_path, seeds=range(4)) == runs == read_runs(tmp_path)
     assert set(runs) == {(arm, "lookup", seed) for arm in study.arms for seed in range(4)}
     assert len(asked) == 5  # nothing was left to run
+
+
+def test_a_study_whose_time_is_over_ends_before_its_next_arm(asked, tmp_path, capsys):
+    two, four = Arm(changes={"samples": 2}), Arm(changes={"samples": 4})
+    study = TWO._replace(arms={"one": two, "other": four}, worlds={"lookup": {}})
+    budget = time_budget("9h", began=0.0, clock=iter((0.0, 32400.0)).__next__)
+    with pytest.raises(OutOfTime):
+        run_study(study, tmp_path, seeds=[0], budget=budget)
+    assert asked == [(2, [0])]
+    said = "the time budget of 9h is over; the same command goes on with the arm other"
+    assert capsys.readouterr().err.endswith(f"{said}\n")
+    assert len(run_study(study, tmp_path, seeds=[0])) == 2
 
 
 @pytest.mark.slow

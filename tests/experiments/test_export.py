@@ -131,6 +131,8 @@ def test_an_adapter_is_merged_or_written_alone(run, tmp_path):
     assert all((stored[name] == adapter[name]).all() for name in adapter)
     named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert Path(named) == (run / START).resolve()
+    for name in ("merged", "adapter"):
+        assert "update 1, the best one of the run" in (tmp_path / name / "README.md").read_text()
 
 
 @pytest.fixture
@@ -157,6 +159,10 @@ def test_a_quickstart_is_exported_as_a_small_llama_with_a_tokenizer_of_words(of_
     said = " ".join(env.words[2:8])
     assert tokenizer.encode(said) == list(range(2, 8))
     assert tokenizer.decode(list(range(2, 8))) == said
+    assert "quickstart --env=lookup" in (tmp_path / "out" / "README.md").read_text()
+    no_name = command("export", f"--workdir={folder}", f"--out={tmp_path}/none", "--push_to_hub=planner", check=False)
+    check_refused(no_name, "--push_to_hub=planner must be USER/NAME")
+    assert not (tmp_path / "none").exists()
     own = command("export", f"--workdir={folder}", f"--out={folder}", check=False)
     check_refused(own, "is the folder of a run: give another one")
 

@@ -15,9 +15,10 @@ from flowgrpo.planning.mesh_search import (
     candidates,
     expect,
     meshes,
+    remedies,
     shape_of_model,
 )
-from tests.experiments.conftest import last_line
+from tests.experiments.conftest import check_refused, last_line
 
 COUNTS = {
     "qwen2.5-0.5b": 494_032_768,
@@ -84,3 +85,38 @@ def test_the_best_plan_is_compiled_and_what_lacks_memory_is_told(command, tmp_pa
     assert compiled["mesh"] == result["fitting"][0]["mesh"]
     assert [row["program"] for row in compiled["programs"]] == ["update", "reference", "prefill", "decode"]
     assert all(row["peak"] >= 0 and row["tflop"] >= 0 for row in compiled["programs"])
+
+
+def test_what_fits_nowhere_is_told_with_what_would():
+    config, job = shape_of_model("qwen2.5-7b"), Workload(rows=64, slots=64, dtype="float32", compute_dtype="bfloat16")
+    small = Machine(16 * GIB, 2e14, 8e11, 2e11)
+    (more,) = remedies(config, job, MemorySettings(moved=True), small, 4)[:1]
+    assert more.endswith(" devices")
+    assert int(more.split()[0]) > 4
+    assert "an adapter (LoRA) over an int8 base" in remedies(config, job, MemorySettings(moved=True), small, 4)[-1]
+    fewer = replace(job, micro_rows=16, remat=False)
+    large = Machine(80 * GIB, 2e14, 8e11, 2e11)
+    assert remedies(config, fewer, MemorySettings(moved=True), large, 8)[0].endswith("fewer slots")
+    nothing = Machine(1e6, 2e14, 8e11, 2e11)
+    assert remedies(config, job, MemorySettings(), nothing, 8) == ["a smaller model: nothing else tried would fit"]
+
+
+@pytest.mark.slow
+def test_targets_are_refused_in_one_sentence(command):
+    for flags, said in {
+        ("--target=v9-8",): "there are no figures of the chip 'v9'",
+        ("--target=t4",): "t4 has no products of bfloat16: compute in float16",
+        ("--target=cpu-2", "--devices=4"): "--devices=4 beside --target: a target says how many devices it has",
+    }.items():
+        check_refused(command("plan", "--model=qwen2.5-0.5b", *flags, check=False), said)
+
+
+@pytest.mark.slow
+def test_virtual_devices_are_a_target_too(command, tmp_path):
+    shape = PUBLISHED["qwen2.5-0.5b"] | {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 2, "vocab_size": 512}))
+    flags = ["--target=cpu-2", "--length=64", "--prompt=16", "--steps=4", "--slots=8", "--programs=prefill"]
+    result = last_line(command("plan", f"--model={tmp_path}", "--memory=1MiB", "--mesh=data=2", *flags))
+    assert (result["target"], result["devices"], result["memory"]) == ("cpu-2", 2, 2**20)
+    assert not result["compiled"][0]["fits"]
+    assert result["would_fit"]

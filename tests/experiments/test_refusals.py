@@ -121,6 +121,11 @@ BAD_INPUT = [
     ("agentflow", "--workdir=run", "choose another folder"),
     (
         "agentflow",
+        "--stop_after=8:50",
+        "--stop_after=8:50 is no length of time: write hours, minutes and seconds, such",
+    ),
+    (
+        "agentflow",
         "--workdir=spoiled",
         "spoiled/run.json is no record of a run, since it has no 'settings': restore it",
     ),

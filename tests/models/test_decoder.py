@@ -186,10 +186,11 @@ def test_rematerialised_and_unrolled_layers_give_the_same_values_and_gradients()
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), *results)
 
 
-def test_half_precision_stays_near_and_keeps_its_type():
-    policy, narrow = make_policy(FULL, dtype=jnp.bfloat16), random_params(FULL, dtype="bfloat16")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_stays_near_and_keeps_its_type(dtype):
+    policy, narrow = make_policy(FULL, dtype=dtype), random_params(FULL, dtype=dtype)
     hidden, cache = jax.jit(policy.hidden)(narrow, TOKENS_RS, cache=policy.make_cache(ROWS, LENGTH))
-    assert (hidden.dtype, cache.keys.dtype) == (jnp.bfloat16, jnp.bfloat16)
+    assert (hidden.dtype, cache.keys.dtype) == (dtype, dtype)
     found, expected = policy.unembed(narrow, hidden), forward(FULL)
     assert found.dtype == jnp.float32
     assert np.abs(found - expected).mean() < 0.05 * np.abs(expected).mean() + 0.02

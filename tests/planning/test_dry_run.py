@@ -1,5 +1,7 @@
 """A dry run sees the programs that would run: their memory, their work, and how meshes divide both."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,9 @@ from flowgrpo.planning.dry_run import (
     local_bytes,
     make_case,
     micro_batches,
+    slots_at_once,
 )
+from flowgrpo.planning.targets import parse_target
 
 LAYERS = 2
 CONFIG = DecoderConfig(
@@ -63,6 +67,21 @@ def test_products_in_loops_count_as_often_as_the_loops_run():
     assert count_products(jaxpr).flops == (5 + 1 + 2) * product
     assert count_products(jaxpr, trips=(7,)).flops == (5 + 7 + 2) * product
     assert count_products(jaxpr, trips=(7,)).bytes == (5 + 7 + 2) * 3 * 8 * 8 * 4
+
+
+def test_of_branches_by_platform_the_own_one_counts():
+    def work(x):
+        return jax.lax.platform_dependent(x, cpu=lambda x: x @ x, default=lambda x: x @ x @ x)
+
+    jaxpr = jax.make_jaxpr(work)(jax.ShapeDtypeStruct((8, 8), jnp.float32)).jaxpr
+    assert [count_products(jaxpr, (), name).flops for name in ("cpu", "tpu")] == [2 * 8**3, 4 * 8**3]
+
+
+def test_decoding_counts_the_blocks_of_its_platform():
+    there = case(job=replace(JOB, length=3000), target=parse_target("v5e-1"))
+    assert slots_at_once(there) == 1024  # of 3,072 slots
+    assert slots_at_once(there._replace(target=None)) == 128
+    assert slots_at_once(case(target=parse_target("v5e-1"))) == JOB.length
 
 
 def test_a_forward_pass_counts_as_the_formula_has_it():

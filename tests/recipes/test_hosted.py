@@ -68,3 +68,13 @@ def test_a_judge_that_was_away_says_the_same(tmp_path):
 def test_an_unknown_place_is_refused():
     with pytest.raises(fg.BadInput, match="--offload=tape is unknown; choose from none, host, disk"):
         replace(CONFIG, offload="tape")
+
+
+def test_a_context_that_holds_no_prompt_is_refused_where_nothing_could_be_learned(tmp_path):
+    params = POLICY.init(jax.random.key(0))
+    with Engine(POLICY, params, slots=8, slot_length=2, chunk=1, steps=1, banned=(PAD,)) as engine:
+        setup = make_setup(tmp_path, engine, params)
+        run = loop.start_run(params, setup.optimizer, jax.random.key(9))
+        said = rf"--context_tokens={CONFIG.context_tokens} holds none of the prompts of update 1 with an action"
+        with pytest.raises(fg.BadInput, match=said):
+            HostedWork(setup, "toy").make_step()(run)

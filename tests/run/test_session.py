@@ -5,6 +5,7 @@ import json
 import shutil
 import signal
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ from flowgrpo.report import metrics as files
 from flowgrpo.run import checkpoints, run_dir, signals
 from flowgrpo.run.checkpoints import Checkpoints, params_sha256
 from flowgrpo.run.session import Session, open_session, run_session
+from flowgrpo.run.time_budget import OutOfTime, time_budget
 from flowgrpo.types import BadInput
 
 pytestmark = pytest.mark.usefixtures("nan_allowed")  # while NaN is looked for, JAX donates nothing
@@ -91,6 +93,22 @@ def test_S1_what_is_stopped_is_saved_and_goes_on_to_the_same_bits(
     assert Checkpoints(tmp_path).latest() == saved
     result = run_session(tiny_work(), tmp_path, every=EVERY)
     assert result["resumed_at"] == ([saved] if saved is not None and saved < 5 else [])
+    assert final(tmp_path) == final(whole)
+
+
+def test_S1_a_time_budget_ends_a_run_between_updates_and_it_goes_on_to_the_same_bits(whole, tmp_path, capsys):
+    """Each session looks at its clock so many times before it is late: in the warm start, and around each update."""
+    ended = []
+    for looks in (0, 1, 2, 2, 3, 3, 2, 1, 0):
+        budget = time_budget("8h50m", began=0.0, clock=partial(next, chain(repeat(0.0, looks), repeat(32e3))))
+        with pytest.raises(OutOfTime):
+            run_session(tiny_work(), tmp_path, every=EVERY, budget=budget)
+        ended.append(Checkpoints(tmp_path).latest())
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith("the time budget of 8h50m is over: ")
+        assert said.endswith("the same command goes on from there" if ended[-1] is not None else "the last of them")
+    assert ended == [None, 0, 1, 2, 3, 4, 5, 5, 5]
+    run_session(tiny_work(), tmp_path, every=EVERY, budget=time_budget("1h"))
     assert final(tmp_path) == final(whole)
 
 
