@@ -8,6 +8,7 @@ Modules:
     critic             A critic: a decoder under a scalar head, which gives a value for each token's state
     decoder            One decoder for the open model families
     families           The model families: config.json -> `DecoderConfig`, and the names that published tensors go by
+    decode_attention   Attention of one token a row over a cache, a kernel for GPUs
     flash_attention    Flash attention over packed rows, a kernel for GPUs
     hf                 Read and write checkpoints in the Hugging Face format
     image_files        Read published image-text models, and score images and texts with them

@@ -8,6 +8,7 @@ filled. Both go block by block with a running softmax (Dao et al., 2022, arXiv:2
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -38,7 +39,30 @@ class Sight(NamedTuple):
     k_shared: Array | None = None  # r c: keys of a prompt, which the queries of all segments see; None: there are none
 
 
+class Slots(NamedTuple):
+    """A cache, and the slots of it that a step of one token a row reads."""
+
+    k: Array  # n r k c e
+    v: Array
+    index: Array | int  # of the layer
+    filled: Array  # r: so many slots, from the first on; none of a row that does not take part
+
+
 Attend = Callable[[Array, Array, Array, Sight, DecoderConfig], Array]
+AttendSlots = Callable[[Array, Slots, Sight, DecoderConfig], Array]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """An `Attend` with a kernel for steps over a cache beside it."""
+
+    rows: Attend
+    slots: AttendSlots
+    takes: Callable[[Array, Array], bool]  # whether `slots` is for queries [r h s e] and keys of a cache [n r k c e]
+
+    def __call__(self, q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> Array:
+        """Attend to whole rows."""
+        return self.rows(q, k, v, sight, config)
 
 
 def visible(

@@ -1,8 +1,9 @@
-"""Attention over whole rows by the kernels of an accelerator, in the place of `attention.attend`.
+"""Attention by the kernels of an accelerator, in the place of `attention.attend`.
 
     plain    block by block, on anything                    `attention.attend`
     splash   JAX's splash attention, for TPU                `splash_attention.splash_rows`
     flash    this project's flash attention, for GPU        `flash_attention.flash_rows`
+             and over a cache, with one token a row         `decode_attention.attend_slots`
 
     policy = make_policy(config, dtype=jnp.bfloat16, attend=best(jax.default_backend()))
 
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from flowgrpo.models.attention import Attend, Sight, attend
+from flowgrpo.models.attention import Attend, Kernels, Sight, Slots, attend
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.types import BadInput
 
@@ -34,7 +35,7 @@ def splash(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) ->
     return splash_rows(q, k, v, sight, config)
 
 
-def flash(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> Array:
+def _flash_rows(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> Array:
     """Attend on a GPU; float32 by the plain formula."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return attend(q, k, v, sight, config)
@@ -43,6 +44,21 @@ def flash(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> 
     return flash_rows(q, k, v, sight, config)
 
 
+def _flash_takes(q: Array, k: Array) -> bool:
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return False
+    from flowgrpo.models.decode_attention import takes  # Pallas takes a second to import
+
+    return takes(q, k)
+
+
+def _flash_slots(q: Array, slots: Slots, sight: Sight, config: DecoderConfig) -> Array:
+    from flowgrpo.models.decode_attention import attend_slots  # Pallas takes a second to import
+
+    return attend_slots(q, slots, sight, config)
+
+
+flash = Kernels(_flash_rows, _flash_slots, _flash_takes)
 KERNELS: Mapping[str, Attend] = {"plain": attend, "splash": splash, "flash": flash}
 AUTO = "auto"
 ATTENTION = (AUTO, *KERNELS)  # names that a setting may have

@@ -22,7 +22,7 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from flowgrpo.contracts import Cache, Params, Policy
-from flowgrpo.models.attention import PRECISE, Attend, Sight, attend, attend_cache
+from flowgrpo.models.attention import PRECISE, Attend, Kernels, Sight, attend, attend_cache
 from flowgrpo.models.config import DecoderConfig, Rope, check_config, rope_frequencies
 from flowgrpo.models.kv_cache import (
     Held,
@@ -33,6 +33,7 @@ from flowgrpo.models.kv_cache import (
     count_blocks,
     extend_cache,
     make_cache,
+    slots_of,
     write_cache,
 )
 from flowgrpo.models.quantised import Quantised, times_quantised
@@ -239,12 +240,17 @@ def attention(x: Array, layer: Params, held: Held | None, view: View, config: De
         mixed = attend_rows(q, k, v, layer["window"], view, config, attend)
     else:
         held = write_cache(held, (k, v), layer, view)
-        mixed = _attend_held(jnp.swapaxes(q, 1, 2), held, layer, view, config)
+        mixed = _attend_held(jnp.swapaxes(q, 1, 2), held, layer, view, config, attend)
     return multiply(jnp.swapaxes(mixed, 1, 2), layer, "o", inputs=2), held
 
 
-def _attend_held(q: Array, held: Held, layer: Params, view: View, config: DecoderConfig) -> Array:
-    """Attention over a cache, in the blocks of the platform."""
+def _attend_held(q: Array, held: Held, layer: Params, view: View, config: DecoderConfig, attend: Attend) -> Array:
+    """Attention over a cache, by a kernel for it or in the blocks of the platform."""
+    if isinstance(attend, Kernels):
+        slots = slots_of(held, layer, view)
+        if slots is not None and attend.takes(q, slots.k):
+            sight = Sight(view.positions, view.k_positions, view.segments, view.k_segments, layer["window"])
+            return attend.slots(q, slots, sight, config)
 
     def by_blocks(q: Array, held: Held, *, size: int) -> Array:
         block_of = partial(block, held=held, layer=layer, view=view, size=size)
@@ -457,7 +463,7 @@ def make_policy(
     them) instead of looping over them, which takes a quarter off an update of a few small layers on a CPU, and where it
     is all of them a third off decoding, whose layers then have caches of their own. `attend`
     scores whole rows, for training; a kernel takes its place here (see `attention_kernels`). With a cache, attention is
-    always that of `attend_cache`.
+    that of `attend_cache`, but where `attend` brings a kernel for it.
     """
     check_config(config)
     states = partial(hidden, config=config, remat=remat, unroll=unroll, attend=attend)

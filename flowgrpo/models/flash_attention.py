@@ -28,7 +28,7 @@ LARGEST = np.iinfo(np.int32).max
 LOG2E = math.log2(math.e)  # the kernels take powers of 2, which GPUs have an instruction for
 
 
-class _Settings(NamedTuple):
+class Settings(NamedTuple):
     """All that is known when a kernel is compiled."""
 
     block: int
@@ -56,7 +56,7 @@ def flash_rows(
     laid = _lay(sight, q.shape[0], block)
     keep = sight.q_segment > 0, laid.k_segment[:, : k.shape[2]] != 0
     q, k, v = (_fill(x.astype(q.dtype), real, block, wide) for x, real in zip((q, k, v), keep + keep[1:], strict=True))
-    out: Array = _flash(q, k, v, laid, _Settings(block, scale_of(config), config.attention_softcap, interpret))
+    out: Array = _flash(q, k, v, laid, Settings(block, scale_of(config), config.attention_softcap, interpret))
     return out[:, :, :length, :e]
 
 
@@ -90,11 +90,11 @@ def _fill(x: Array, keep: Array, block: int, wide: int) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _flash(q: Array, k: Array, v: Array, sight: _Laid, settings: _Settings) -> Array:
+def _flash(q: Array, k: Array, v: Array, sight: _Laid, settings: Settings) -> Array:
     return _flash_forward(q, k, v, sight, settings)[0]
 
 
-def _flash_forward(q: Array, k: Array, v: Array, sight: _Laid, settings: _Settings) -> tuple[Array, tuple]:
+def _flash_forward(q: Array, k: Array, v: Array, sight: _Laid, settings: Settings) -> tuple[Array, tuple]:
     rows, heads, length, _ = q.shape
     meets = _meets(sight, settings.block, settings.block // 2)
     out, weight = settings.launch(
@@ -109,7 +109,7 @@ def _flash_forward(q: Array, k: Array, v: Array, sight: _Laid, settings: _Settin
     return out, (q, k, v, sight, out, weight)
 
 
-def _flash_backward(settings: _Settings, kept: tuple, d_out: Array) -> tuple:
+def _flash_backward(settings: Settings, kept: tuple, d_out: Array) -> tuple:
     """With shares p and d_p = d_out v:  d_v = p d_out,  d_logits = p (d_p - <d_out, out>)."""
     q, k, v, sight, out, weight = kept
     through = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
@@ -120,7 +120,7 @@ def _flash_backward(settings: _Settings, kept: tuple, d_out: Array) -> tuple:
 _flash.defvjp(_flash_forward, _flash_backward)
 
 
-def _query_gradient(sight: _Laid, q, k, v, d_out, weight, through, settings: _Settings, meets: Array) -> Array:
+def _query_gradient(sight: _Laid, q, k, v, d_out, weight, through, settings: Settings, meets: Array) -> Array:
     rows, heads, length, _ = q.shape
     block = settings.block // 2
     return settings.launch(
@@ -134,7 +134,7 @@ def _query_gradient(sight: _Laid, q, k, v, d_out, weight, through, settings: _Se
     )(*_span(meets), *sight, q, k, v, d_out, weight, through)
 
 
-def _key_gradients(sight: _Laid, q, k, v, d_out, weight, through, settings: _Settings, meets: Array) -> list[Array]:
+def _key_gradients(sight: _Laid, q, k, v, d_out, weight, through, settings: Settings, meets: Array) -> list[Array]:
     rows, heads, length, e = q.shape
     block, group, blocks = settings.block // 2, heads // k.shape[1], k.shape[2] // (settings.block // 2)
     queries = pl.BlockSpec((None, group, length, e), lambda _, h, r: (r, h, 0, 0))
@@ -221,29 +221,20 @@ def _span(meets: Array) -> tuple[Array, Array]:
 
 
 def _forward_kernel(
-    first, end, q_position, k_position, q_segment, k_segment, window, q, k, v, out, weight, *, settings: _Settings
+    first, end, q_position, k_position, q_segment, k_segment, window, q, k, v, out, weight, *, settings: Settings
 ):
     """A block of queries over the blocks of keys that it meets, with a running softmax."""
     number, size = pl.program_id(0), settings.block // 2
     queries, own = q[...], (q_position[...], q_segment[...])
 
     def step(index, running):
-        highest, total, mixed = running
         at = pl.ds(index * size, size)
-        seen = _sees(own, (k_position[at], k_segment[at]), window[0])
-        logits = jnp.where(seen, _logits(queries, k[at, :], settings) * LOG2E, LOWEST)
-        higher = jnp.maximum(highest, logits.max(axis=1))
-        shares = jnp.where(seen, jnp.exp2(logits - higher[:, None]), 0.0)
-        faded = jnp.exp2(highest - higher)
-        mixed = mixed * faded[:, None] + triton.dot(shares.astype(v.dtype), v[at, :])
-        return higher, total * faded + shares.sum(axis=1), mixed
+        seen = sees(own, (k_position[at], k_segment[at]), window[0])
+        return add_block(running, seen, queries, k[at, :], v[at, :], settings)
 
-    length, e = queries.shape
-    empty = (jnp.full(length, LOWEST), jnp.zeros(length, jnp.float32), jnp.zeros((length, e), jnp.float32))
-    highest, total, mixed = jax.lax.fori_loop(first[number], end[number], step, empty)
-    total = jnp.where(total > 0, total, 1.0)
-    out[...] = (mixed / total[:, None]).astype(out.dtype)
-    weight[...] = highest + jnp.log2(total)
+    running = jax.lax.fori_loop(first[number], end[number], step, nothing_yet(queries))
+    mixed, weight[...] = finish(running)
+    out[...] = mixed.astype(out.dtype)
 
 
 def _query_kernel(
@@ -256,7 +247,7 @@ def _query_kernel(
 
     def step(index, total):
         at = pl.ds(index * size, size)
-        seen, keys = _sees(own, (k_position[at], k_segment[at]), window[0]), k[at, :]
+        seen, keys = sees(own, (k_position[at], k_segment[at]), window[0]), k[at, :]
         _, d_logits = _backward(seen, queries, keys, v[at, :], mixed, given, settings)
         return total + triton.dot(d_logits.astype(keys.dtype), keys)
 
@@ -281,7 +272,7 @@ def _key_kernel(
     d_k,
     d_v,
     *,
-    settings: _Settings,
+    settings: Settings,
 ):
     """The gradients of a block of keys and its values, of all heads that share them."""
     number, size = pl.program_id(0), settings.block // 2
@@ -290,7 +281,7 @@ def _key_kernel(
     def step(index, totals, head):
         total_k, total_v = totals
         at = pl.ds(index * size, size)
-        seen = _sees((q_position[at], q_segment[at]), own, window[0])
+        seen = sees((q_position[at], q_segment[at]), own, window[0])
         queries, mixed = q[head, at, :], d_out[head, at, :]
         given = (weight[head, at], through[head, at])
         shares, d_logits = _backward(seen, queries, keys, values, mixed, given, settings)
@@ -306,7 +297,7 @@ def _key_kernel(
     d_v[...] = total_v.astype(d_v.dtype)
 
 
-def _sees(queries: tuple[Array, Array], keys: tuple[Array, Array], window: Array) -> Array:
+def sees(queries: tuple[Array, Array], keys: tuple[Array, Array], window: Array) -> Array:
     """`attention.visible` of two blocks."""
     (q_position, q_segment), (k_position, k_segment) = queries, keys
     distance = q_position[:, None] - k_position[None, :]
@@ -314,12 +305,38 @@ def _sees(queries: tuple[Array, Array], keys: tuple[Array, Array], window: Array
     return same & (q_segment[:, None] > 0) & (distance >= 0) & (distance < window)
 
 
-def _logits(queries: Array, keys: Array, settings: _Settings) -> Array:
+def nothing_yet(queries: Array) -> tuple[Array, Array, Array]:
+    """Start a running softmax of queries [q e]: its highest logit, its total and what it mixes."""
+    length, e = queries.shape
+    return jnp.full(length, LOWEST), jnp.zeros(length, jnp.float32), jnp.zeros((length, e), jnp.float32)
+
+
+def add_block(
+    running: tuple[Array, Array, Array], seen: Array, queries: Array, k: Array, v: Array, settings: Settings
+) -> tuple[Array, Array, Array]:
+    """Add a block of keys and values; one that is not seen changes no bit."""
+    highest, total, mixed = running
+    logits = jnp.where(seen, _logits(queries, k, settings) * LOG2E, LOWEST)
+    higher = jnp.maximum(highest, logits.max(axis=1))
+    shares = jnp.where(seen, jnp.exp2(logits - higher[:, None]), 0.0)
+    faded = jnp.exp2(highest - higher)
+    mixed = mixed * faded[:, None] + triton.dot(shares.astype(v.dtype), v)
+    return higher, total * faded + shares.sum(axis=1), mixed
+
+
+def finish(running: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+    """Compute the mean of the values, and the logarithm to base 2 of the sum over the keys."""
+    highest, total, mixed = running
+    total = jnp.where(total > 0, total, 1.0)
+    return mixed / total[:, None], highest + jnp.log2(total)
+
+
+def _logits(queries: Array, keys: Array, settings: Settings) -> Array:
     logits = triton.dot(queries, keys, trans_b=True) * settings.scale
     return logits if settings.cap is None else settings.cap * jnp.tanh(logits / settings.cap)
 
 
-def _backward(seen, queries, keys, values, d_mixed, given: tuple, settings: _Settings) -> tuple[Array, Array]:
+def _backward(seen, queries, keys, values, d_mixed, given: tuple, settings: Settings) -> tuple[Array, Array]:
     """Shares of a block, and the gradient of its logits before they are scaled."""
     weight, through = given
     logits = _logits(queries, keys, settings)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from flowgrpo.contracts import Cache, Params
-from flowgrpo.models.attention import BLOCK, PRECISE, UNROLLED, Part, visible
+from flowgrpo.models.attention import BLOCK, PRECISE, UNROLLED, Part, Slots, visible
 from flowgrpo.models.config import DecoderConfig
 
 WIDE_BLOCKS = (1024, 512, 256)  # of slots, on accelerators: the first that a cache is a whole number of
@@ -64,7 +64,7 @@ class View(NamedTuple):
     k_positions: Array  # r c: of the keys, which are the same tokens where there is no cache
     k_segments: Array  # r c
     slots: Array | None = None  # r s: of the cache, where there is one, that the tokens go to
-    filled: Array | int = 0  # slots of the cache up to the last that is filled in any row of these tokens
+    filled: Array | None = None  # r: slots of the cache that are filled; none of a row without real tokens
     apart: int = 0  # how many blocks of a layer are arrays of their own
     shared: Shared | None = None  # where rows go on from prompts that they share
     angles: tuple[Array, ...] = ()  # cosine and sine of each rope's angles, [ropes r s 1 e/2]
@@ -89,7 +89,7 @@ def extend_cache(tokens, positions, segments, cache: Cache | None, config: Decod
     k_positions = cache.positions.at[rows, slots].set(positions, mode="drop")
     k_segments = cache.segments.at[rows, slots].set(segments, mode="drop")
     held = cache.next + real.sum(axis=1, dtype=jnp.int32)
-    filled = jnp.minimum(jnp.where(real.any(axis=1), held, 0).max(), cache.positions.shape[1])
+    filled = jnp.minimum(jnp.where(real.any(axis=1), held, 0), cache.positions.shape[1])
     cache = cache.replace(positions=k_positions, segments=k_segments, next=held)
     apart = _blocks_apart(cache.positions.shape[1]) if isinstance(cache.keys, tuple) else 0
     return cache, View(positions, segments, k_positions, k_segments, slots, filled, apart)
@@ -106,7 +106,8 @@ def block_sizes(view: View) -> tuple[int, int]:
 
 def count_blocks(view: View, size: int) -> Array | int:
     """How many blocks of this size are filled in any row."""
-    return 1 if size == view.k_positions.shape[1] else -(-view.filled // size)
+    assert view.filled is not None
+    return 1 if size == view.k_positions.shape[1] else -(-view.filled.max() // size)
 
 
 def write_cache(held: Held, new: tuple[Array, Array], layer: Params, view: View) -> Held:
@@ -162,6 +163,18 @@ def _write_row_by_row(own: Array, x: Array, slots: Array, *, index: tuple) -> Ar
         now = jnp.where(taken_rws[row].any(axis=1)[None, :, None], placed[row], was)
         own = jax.lax.dynamic_update_slice(own, now.reshape(sizes), at)
     return own
+
+
+def slots_of(held: Held, layer: Params, view: View) -> Slots | None:
+    """The slots of a layer as they lie, in the cache of all layers or alone; None where blocks are arrays."""
+    assert view.filled is not None
+    k, v, index = *held, layer["index"]
+    if isinstance(k, tuple) or isinstance(v, tuple):
+        k, v, index = k[index], v[index], 0
+        if isinstance(k, tuple) or isinstance(v, tuple):
+            return None
+        k, v = k[None], v[None]
+    return Slots(k, v, index, view.filled)
 
 
 def block(index: Array | int, *, held: Held, layer: Params, view: View, size: int) -> Part:

@@ -27,7 +27,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flowgrpo.contracts import Params, Policy
-from flowgrpo.models.attention import Attend, Sight, attend
+from flowgrpo.models.attention import Attend, AttendSlots, Kernels, Sight, Slots, attend
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.critic import critic_parameters
 from flowgrpo.models.decoder import Settle, parameters
@@ -367,7 +367,16 @@ def _shorten(x: Array, count: int) -> Array:
 def divide_attention(way: Attend, mesh: Mesh) -> Attend:
     """A kernel as one that each device runs on its own heads, where tensor divides them; XLA can't divide a kernel."""
     ways = mesh.shape.get(TENSOR, 1)
-    return way if way is attend or ways == 1 else partial(_attend_divided, way=way, ways=ways)
+    if way is attend or ways == 1:
+        return way
+    rows = partial(_attend_divided, way=way, ways=ways)
+    if not isinstance(way, Kernels):
+        return rows
+    return Kernels(
+        rows,
+        partial(_attend_slots_divided, way=way.slots, ways=ways),
+        takes=lambda q, k: k.shape[2] % ways == 0 and way.takes(q, k),
+    )
 
 
 def _attend_divided(
@@ -376,9 +385,7 @@ def _attend_divided(
     """Attention of each device's heads; those that the devices don't share evenly are left to the plain formula."""
     if config.k % ways:
         return attend(q, k, v, sight, config)
-    every = {name: x for name, x in sight._asdict().items() if x is not None}
-    every |= {"window": jnp.asarray(sight.window, jnp.int32)}
-    own, heads = replace(config, h=config.h // ways, k=config.k // ways), PartitionSpec(None, TENSOR)
+    every, own, heads = _as_arrays(sight), _share(config, ways), PartitionSpec(None, TENSOR)
 
     def on_device(q: Array, k: Array, v: Array, every: dict[str, Array]) -> Array:
         return way(q, k, v, Sight(**every), own)
@@ -386,6 +393,31 @@ def _attend_divided(
     where = (heads, heads, heads, dict.fromkeys(every, SHARED))
     spread = jax.shard_map(on_device, in_specs=where, out_specs=heads, axis_names={TENSOR}, check_vma=False)
     return spread(q, k, v, every)
+
+
+def _attend_slots_divided(
+    q: Array, slots: Slots, sight: Sight, config: DecoderConfig, *, way: AttendSlots, ways: int
+) -> Array:
+    """Attention of each device's heads to its own part of a cache."""
+    every, own, heads = _as_arrays(sight), _share(config, ways), PartitionSpec(None, TENSOR)
+    layers = PartitionSpec(None, None, TENSOR)
+
+    def on_device(q: Array, k: Array, v: Array, index: Array, filled: Array, every: dict[str, Array]) -> Array:
+        return way(q, Slots(k, v, index, filled), Sight(**every), own)
+
+    where = (heads, layers, layers, SHARED, SHARED, dict.fromkeys(every, SHARED))
+    spread = jax.shard_map(on_device, in_specs=where, out_specs=heads, axis_names={TENSOR}, check_vma=False)
+    return spread(q, slots.k, slots.v, jnp.asarray(slots.index, jnp.int32), slots.filled, every)
+
+
+def _as_arrays(sight: Sight) -> dict[str, Array]:
+    every = {name: x for name, x in sight._asdict().items() if x is not None}
+    return every | {"window": jnp.asarray(sight.window, jnp.int32)}
+
+
+def _share(config: DecoderConfig, ways: int) -> DecoderConfig:
+    """The shape of one device's heads."""
+    return replace(config, h=config.h // ways, k=config.k // ways)
 
 
 # Programs ---------------------------------------------------------------------------------------------

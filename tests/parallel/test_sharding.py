@@ -1,5 +1,6 @@
 """Sharding: meshes are parsed, one table says what is divided, state lies as its parameters do, on any mesh."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,7 +17,7 @@ from flowgrpo import loop
 from flowgrpo.learner.adam8bit import scale_by_adam_8bit
 from flowgrpo.learner.state import init_learner, make_optimizer, scale_by_adafactor
 from flowgrpo.learner.update import make_update
-from flowgrpo.models.attention import attend
+from flowgrpo.models.attention import Kernels, attend, attend_cache, visible
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.lora import Adapted, LoraConfig, adapter_axes, lora_policy
 from flowgrpo.models.trainable import ADAPTER
@@ -252,5 +253,28 @@ def test_F3_a_kernel_runs_on_the_rows_and_heads_of_its_device(rows, kernel):
     settled = sharding.settle(make_policy(config, attend=way), mesh, sharding.decoder_axes(config))
     found = jax.jit(lambda *given: settled.hidden(*given)[0])(params, tokens)
     expected = jax.jit(lambda *given: tiny_models.POLICY.hidden(*given)[0])(params, tokens)
+    assert list(dict.fromkeys(met)) == kernel
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kernel"), [(2, [(1, 2, 1)]), (1, [])])
+def test_F3_a_kernel_over_a_cache_runs_on_the_rows_and_heads_of_its_device(heads, kernel):
+    """Keys' heads that tensor does not divide go by the plain formula."""
+    met = []
+
+    def slots_way(q, slots, sight, config):
+        met.append((len(q), q.shape[1], slots.k.shape[2]))
+        return attend_cache(q, lambda _: (slots.k[slots.index], slots.v[slots.index], visible(*sight)), 1, config)
+
+    way = Kernels(attend, slots_way, takes=lambda q, _: q.shape[2] == 1)
+    config, mesh = replace(tiny_models.CONFIG, k=heads), mesh_of("data=2,fsdp=2,tensor=2")
+    policy = make_policy(config)
+    assert policy.make_cache is not None
+    params, tokens = policy.init(jax.random.key(0)), jnp.arange(4)[:, None] % config.v
+    settled = sharding.settle(make_policy(config, attend=way), mesh, sharding.decoder_axes(config))
+    found, expected = (
+        jax.jit(lambda *given, own=own: own.hidden(*given)[0])(params, tokens, None, None, policy.make_cache(4, 8))
+        for own in (settled, policy)
+    )
     assert list(dict.fromkeys(met)) == kernel
     np.testing.assert_allclose(found, expected, atol=1e-5)
