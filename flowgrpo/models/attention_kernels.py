@@ -67,7 +67,12 @@ _OF_PLATFORM = {"tpu": "splash", "gpu": "flash", "cuda": "flash", "rocm": "flash
 
 def best(platform: str) -> Attend:
     """The way for programs of a platform, such as `jax.default_backend()`."""
-    return KERNELS[_OF_PLATFORM.get(platform, "plain")]
+    return KERNELS[best_name(platform)]
+
+
+def best_name(platform: str) -> str:
+    """Its name."""
+    return _OF_PLATFORM.get(platform, "plain")
 
 
 def attention_named(name: str) -> Attend:

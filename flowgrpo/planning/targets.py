@@ -74,7 +74,7 @@ def _gpu(flops: float, bandwidth: float, link: float, shape: GpuShape, half: str
 
 
 # TPUs: cloud.google.com/tpu/docs, system architecture (v4 halved, for one core); memory is what the compiler allows.
-# GPUs: data sheets of NVIDIA's H100 SXM5, H200, A100 SXM4 80 GB, L4 and T4; dense rates, NVLink or PCIe of one direction.
+# GPUs: data sheets of NVIDIA's H100 SXM5, H200, A100 SXM4 80 GB, L4 and T4; dense rates, NVLink or PCIe one way.
 CHIPS: Mapping[str, Chip] = {
     "v4": Chip("tpu", 15.25 * GIB, 137.5e12, 614e9, 150e9, clock=1.05),
     "v5e": Chip("tpu", 15.75 * GIB, 197e12, 819e9, 200e9, clock=1.5),

@@ -17,7 +17,7 @@ from jax import Array
 from flowgrpo.contracts import Params
 from flowgrpo.generate.sampler import logprobs
 from flowgrpo.models.attention import Attend, attend
-from flowgrpo.models.attention_kernels import best
+from flowgrpo.models.attention_kernels import best, best_name
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.recipes.device_checks.bench import EXACT, HALF, Bench, Form, small_shape
 from flowgrpo.recipes.device_checks.figures import ERROR, CheckLine, at_most
@@ -39,7 +39,7 @@ def attentions(platform: str) -> dict[str, AttentionCase]:
     """Every attention that can train on a platform, by its name; a kernel is one more line."""
     found = {"plain": AttentionCase(attend, EXACT), "plain bfloat16": AttentionCase(attend, HALF)}
     kernel = best(platform)
-    return found if kernel is attend else found | {kernel.__name__: AttentionCase(kernel, HALF)}
+    return found if kernel is attend else found | {best_name(platform): AttentionCase(kernel, HALF)}
 
 
 BOUNDS = {EXACT: (1e-4, 1e-4, 1e-5), HALF: (0.15, 0.1, 1e-2)}  # of log-probabilities, of gradients, of what leaks back

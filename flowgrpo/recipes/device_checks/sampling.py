@@ -16,6 +16,7 @@ from jax import Array
 
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.generate.sampler import Sampled, decode, logprobs, prefill, sampling, start_rows
+from flowgrpo.models.attention_kernels import best
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.recipes.device_checks.bench import EXACT, HALF, Bench, Device, Form, small_shape
 from flowgrpo.recipes.device_checks.figures import CheckLine, at_most, holds, skipped, tell
@@ -61,7 +62,7 @@ def check_logits(bench: Bench) -> list[CheckLine]:
 
 @cache
 def _policy(bench: Bench, form: Form) -> Policy:
-    return make_policy(small_shape(bench.sizes), dtype=form.dtype)
+    return make_policy(small_shape(bench.sizes), dtype=form.dtype, attend=best(bench.device.platform))
 
 
 @cache

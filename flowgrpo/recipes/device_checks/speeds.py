@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from flowgrpo.algorithms.policy_gradient import flow_grpo
-from flowgrpo.contracts import Params
+from flowgrpo.contracts import Params, Policy
 from flowgrpo.generate.sampler import Rows, decode, prefill, sampling, start_rows
 from flowgrpo.learner.state import init_learner, make_optimizer
 from flowgrpo.learner.update import make_update
+from flowgrpo.models.attention_kernels import best
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.planning.cost_model import count_parameters, forward_flops
@@ -109,6 +110,11 @@ def _hold_peak(name: str, before: dict[str, int], after: dict[str, int], analysi
 # Decoding ---------------------------------------------------------------------------------------------
 
 
+def _half_policy(bench: Bench) -> Policy:
+    """The policy of the speeds in bfloat16, with the attention of the platform."""
+    return make_policy(bench.shape, dtype=jnp.bfloat16, attend=best(bench.device.platform))
+
+
 def _half_params(config: DecoderConfig) -> Params:
     return jax.jit(make_policy(config, dtype=jnp.bfloat16).init)(jax.random.key(0))
 
@@ -127,7 +133,7 @@ def _filled_rows(policy: Any, slots: int, context: int) -> Rows:
 def check_decode(bench: Bench) -> list[CheckLine]:
     """Measure a decode step of slots that are filled to a half, in bfloat16, and a prefill of that length."""
     config, sizes, rates = bench.shape, bench.sizes, measure_rates(bench)
-    policy, params = make_policy(config, dtype=jnp.bfloat16), _half_params(config)
+    policy, params = _half_policy(bench), _half_params(config)
     begin = jax.jit(partial(_filled_rows, policy, sizes.slots, sizes.context))
     settings, no_stops = sampling(sizes.slots), jnp.full((sizes.slots, 1), -1)
     work = jax.jit(partial(decode, policy, steps=sizes.steps), donate_argnums=1)
@@ -153,7 +159,7 @@ def half_step_bytes(config: DecoderConfig, slots: int, seen: float) -> float:
 
 def _check_prefill(bench: Bench, params: Params) -> list[CheckLine]:
     config, sizes, length = bench.shape, bench.sizes, bench.sizes.context // 2
-    policy = make_policy(config, dtype=jnp.bfloat16)
+    policy = _half_policy(bench)
     assert policy.make_cache is not None
     empty = jax.jit(partial(policy.make_cache, sizes.slots, sizes.context))
     tokens, real = np.ones((sizes.slots, length), np.int32), np.ones((sizes.slots, length), bool)
