@@ -16,6 +16,7 @@ Modules:
     kv_cache           The cache of a decoder: where new tokens go, and what they see
     lora               Low-rank adapters: several policies share one set of base weights (Hu et al., 2021)
     peft               Adapters in PEFT's format, in and out: adapter_config.json and adapter_model.safetensors
+    quantised          Matrices of frozen layers in 8 or 4 bits an entry: the base under an adapter, or a sampler's
     reward_model       Read scalar-head reward models in the Hugging Face format, and score conversations with them
     splash_attention   Attention over packed rows by JAX's splash attention, a kernel for TPUs
     trainable          Which part of the parameters an update changes: all of them, an adapter, the actor and its critic
@@ -27,5 +28,6 @@ from flowgrpo.models.hf import Model, init_model, load_model, save_model
 from flowgrpo.models.image_files import load_image_text
 from flowgrpo.models.lora import Adapted, LoraConfig, init_adapter, lora_policy, merge
 from flowgrpo.models.peft import load_adapter, save_adapter
+from flowgrpo.models.quantised import Quantised, dequantise_layers, quantise_layers
 from flowgrpo.models.reward_model import load_scorer
 from flowgrpo.models.trainable import ActorCritic

@@ -36,12 +36,13 @@ from flowgrpo.models.kv_cache import (
     slots_of,
     write_cache,
 )
+from flowgrpo.models.quantised import Quantised, times_quantised
 
 PIECE, DIVIDED = 192, 4096  # terms of a sum in one piece, and of the longest sum that is divided
 
 
 class Settle(NamedTuple):
-    """Where parameters come from on several devices."""
+    """How parameters are reached on several devices."""
 
     lookup: Callable[[Array, Array], Array]  # (embedding, tokens) -> [r s d]
     layer: Callable[[Params], Params]  # the parameters of a layer as they lie -> as they are read
@@ -187,8 +188,10 @@ def _pieces(w_bc: Array) -> tuple[Array, ...]:
     return tuple(w_bc[start : start + PIECE] for start in range(0, len(w_bc), PIECE))
 
 
-def _times(x_ab: Array, w: Array | Divided) -> Array:
-    """`product`, whose second factor may lie in pieces, or have more axes than two."""
+def _times(x_ab: Array, w: Array | Divided | Quantised) -> Array:
+    """`product`, whose second factor may lie in pieces, be quantised, or have more axes than two."""
+    if isinstance(w, Quantised):
+        return times_quantised(x_ab, w, product)
     return _sum_pieces(x_ab, w.pieces) if isinstance(w, Divided) else product(x_ab, w.reshape(x_ab.shape[1], -1))
 
 
@@ -433,8 +436,10 @@ def unstack_layers(params: Params, *, config: DecoderConfig) -> Params:
     return laid
 
 
-def _divide(w: Array, inputs: int = 1) -> Array | Divided:
+def _divide(w: Array | Quantised, inputs: int = 1) -> Array | Divided | Quantised:
     """A matrix in pieces, where `product` sums over these; its first so many axes are summed over."""
+    if isinstance(w, Quantised):
+        return w
     flat = w.reshape(math.prod(w.shape[:inputs]), -1)
     return w if w.dtype != jnp.float32 or len(flat) > DIVIDED else Divided(_pieces(flat), w.shape)
 

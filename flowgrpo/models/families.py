@@ -83,9 +83,19 @@ def text_source(raw: Mapping[str, Any], where: str = "config.json") -> Source:
         supported = ", ".join([*(known.architecture for known in FAMILIES.values()), *WITH_TEXT_PART])
         raise BadInput(f"{where}: architecture {architecture or kind} is not supported; supported are {supported}")
     if source.get("quantization_config"):
-        raise BadInput(f"{where}: quantization_config is set, but quantised weights are not supported")
+        raise BadInput(
+            f"{where}: the weights are quantised by {_quantised_by(source['quantization_config'])}, which is not read: "
+            'give the model that they were made of, and quantise it here (quantised="int8" or "nf4", or --base)'
+        )
     source["architectures"] = [family.architecture]
     return source
+
+
+def _quantised_by(given: Any) -> str:
+    """The method that a quantization_config names; bitsandbytes' older ones name none."""
+    fields = given if isinstance(given, Mapping) else {}
+    older = "bitsandbytes" if any(str(key).startswith(("load_in_", "bnb_")) for key in fields) else "an unnamed method"
+    return str(fields.get("quant_method") or older)
 
 
 def decoder_config(source: Source, where: str = "config.json") -> DecoderConfig:

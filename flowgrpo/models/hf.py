@@ -18,13 +18,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from flowgrpo.contracts import Policy
 from flowgrpo.data.tokenizer import load_text, start
 from flowgrpo.files import replace_folder
 from flowgrpo.models import families
 from flowgrpo.models.config import DecoderConfig
-from flowgrpo.models.decoder import Params, make_policy, parameters, shape_of
+from flowgrpo.models.decoder import Params, make_policy, matrices, parameters, shape_of
+from flowgrpo.models.quantised import Quantised, check_kind, quantise_matrix
 from flowgrpo.types import BadInput, first_line
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -206,17 +208,28 @@ class Model(NamedTuple):
         return (*padding, *range(self.text.vocab_size, self.config.v))
 
 
-def load_model(path: str | Path, *, dtype="float32", sharding: Placing | None = None, text: bool = True) -> Model:
+def load_model(
+    path: str | Path,
+    *,
+    dtype="float32",
+    sharding: Placing | None = None,
+    text: bool = True,
+    quantised: str | None = None,
+) -> Model:
     """Read a folder or a hub id.
 
     `dtype` is what the parameters are stored in, whatever the files have. `sharding`, one for all or a function
     of a parameter's name and axes, says where each goes as soon as it is complete. `text=False` reads no tokenizer.
+    `quantised` is "int8" or "nf4" for matrices of layers that are quantised on the host, a layer at a time, so that no
+    device ever holds the whole model in `dtype`.
     """
+    kind = None if quantised is None else check_kind(quantised)
     folder, source, config = _shape(path)
     dtype, words = _dtype(dtype), load_text(folder) if text else None
     tensors = find_tensors(folder)
     _check_tensors(folder, tensors, config)
-    params = {name: _read(name, tensors, config, dtype, sharding) for name in parameters(config)}
+    coded = {} if kind is None else dict.fromkeys(matrices(config), kind)
+    params = {name: _read(name, tensors, config, dtype, sharding, coded.get(name)) for name in parameters(config)}
     return Model(make_policy(config, dtype=dtype), params, words, config, source)
 
 
@@ -241,6 +254,9 @@ def save_model(path: str | Path, model: Model, *, max_shard_bytes: float = 5e9, 
     Shards above `max_shard_bytes` get an index; `card` is the text of a README.md. A model that is there is replaced,
     with all its files; a folder that holds anything else is refused.
     """
+    coded = [name for name, x in model.params.items() if isinstance(x, Quantised)]
+    if coded:
+        raise BadInput(f"{coded[0]} is quantised, and is not written so: merge it, or take `dequantise_layers` of all")
     expected = {name: shape_of(parameter, model.config) for name, parameter in parameters(model.config).items()}
     families.check_tensors("the parameters are not those of the model's config", model.params, expected)
 
@@ -315,7 +331,14 @@ def _check_tensors(folder: Path, tensors: Mapping[str, Stored], config: DecoderC
     families.check_tensors(f"the tensors in {folder} are not those of its config.json", tensors, expected, spare=tied)
 
 
-def _read(name: str, tensors: Mapping[str, Stored], config: DecoderConfig, dtype, sharding: Placing | None):
+def _read(
+    name: str,
+    tensors: Mapping[str, Stored],
+    config: DecoderConfig,
+    dtype,
+    sharding: Placing | None,
+    quantised: str | None = None,
+) -> Any:
     """One parameter, brought to where it belongs a layer at a time, or some rows at a time where it has no layers."""
     axes, tensor = parameters(config)[name].axes, families.tensors_of(config)[name]
     shape, stacked = shape_of(parameters(config)[name], config), axes.startswith("n")
@@ -330,7 +353,28 @@ def _read(name: str, tensors: Mapping[str, Stored], config: DecoderConfig, dtype
             layer[...] = families.from_file(stored, tensor, axes.removeprefix("n"), config)
         return host
 
-    return read_array(shape, dtype, _place(sharding, name, axes), axis=axis, read=read)
+    place = _place(sharding, name, axes)
+    if quantised is None:
+        return read_array(shape, dtype, place, axis=axis, read=read)
+    return _read_quantised(shape, place, matrices(config)[name][0], quantised, read)
+
+
+def _read_quantised(
+    shape: tuple[int, ...], place: jax.sharding.Sharding | None, summed: tuple[int, ...], kind: str, read: Read
+) -> Quantised:
+    """Layers read and quantised one at a time: values go to their devices at once, the few scales at the end."""
+    blank = jax.eval_shape(lambda: quantise_matrix(jnp.zeros(shape), summed, kind=kind))
+    scales = []
+
+    def read_values(start: int, stop: int) -> np.ndarray:
+        parts = [quantise_matrix(read(n, n + 1), summed, kind=kind) for n in range(start, stop)]
+        scales.extend(part.scales for part in parts)
+        return np.concatenate([part.values for part in parts])
+
+    values = read_array(blank.values.shape, blank.values.dtype, place, axis=0, read=read_values)
+    # The axes of scales can't be divided as those of their values; they are few enough to lie on every device.
+    whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
+    return blank.replace(values=values, scales=jax.device_put(np.concatenate(scales), whole))
 
 
 def _place(sharding: Placing | None, name: str, axes: str) -> jax.sharding.Sharding | None:

@@ -7,7 +7,7 @@ same arrays for everybody: `make_policy(config)` over `params.base` is the refer
 reaches it; training differentiates with respect to `params.adapter`, which may be float32 over a bfloat16 base.
 
 The axis z is the rank. An adapter is a flat dict too: `q_a` [n d z], `q_b` [n z h e], and so on. `peft` reads and
-writes it.
+writes it. The base may be quantised (`quantised.quantise_layers`), to a half or a quarter of bfloat16's memory.
 """
 
 import math
@@ -25,6 +25,7 @@ from flowgrpo.models.attention import Attend, attend
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import hidden_after, make_policy
 from flowgrpo.models.families import TENSORS, check_tensors
+from flowgrpo.models.quantised import dequantise_layers
 from flowgrpo.types import BadInput, check_range
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -114,11 +115,15 @@ def adapter_shapes(config: DecoderConfig, lora: LoraConfig) -> dict[str, tuple[i
 
 
 def merge(params: Adapted, config: DecoderConfig, lora: LoraConfig) -> Params:
-    """`W + scale A B` in the base's dtype: parameters of the plain decoder, to serve or to save without an adapter."""
+    """`W + scale A B` in the base's dtype: parameters of the plain decoder, to serve or to save without an adapter.
+
+    A quantised base is decoded, so that what comes out is what was trained and not the weights that were rounded.
+    """
     check_adapter(params.adapter, config, lora)
-    axes, merged = adapter_axes(lora), dict(params.base)
+    base = dequantise_layers(params.base, dtype=params.base["embed"].dtype)
+    axes, merged = adapter_axes(lora), dict(base)
     for name in lora.targets:
-        a_axes, b_axes, w = axes[f"{name}_a"], axes[f"{name}_b"], params.base[name]
+        a_axes, b_axes, w = axes[f"{name}_a"], axes[f"{name}_b"], base[name]
         a, b = (params.adapter[f"{name}_{side}"].astype(jnp.float32) for side in "ab")
         change = jnp.einsum(f"{a_axes},{b_axes}->{a_axes[:-1]}{b_axes[2:]}", a, b * lora.scale)
         merged[name] = (w.astype(jnp.float32) + change).astype(w.dtype)

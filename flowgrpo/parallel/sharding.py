@@ -270,37 +270,44 @@ class _Settling:
         return out if short == 0 else jax.tree.map(partial(_shorten, count=count), out)
 
     def spec(self, path: tuple, x: Any) -> PartitionSpec:
-        """How fsdp divides a parameter, wherever it is in a tree."""
-        letters = self.axes.get(_last(path))
-        over = () if letters is None else spec(letters, x.shape, self.mesh)
-        return PartitionSpec(*(FSDP if axis == FSDP else None for axis in over))
+        """How fsdp divides a parameter, or a part of one that is quantised, wherever it is in a tree."""
+        over = [spec(self.axes[name], x.shape, self.mesh) for name, _ in _places(path) if name in self.axes]
+        return PartitionSpec(*(FSDP if axis == FSDP else None for axis in over[0])) if over else SHARED
 
-    def divided(self, params: Any) -> dict[str, int]:
-        """The axis that fsdp divides of each parameter that it does."""
-        specs = {_last(path): self.spec(path, x) for path, x in jax.tree.leaves_with_path(params)}
-        return {name: tuple(over).index(FSDP) for name, over in specs.items() if FSDP in over}
+    def divided(self, params: Any) -> dict[tuple[str, str], int]:
+        """The axis that fsdp divides of each parameter, or part of one, that it does."""
+        found = {}
+        for path, x in jax.tree.leaves_with_path(params):
+            over = tuple(self.spec(path, x))
+            found |= {place: over.index(FSDP) for place in _places(path) if place[0] in self.axes and FSDP in over}
+        return found
 
 
 class _Gather(NamedTuple):
     """The parameters of other devices, for a device that has its share of each."""
 
-    axis: Mapping[str, int]  # that is divided, by name; of those of all layers behind that of the layers
+    axis: Mapping[tuple[str, str], int]  # that is divided, by name and part; behind that of the layers, where one is
     dtype: Any  # that is computed in; None leaves them as they are
 
     def named(self, params: Any, name: str) -> Any:
         """Parameters of which those of this name are whole, wherever in the tree they are."""
         leaves, tree = jax.tree.flatten_with_path(params)
-        return jax.tree.unflatten(tree, [self.whole(name, x) if _last(path) == name else x for path, x in leaves])
+        whole = [self.whole((name, ""), x) if _last(path) == name else x for path, x in leaves]
+        return jax.tree.unflatten(tree, whole)
 
     def layer(self, layer: Params) -> Params:
         """The parameters of one layer, whole; what is no parameter stays as it is."""
-        return {name: self.whole(name, x, before=1) for name, x in layer.items()}
+        leaves, tree = jax.tree.flatten_with_path(layer)
+        return jax.tree.unflatten(tree, [self.whole(_places(path)[-1], x, before=1) for path, x in leaves])
 
-    def whole(self, name: str, x: Array, before: int = 0) -> Array:
+    def whole(self, place: tuple[str, str], x: Array, before: int = 0) -> Array:
         """A parameter, or what is left of it without so many axes before its own, whole."""
-        if name in self.axis:
-            return _gather(x, self.axis[name] - before, self.computed(x).dtype)
-        return self.computed(x)
+        if place not in self.axis:
+            return self.computed(x)
+        axis = self.axis[place] - before
+        if not jnp.issubdtype(x.dtype, jnp.floating):  # of a quantised one, which has no gradient
+            return jax.lax.all_gather(x, FSDP, axis=axis, tiled=True)
+        return _gather(x, axis, self.computed(x).dtype)
 
     def computed(self, x: Array) -> Array:
         """A number in the type that is computed in."""
@@ -309,7 +316,7 @@ class _Gather(NamedTuple):
     def lookup(self, table: Array, tokens_rs: Array) -> Array:
         """This device's tokens in a table of which each device has some columns -> [r s d]."""
         table = self.computed(table)
-        if "embed" not in self.axis:
+        if ("embed", "") not in self.axis:
             return table[tokens_rs]
         found = table[jax.lax.all_gather(tokens_rs, FSDP, tiled=True)]
         return jax.lax.all_to_all(found, FSDP, split_axis=0, concat_axis=2, tiled=True)
@@ -330,6 +337,12 @@ def _gather_backward(axis: int, _dtype: Any, like: Array, d_out: Array) -> tuple
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _places(path: tuple) -> list[tuple[str, str]]:
+    """Each name in a path with the rest of the path behind it, the innermost first."""
+    names = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    return [(names[at], "/".join(names[at + 1 :])) for at in reversed(range(len(names)))]
 
 
 def _rows_at(x: Any) -> int:

@@ -30,10 +30,12 @@ from flowgrpo.generate.sampler import decode, prefill, sampling, start_rows
 from flowgrpo.learner.state import LearnerState, init_learner
 from flowgrpo.learner.update import make_score, make_update, score_reference
 from flowgrpo.models.attention import BLOCK
+from flowgrpo.models.attention_kernels import best
 from flowgrpo.models.config import DecoderConfig
-from flowgrpo.models.decoder import make_policy
+from flowgrpo.models.decoder import make_policy, matrices
 from flowgrpo.models.kv_cache import WIDE_BLOCKS
 from flowgrpo.models.lora import Adapted, LoraConfig, adapter_axes, lora_policy
+from flowgrpo.models.quantised import check_kind, quantise_layers
 from flowgrpo.models.trainable import ADAPTER, WHOLE, Trained
 from flowgrpo.parallel.row_sharding import ROWS, SHARED, TENSOR, divides
 from flowgrpo.parallel.sharding import decoder_axes, jit_update, settle, state_shardings
@@ -75,26 +77,37 @@ def make_case(
     *,
     mesh: Mesh | None = None,
     lora: LoraConfig | None = None,
+    quantised: str | None = None,
     gathers: bool = False,
     target: Target | None = None,
 ) -> DryRunCase:
     """The parts of a run for a mesh; with `lora` an adapter is trained; with `gathers` one device decodes.
 
-    The devices of the mesh are those of `target_devices(target)` where there is a target.
+    The base of an adapter is `quantised` as "int8" or "nf4", or whole. The devices of the mesh are those of
+    `target_devices(target)` where there is a target.
     """
     if target is not None:
         check_dtype(target, job.compute_dtype or job.dtype)
     axes: Any = decoder_axes(config)
-    dtype = jnp.dtype(job.dtype)
+    dtype, kernel = jnp.dtype(job.dtype), best("cpu" if target is None else target.chip.platform)
     if lora is None:
-        policy = make_policy(config, dtype=dtype, remat=job.remat)
+        if quantised is not None:
+            raise BadInput(f"weights that are {quantised} can't be trained: give lora=, an adapter beside them")
+        policy = make_policy(config, dtype=dtype, remat=job.remat, attend=kernel)
         policy = settle(policy, mesh, axes)
         return DryRunCase(config, job, algorithm, optimizer, mesh, policy, axes, WHOLE, gathers, target)
-    policy: Policy = lora_policy(config, lora, dtype=dtype, remat=job.remat)
+    policy: Policy = lora_policy(config, lora, dtype=dtype, remat=job.remat, attend=kernel)
+    if quantised is not None:
+        policy = policy._replace(init=partial(_quantised_init, policy.init, config=config, kind=check_kind(quantised)))
     own: Any = adapter_axes(lora)
     letters = Adapted(axes, own)
     policy = settle(policy, mesh, letters)
     return DryRunCase(config, job, algorithm, optimizer, mesh, policy, letters, ADAPTER, gathers, target)
+
+
+def _quantised_init(init: Callable, key: jax.Array, *, config: DecoderConfig, kind: str) -> Adapted:
+    params = init(key)
+    return params._replace(base=quantise_layers(params.base, matrices(config), kind=kind))
 
 
 def dry_run(case: DryRunCase, programs: Sequence[str] | None = None) -> list[ProgramCost]:

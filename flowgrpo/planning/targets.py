@@ -74,7 +74,7 @@ def _gpu(flops: float, bandwidth: float, link: float, shape: GpuShape, half: str
 
 
 # TPUs: cloud.google.com/tpu/docs, system architecture (v4 halved, for one core); memory is what the compiler allows.
-# GPUs: data sheets of NVIDIA's H100 SXM5, A100 SXM4 80 GB, L4 and T4; dense rates, NVLink or PCIe of one direction.
+# GPUs: data sheets of NVIDIA's H100 SXM5, H200, A100 SXM4 80 GB, L4 and T4; dense rates, NVLink or PCIe of one direction.
 CHIPS: Mapping[str, Chip] = {
     "v4": Chip("tpu", 15.25 * GIB, 137.5e12, 614e9, 150e9, clock=1.05),
     "v5e": Chip("tpu", 15.75 * GIB, 197e12, 819e9, 200e9, clock=1.5),
@@ -85,6 +85,12 @@ CHIPS: Mapping[str, Chip] = {
         3350e9,
         450e9,
         GpuShape("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 2048, 233_472, 232_448, 50 << 20, 1.98, 84_942_979_072),
+    ),
+    "h200": _gpu(
+        989e12,
+        4800e9,
+        450e9,
+        GpuShape("NVIDIA H200", (9, 0), 132, 128, 2048, 233_472, 232_448, 60 << 20, 1.98, 150_100_000_000),
     ),
     "a100": _gpu(
         312e12,

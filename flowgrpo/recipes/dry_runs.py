@@ -21,7 +21,7 @@ from flowgrpo.planning.program_cost import ProgramCost
 from flowgrpo.planning.roofline import bound, ideal_seconds
 from flowgrpo.planning.targets import Chip, Target, target_devices
 from flowgrpo.recipes.agent_config import Config
-from flowgrpo.recipes.planner import has_masters, lora_of
+from flowgrpo.recipes.planner import base_kind, has_masters, lora_of
 from flowgrpo.report.tables import show_lines, significant
 from flowgrpo.types import BadInput
 
@@ -67,7 +67,8 @@ def hosted_programs(
     if config.mesh is not None and target is not None:
         mesh = make_mesh(parse_mesh(config.mesh, target.count), target_devices(target))
     job, lora = hosted_job(config), lora_of(config)
-    return dry_run(make_case(decoder, job, algorithm, optimizer, mesh=mesh, lora=lora, gathers=True, target=target))
+    settings: dict[str, Any] = {"mesh": mesh, "lora": lora, "quantised": base_kind(config), "target": target}
+    return dry_run(make_case(decoder, job, algorithm, optimizer, gathers=True, **settings))
 
 
 def show_programs(

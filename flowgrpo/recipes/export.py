@@ -24,7 +24,7 @@ from flowgrpo.models.peft import save_adapter
 from flowgrpo.models.trainable import ActorCritic, acting
 from flowgrpo.recipes import agent_config, cluster_config, pure, self_verify_tasks
 from flowgrpo.recipes.model_card import CardFacts, model_card
-from flowgrpo.recipes.planner import PlannerConfig, lora_of
+from flowgrpo.recipes.planner import PlannerConfig, base_kind, lora_of
 from flowgrpo.recipes.registry import make_env
 from flowgrpo.run.checkpoints import Checkpoints, params_sha256
 from flowgrpo.run.config import RunConfig
@@ -77,7 +77,7 @@ def base_model(config: RunConfig, folder: Path) -> Model:
     if isinstance(config, pure.Config):
         return word_model(config)
     assert isinstance(config, PlannerConfig)
-    return load_model(base(config, folder), dtype=config.dtype)
+    return load_model(base(config, folder), dtype=config.dtype, quantised=base_kind(config))
 
 
 def base(config: PlannerConfig, folder: Path) -> str | Path:

@@ -3,6 +3,7 @@
 float32                 everything is trained, and served as it is
 bfloat16, float16       float32 masters are trained; a copy of them in this type computes, and is served (F7)
 an adapter              the base stays as it is, in whatever type; a float32 adapter beside it is trained
+... over int8 or nf4    the base's matrices are quantised while they are read; the rest of it, and the cache, is `dtype`
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from flowgrpo.models.attention_kernels import ATTENTION, attention_named
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.models.lora import PROJECTIONS, Adapted, LoraConfig, adapter_axes, init_adapter, lora_policy
+from flowgrpo.models.quantised import KINDS
 from flowgrpo.models.trainable import ADAPTER, WHOLE, Trained, cast
 from flowgrpo.parallel.offload import DEVICE, DISK, HOST
 from flowgrpo.parallel.sharding import decoder_axes, mesh_of, place_state, settle
@@ -30,6 +32,8 @@ from flowgrpo.types import BadInput
 
 OFFLOAD = {"none": DEVICE, "host": HOST, "disk": DISK}
 DTYPES = ("float32", "bfloat16", "float16")
+WHOLE_BASE = "whole"
+BASES = (WHOLE_BASE, *KINDS)
 FEW_LAYERS = 4  # of a model whose layers are compiled one after the other
 
 
@@ -42,6 +46,9 @@ class PlannerConfig(TrainingConfig):
     lora_rank: int = setting(0, "Rank of an adapter; 0 trains all parameters.", "Learning", at_least=0)
     lora_alpha: float = setting(32.0, "Scale of an adapter, times its rank.", "Learning", at_least=0.0)
     lora_targets: str = setting(",".join(PROJECTIONS), "Projections that an adapter changes, by commas.", "Learning")
+    base: str = setting(
+        WHOLE_BASE, "How the frozen weights under an adapter are kept.", "Devices and memory", choices=BASES
+    )
     dtype: str = setting("float32", "What the weights compute in.", "Devices and memory", choices=DTYPES)
     attention: str = setting(
         "auto", "What computes attention over whole rows; by platform.", "Devices and memory", choices=ATTENTION
@@ -69,6 +76,11 @@ def lora_of(config: PlannerConfig) -> LoraConfig | None:
     return LoraConfig(rank=config.lora_rank, alpha=config.lora_alpha, targets=tuple(config.lora_targets.split(",")))
 
 
+def base_kind(config: PlannerConfig) -> str | None:
+    """How the base of a run's adapter is quantised; None where it is whole, or where there is none."""
+    return None if config.base == WHOLE_BASE else config.base
+
+
 class Planner(NamedTuple):
     """Parts of a planner: what learns, and what the engine decodes with."""
 
@@ -83,7 +95,8 @@ class Planner(NamedTuple):
 
 def load_start(path: str | Path, config: PlannerConfig) -> Model:
     """The model that a planner starts as, in the type in which its parameters are kept."""
-    return load_model(path, dtype="float32" if has_masters(config) else config.dtype)
+    dtype = "float32" if has_masters(config) else config.dtype
+    return load_model(path, dtype=dtype, quantised=base_kind(config))
 
 
 def frozen(start: Model, config: PlannerConfig) -> Model:
@@ -107,6 +120,8 @@ def check_planner(config: PlannerConfig) -> tuple[LoraConfig | None, Mesh | None
         raise BadInput("--offload takes away what the base of an adapter is shared with: leave one of them out")
     if lora is not None and config.model is None:
         raise BadInput("--lora_rank needs --model: the small model that is made here has to be trained whole")
+    if lora is None and config.base != WHOLE_BASE:
+        raise BadInput(f"--base={config.base} freezes the weights: give --lora_rank=16 too, for an adapter beside them")
     if config.mesh is None:
         return lora, None  # one device: an engine decodes on the first
     if offloads:

@@ -23,6 +23,8 @@ from flowgrpo.algorithms.advantage import anchor_advantage, last_turns
 from flowgrpo.algorithms.options import Options
 from flowgrpo.contracts import Metrics
 from flowgrpo.learner.critic import with_critic
+from flowgrpo.models.decoder import matrices
+from flowgrpo.models.quantised import quantise_layers
 from flowgrpo.models.trainable import acting
 from flowgrpo.parallel.row_sharding import many_updates
 from flowgrpo.recipes import pure
@@ -174,6 +176,16 @@ def stale_sampler(setup: pure.Setup, *, lag: int) -> ArmProgram:
         return StaleRun(run, older), metrics
 
     return ArmProgram(start, step, lambda late: late.run)
+
+
+def quantised_rollouts(setup: pure.Setup, *, kind: str) -> ArmProgram:
+    """Trajectories are sampled by the parameters with their layers quantised, and learned from by those as they are."""
+    iteration, factors = setup.iteration, matrices(pure.decoder_shape(setup.env, setup.config))
+
+    def play(params: Any, drawn: loop.RolloutTasks) -> Trajectories:
+        return iteration.play(quantise_layers(acting(params), factors, kind=kind), drawn)
+
+    return iteration_program(iteration._replace(play=play))
 
 
 def paid_by_turn(setup: pure.Setup) -> ArmProgram:

@@ -10,8 +10,9 @@ from commands import run_module
 import flowgrpo as fg
 from flowgrpo.evaluation.statistics import iqm
 from flowgrpo.learner.imitation import demonstrate
+from flowgrpo.models.quantised import KINDS, Quantised
 from flowgrpo.recipes import compare as module
-from flowgrpo.recipes import study_arms
+from flowgrpo.recipes import pure, study_arms
 from flowgrpo.recipes.compare import read_runs, run_study, study_config
 from flowgrpo.recipes.studies import STUDIES, Study, chosen_arms
 from flowgrpo.recipes.study_arms import Arm
@@ -74,6 +75,26 @@ def test_every_study_is_built_and_says_what_to_expect(name):
     for arm in study.arms.values():
         if arm.algorithm is not None:
             assert arm.algorithm().advantages is not None
+
+
+def test_a_quantised_sampler_plays_and_the_trainer_scores(monkeypatch):
+    monkeypatch.setattr(study_arms, "iteration_program", lambda iteration: iteration)
+    setup = pure.open(study_config(STUDIES["quantised_sampler"](), "lookup", {}))
+    setup = setup._replace(iteration=setup.iteration._replace(play=lambda params, _drawn: params))
+    params = jax.eval_shape(setup.policy.init, jax.random.key(0))
+    for kind in KINDS:
+        play = study_arms.quantised_rollouts(setup, kind=kind).play
+        played = jax.eval_shape(play, params, None)
+        assert {name for name, x in played.items() if isinstance(x, Quantised) and x.kind == kind} == {
+            *"qkvo",
+            "gate",
+            "up",
+            "down",
+        }
+        assert played["embed"] == params["embed"]
+    arms = STUDIES["quantised_sampler"]().arms
+    needs = {name: arm.algorithm().needs for name, arm in arms.items() if arm.algorithm is not None}
+    assert {name for name, read in needs.items() if "logp_old" in read} == set(arms) - {"full precision"}
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from flowgrpo.recipes import agent_config, pure
 from flowgrpo.recipes.agent import START
 from flowgrpo.recipes.export import base_model, export, export_adapter, llama
 from flowgrpo.recipes.offline_start import write_model
-from flowgrpo.recipes.planner import lora_of
+from flowgrpo.recipes.planner import BASES, load_start, lora_of
 from flowgrpo.recipes.registry import make_env
 from flowgrpo.run.checkpoints import Checkpoints, params_sha256
 from flowgrpo.run.config import RunConfig
@@ -111,9 +111,10 @@ def test_of_an_actor_and_its_critic_the_actor_is_written(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_adapter_is_merged_or_written_alone(run, tmp_path):
-    config = replace(HOSTED, lora_rank=3, lora_alpha=6.0, lora_targets="q,v,down")
-    model, lora = load_model(run / START), lora_of(config)
+@pytest.mark.parametrize("base", BASES)
+def test_an_adapter_is_merged_or_written_alone(run, tmp_path, base):
+    config = replace(HOSTED, lora_rank=3, lora_alpha=6.0, lora_targets="q,v,down", base=base)
+    model, lora = load_start(run / START, config), lora_of(config)
     assert lora is not None
     adapter = moved(init_adapter(jax.random.key(0), model.config, lora), 1)
     check_run(run, "agent", config.to_json())

@@ -115,6 +115,7 @@ BAD_INPUT = [
     ("agentflow", "--max_tokens=300", "--max_tokens=300 leaves no room for a context within --context_tokens=256"),
     ("agentflow", "--algorithm=ppo", "--algorithm=ppo needs a critic, which this run has none of: take another"),
     ("agentflow", "--lora_rank=4", "--lora_rank needs --model"),
+    ("agentflow", "--base=int8", "--base=int8 freezes the weights: give --lora_rank=16 too"),
     ("agentflow", "--mesh=data=3", "data=3"),
     ("agentflow", "--offload=host --mesh=data=1", "leave out --mesh, or --offload"),
     ("agentflow", "--loggers=tensorbord", "--loggers=tensorbord is unknown; choose from tensorboard, wandb, trackio"),

@@ -293,9 +293,12 @@ def learned(folder: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_an_adapter_learns_on_two_devices_with_moments_of_eight_bits_and_leaves_as_an_adapter(command, begin, tmp_path):
-    flags = ("--updates=2", "--lora_rank=2", "--optimizer=adamw8bit", "--remat", "--mesh=fsdp=2", "--cpu_devices=2")
-    command("self_verify", *begin, f"--workdir={tmp_path}", *flags)
+def test_an_adapter_learns_over_int8_on_two_devices_with_moments_of_eight_bits_and_leaves_as_an_adapter(
+    command, begin, tmp_path
+):
+    flags = ("--updates=2", "--lora_rank=2", "--base=int8", "--optimizer=adamw8bit", "--remat")
+    devices = ("--mesh=fsdp=2", "--cpu_devices=2")
+    command("self_verify", *begin, f"--workdir={tmp_path}", *flags, *devices)
     learned(tmp_path)
     out = tmp_path / "out"
     exported = command("export", f"--workdir={tmp_path}", f"--out={out}", "--adapter", "--which=last")

@@ -88,7 +88,12 @@ def test_an_absent_shard(folder):
         ({"model_type": None, "architectures": None}, "architecture None is not supported"),
         ({"model_type": "mixtral", "architectures": ["MixtralFor"], "num_local_experts": 8}, "a mixture of exp"),
         ({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM is a mixture"),
-        ({"quantization_config": {"bits": 4}}, "quantised weights are not supported"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantised by gptq, which is not read: give the",
+        ),
+        ({"quantization_config": {"load_in_4bit": True}}, "quantised by bitsandbytes, which is not read"),
+        ({"quantization_config": {"bits": 4}}, "quantised by an unnamed method"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not"),
         ({"rope_scaling": {"type": "strange"}}, "rope scaling 'strange' is not supported; supported are default, lin"),
         ({"rope_scaling": {"type": "yarn"}}, "factor"),

@@ -10,7 +10,7 @@ import pytest
 import flowgrpo as fg
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.config import DecoderConfig, Rope
-from flowgrpo.models.decoder import make_policy
+from flowgrpo.models.decoder import make_policy, matrices
 from flowgrpo.models.lora import LoraConfig
 from flowgrpo.parallel.sharding import make_mesh, parse_mesh
 from flowgrpo.planning.cost_model import (
@@ -147,6 +147,35 @@ def test_an_adapter_alone_has_gradients_and_moments():
     assert adapter.floor["optimizer"] < whole.floor["optimizer"]
     assert adapter.floor["gradients"] < whole.floor["gradients"]
     assert adapter.peak < whole.peak
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("nf4", 4)])
+def test_a_quantised_base_takes_the_bits_of_its_kind_on_every_device(kind, bits):
+    """Matrices are divided over all devices, and what is not quantised is as it was."""
+    sizes = {}
+    for mesh in (None, "fsdp=4,tensor=2"):
+        whole, coded = (
+            abstract_state(case(mesh, lora=LoraConfig(rank=2), quantised=q)).params.base for q in (None, kind)
+        )
+        factors = matrices(CONFIG)
+        values = {name: coded[name].values for name in factors}
+        sizes[mesh] = local_bytes(values)
+        assert sizes[mesh] * 32 == local_bytes({name: whole[name] for name in factors}) * bits
+        assert all(coded[name] == whole[name] for name in whole if name not in factors)
+    assert sizes[None] == sizes["fsdp=4,tensor=2"] * 8
+
+
+@pytest.mark.slow
+def test_programs_compile_over_a_quantised_base_with_less_memory():
+    lora = LoraConfig(rank=2)
+    whole, coded = (dry_run(case(lora=lora, quantised=kind), ["update", "decode"]) for kind in (None, "int8"))
+    assert all(one.arguments > other.arguments for one, other in zip(whole, coded, strict=True))
+    assert all(one.flops == other.flops for one, other in zip(whole, coded, strict=True))
+
+
+def test_quantised_weights_are_not_trained():
+    with pytest.raises(fg.BadInput, match="weights that are int8 can't be trained: give lora="):
+        case(quantised="int8")
 
 
 def test_a_program_that_is_not_there_is_named():
