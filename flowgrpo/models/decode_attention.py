@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton
 
 from flowgrpo.models.attention import LOWEST, Sight, Slots, scale_of
 from flowgrpo.models.config import DecoderConfig
-from flowgrpo.models.flash_attention import LARGEST, NARROWEST, Settings, add_block, finish, nothing_yet, sees
+from flowgrpo.models.flash_attention import LARGEST, NARROWEST, KernelSettings, add_block, finish, nothing_yet, sees
 
 BLOCK = 64  # slots that are multiplied at once; a cache is a whole number of them
 BLOCKS = 4  # of a part, which one program goes through
@@ -40,14 +40,14 @@ def attend_slots(
     Slots that are not filled count as zeros, whatever they hold. `interpret` runs the kernels on any machine; a `block`
     is of so many slots.
     """
-    settings = Settings(block, scale_of(config), config.attention_softcap, interpret)
+    settings = KernelSettings(block, scale_of(config), config.attention_softcap, interpret)
     rows, heads, _, e = q.shape
     q = q.reshape(rows, config.k, heads // config.k, e)
     mixed, weight = _mix_parts(q, slots, sight, settings)
     return _combine_parts(mixed, weight, slots.filled, q, settings).reshape(rows, heads, 1, e)
 
 
-def _mix_parts(q: Array, slots: Slots, sight: Sight, settings: Settings) -> tuple[Array, Array]:
+def _mix_parts(q: Array, slots: Slots, sight: Sight, settings: KernelSettings) -> tuple[Array, Array]:
     """The mean of the values of each part [r k parts g e], and the logarithm of its sum over the keys [r k parts g].
 
     Parts are filled up to a power of two; those that are not filled with slots are not written.
@@ -84,7 +84,7 @@ def _heads_of_row(wide: int, e: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, wide, e), lambda _, h, r: (r, h, 0, 0))
 
 
-def _combine_parts(mixed: Array, weight: Array, filled: Array, q: Array, settings: Settings) -> Array:
+def _combine_parts(mixed: Array, weight: Array, filled: Array, q: Array, settings: KernelSettings) -> Array:
     """The mean over all parts, in the shape and type of the queries."""
     (rows, heads, group, e), parts = q.shape, mixed.shape[2]
     return settings.launch(
@@ -124,7 +124,7 @@ def _part_kernel(
     mixed,
     weight,
     *,
-    settings: Settings,
+    settings: KernelSettings,
     group: int,
 ):
     """The queries of a row that share keys over the blocks of one part that they see, with a running softmax."""
@@ -157,7 +157,7 @@ def _part_kernel(
     triton.store(weight, sum_of_part, mask=kept)
 
 
-def _combine_kernel(filled, mixed, weight, out, *, settings: Settings):
+def _combine_kernel(filled, mixed, weight, out, *, settings: KernelSettings):
     """The parts of one query; one of which nothing is seen counts for nothing."""
     parts, e = mixed.shape
     written = jnp.arange(parts) * (settings.block * BLOCKS) < filled[0]

@@ -28,7 +28,7 @@ LARGEST = np.iinfo(np.int32).max
 LOG2E = math.log2(math.e)  # the kernels take powers of 2, which GPUs have an instruction for
 
 
-class Settings(NamedTuple):
+class KernelSettings(NamedTuple):
     """All that is known when a kernel is compiled."""
 
     block: int
@@ -56,7 +56,7 @@ def flash_rows(
     laid = _lay(sight, q.shape[0], block)
     keep = sight.q_segment > 0, laid.k_segment[:, : k.shape[2]] != 0
     q, k, v = (_fill(x.astype(q.dtype), real, block, wide) for x, real in zip((q, k, v), keep + keep[1:], strict=True))
-    out: Array = _flash(q, k, v, laid, Settings(block, scale_of(config), config.attention_softcap, interpret))
+    out: Array = _flash(q, k, v, laid, KernelSettings(block, scale_of(config), config.attention_softcap, interpret))
     return out[:, :, :length, :e]
 
 
@@ -90,11 +90,11 @@ def _fill(x: Array, keep: Array, block: int, wide: int) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _flash(q: Array, k: Array, v: Array, sight: _Laid, settings: Settings) -> Array:
+def _flash(q: Array, k: Array, v: Array, sight: _Laid, settings: KernelSettings) -> Array:
     return _flash_forward(q, k, v, sight, settings)[0]
 
 
-def _flash_forward(q: Array, k: Array, v: Array, sight: _Laid, settings: Settings) -> tuple[Array, tuple]:
+def _flash_forward(q: Array, k: Array, v: Array, sight: _Laid, settings: KernelSettings) -> tuple[Array, tuple]:
     rows, heads, length, _ = q.shape
     meets = _meets(sight, settings.block, settings.block // 2)
     out, weight = settings.launch(
@@ -109,7 +109,7 @@ def _flash_forward(q: Array, k: Array, v: Array, sight: _Laid, settings: Setting
     return out, (q, k, v, sight, out, weight)
 
 
-def _flash_backward(settings: Settings, kept: tuple, d_out: Array) -> tuple:
+def _flash_backward(settings: KernelSettings, kept: tuple, d_out: Array) -> tuple:
     """With shares p and d_p = d_out v:  d_v = p d_out,  d_logits = p (d_p - <d_out, out>)."""
     q, k, v, sight, out, weight = kept
     through = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
@@ -120,7 +120,7 @@ def _flash_backward(settings: Settings, kept: tuple, d_out: Array) -> tuple:
 _flash.defvjp(_flash_forward, _flash_backward)
 
 
-def _query_gradient(sight: _Laid, q, k, v, d_out, weight, through, settings: Settings, meets: Array) -> Array:
+def _query_gradient(sight: _Laid, q, k, v, d_out, weight, through, settings: KernelSettings, meets: Array) -> Array:
     rows, heads, length, _ = q.shape
     block = settings.block // 2
     return settings.launch(
@@ -134,7 +134,9 @@ def _query_gradient(sight: _Laid, q, k, v, d_out, weight, through, settings: Set
     )(*_span(meets), *sight, q, k, v, d_out, weight, through)
 
 
-def _key_gradients(sight: _Laid, q, k, v, d_out, weight, through, settings: Settings, meets: Array) -> list[Array]:
+def _key_gradients(
+    sight: _Laid, q, k, v, d_out, weight, through, settings: KernelSettings, meets: Array
+) -> list[Array]:
     rows, heads, length, e = q.shape
     block, group, blocks = settings.block // 2, heads // k.shape[1], k.shape[2] // (settings.block // 2)
     queries = pl.BlockSpec((None, group, length, e), lambda _, h, r: (r, h, 0, 0))
@@ -221,7 +223,7 @@ def _span(meets: Array) -> tuple[Array, Array]:
 
 
 def _forward_kernel(
-    first, end, q_position, k_position, q_segment, k_segment, window, q, k, v, out, weight, *, settings: Settings
+    first, end, q_position, k_position, q_segment, k_segment, window, q, k, v, out, weight, *, settings: KernelSettings
 ):
     """A block of queries over the blocks of keys that it meets, with a running softmax."""
     number, size = pl.program_id(0), settings.block // 2
@@ -272,7 +274,7 @@ def _key_kernel(
     d_k,
     d_v,
     *,
-    settings: Settings,
+    settings: KernelSettings,
 ):
     """The gradients of a block of keys and its values, of all heads that share them."""
     number, size = pl.program_id(0), settings.block // 2
@@ -312,7 +314,7 @@ def nothing_yet(queries: Array) -> tuple[Array, Array, Array]:
 
 
 def add_block(
-    running: tuple[Array, Array, Array], seen: Array, queries: Array, k: Array, v: Array, settings: Settings
+    running: tuple[Array, Array, Array], seen: Array, queries: Array, k: Array, v: Array, settings: KernelSettings
 ) -> tuple[Array, Array, Array]:
     """Add a block of keys and values; one that is not seen changes no bit."""
     highest, total, mixed = running
@@ -331,12 +333,12 @@ def finish(running: tuple[Array, Array, Array]) -> tuple[Array, Array]:
     return mixed / total[:, None], highest + jnp.log2(total)
 
 
-def _logits(queries: Array, keys: Array, settings: Settings) -> Array:
+def _logits(queries: Array, keys: Array, settings: KernelSettings) -> Array:
     logits = triton.dot(queries, keys, trans_b=True) * settings.scale
     return logits if settings.cap is None else settings.cap * jnp.tanh(logits / settings.cap)
 
 
-def _backward(seen, queries, keys, values, d_mixed, given: tuple, settings: Settings) -> tuple[Array, Array]:
+def _backward(seen, queries, keys, values, d_mixed, given: tuple, settings: KernelSettings) -> tuple[Array, Array]:
     """Shares of a block, and the gradient of its logits before they are scaled."""
     weight, through = given
     logits = _logits(queries, keys, settings)

@@ -10,7 +10,8 @@ that moves most counts.
 
 Bytes are those of device memory: an operand of which only a slice is read counts as that slice, a result that is
 written into its operand as what is written, and what lies in a memory on the chip (S(1) and higher) not at all. Shapes
-are padded to the tiles in which they lie. A collective that is spread over several fusions counts where it begins.
+are padded to the tiles in which they lie. A collective that is spread over several fusions counts where it begins. Of
+the cache that `decode_attention` is given as a whole, half of one layer counts: it is read as far as it is filled.
 """
 
 import math
@@ -28,6 +29,7 @@ _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "afte
 _FREE |= {"opt-barrier", "replica-id", "copy-done", "async-done", "async-update", "slice-done", "custom-call-done"}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 _NAMES = {"AllocateBuffer", "ConcatBitcast", "AsyncCollectiveDone"}  # custom calls that move nothing
+_OF_CACHE = "/decode_parts/"  # in the origin of a kernel that reads a layer of a cache [n r k c e]
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written into the first
 _SAME = {"bitcast", "reshape"}  # of the same bytes
@@ -303,6 +305,9 @@ def _read_bytes(
     if body is not None:
         part = _used_bytes(computations, body, body.parameters[number].name)
         return whole if part is None else min(whole, part)
+    if instruction.opcode == "custom-call" and _OF_CACHE in instruction.rest:
+        lengths = [int(x) for x in _ARRAY.findall(operand.shape)[0][1].split(",") if x]
+        return whole / lengths[0] / 2 if len(lengths) == 5 else whole
     part = _part_bytes(instruction, instruction.operands[number])
     return whole if part is None else part
 

@@ -229,6 +229,15 @@ def test_kernels_without_an_estimate_are_told_apart():
     assert one('%k = f32[8,4] custom-call(), custom_call_target="AllocateBuffer"') == []
 
 
+def test_half_of_a_layer_counts_of_the_cache_that_a_kernel_is_given():
+    kernel = '%k = f32[2,4] custom-call(%p0, %p1), custom_call_target="triton", metadata={op_name="jit(f)/NAME/call"}'
+    cache, queries = "bf16[3,2,1,16,4]", "bf16[2,1,1,4]"
+    (step,) = one(kernel.replace("NAME", "decode_parts"), queries, cache)
+    assert step.read == 16 + 2 * 16 * 4 * 2 / 2
+    (other,) = one(kernel.replace("NAME", "flash_forward"), queries, cache)
+    assert other.read == 16 + 3 * 2 * 16 * 4 * 2
+
+
 def test_squares_are_found_by_their_sizes():
     steps = one("%q = f32[2,64,64] exponential(%p0)", "f32[2,64,64]")
     assert arrays_with(steps, 64, 64) == steps

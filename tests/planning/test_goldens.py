@@ -14,9 +14,11 @@ import pytest
 
 import flowgrpo as fg
 from flowgrpo.learner.state import make_optimizer
+from flowgrpo.models.attention_kernels import flash
 from flowgrpo.models.config import DecoderConfig, Rope
-from flowgrpo.parallel.sharding import make_mesh
-from flowgrpo.planning.compiled_program import arrays_with, collectives, copies, program_steps
+from flowgrpo.models.decoder import make_policy
+from flowgrpo.parallel.sharding import make_mesh, settle
+from flowgrpo.planning.compiled_program import arrays_with, collectives, copies, moved_bytes, program_steps
 from flowgrpo.planning.cost_model import Workload
 from flowgrpo.planning.dry_run import abstract_state, dry_run, local_bytes, make_case
 from flowgrpo.planning.targets import missing_compiler, parse_target, target_devices
@@ -81,6 +83,21 @@ def test_an_update_gathers_each_layer_twice_and_sums_gradients_once(name):
     micro_batches = JOB.rows // DEVICES
     assert found["all-gather"] <= micro_batches * 2 * (7 * LAYERS + 2)
     assert found.get("reduce-scatter", 0) <= micro_batches * (7 * LAYERS + 2)
+
+
+@pytest.mark.slow
+def test_a_kernel_over_a_cache_is_given_it_as_it_lies():
+    """Of the cache nothing is read beside what is filled of it, and the parts that are put together."""
+    plain = case("h100-4", "decode")
+    job = replace(JOB, dtype="bfloat16", compute_dtype=None)
+    policy = settle(make_policy(CONFIG, dtype=jnp.bfloat16, attend=flash), plain.mesh, plain.axes)
+    (cost,) = dry_run(plain._replace(job=job, policy=policy), ["decode"])
+    kernels = [step for step in cost.instructions if "/decode_" in step.origin]
+    assert sum(step.times for step in kernels) == 2 * STEPS * LAYERS
+    assert moved_bytes(kernels) <= 1.3 * STEPS * cost.floor["cache"] / 2
+    of_blocks = [step for step in cost.instructions if step not in kernels and arrays_with([step], 1024)]
+    assert copies(cost.instructions, *CACHES) < STEPS
+    assert not [step for step in of_blocks if step.times >= STEPS]
 
 
 # Planted waste ----------------------------------------------------------------------------------------
