@@ -11,7 +11,7 @@ from experiments.cli.listing import listing
 
 GROUPS = {
     "The machine": ("ceilings", "startup"),
-    "Learning": ("update", "packing", "meshes"),
+    "Learning": ("update", "attention", "packing", "meshes"),
     "Playing": ("decode", "hosted", "exactness", "loading"),
     "Looking": ("viewer",),
     "Rewards": ("answers", "rewards"),

@@ -28,7 +28,7 @@ from flowgrpo.models.config import DecoderConfig, Rope
 
 flag_heading("Sizes")
 _ROWS = flags.DEFINE_integer("rows", 4, "Rows.", lower_bound=1)
-_TOKENS = flags.DEFINE_integer("tokens", 4096, "Tokens of a row.", lower_bound=1)
+_TOKENS = flags.DEFINE_integer("row_tokens", 4096, "Tokens of a row.", lower_bound=1)
 _HEADS = flags.DEFINE_integer("heads", 14, "Heads of queries.", lower_bound=1)
 _K_HEADS = flags.DEFINE_integer("k_heads", 2, "Heads of keys.", lower_bound=1)
 _HEAD = flags.DEFINE_integer("head", 64, "Dimensions of a head.", lower_bound=1)

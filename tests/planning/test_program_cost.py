@@ -1,4 +1,4 @@
-"""What a compiler says of a program, of one that it refuses too, and how fast that can be at most."""
+"""Compiled programs in figures, also those that a compiler refuses, and how fast they can be at most."""
 
 from functools import partial
 from types import SimpleNamespace
