@@ -130,6 +130,7 @@ class Policy(NamedTuple):
     hidden_after: Callable[..., Any] | None = None  # (params, prompts, tokens, positions, segments) -> hidden
     over_rows: Callable[..., Any] | None = None  # (function, params, rows): run it where rows lie on several devices
     in_dtype: Callable[[Any], Any] | None = None  # dtype -> the policy, casting parameters where they lie divided
+    alone: Any = None  # the policy of one device, where this one is settled on a mesh that divides parameters
     mesh: Any = None  # a DeviceMesh of `parallel.row_sharding`; None: everything runs where it is
 
     def apply(self, params, tokens, positions=None, segments=None, cache=None) -> tuple:

@@ -8,8 +8,8 @@ The `mesh` decides how:
     None                    everything runs where it is
     a mesh of `data` alone  each device runs the same program on its own rows (`shard_map`); what is shared, such as
                             parameters, lies on every device
-    with fsdp or tensor     the program reads as if for one device, and XLA divides it by how its arguments lie; a
-                            function meets all rows, and says with `lay` which of them stand side by side
+    with fsdp or tensor     a function meets all rows, and says with `lay` which of them stand side by side; a policy
+                            that is settled on the mesh (`sharding.settle`) deals them itself
     PerDevice               the caller is inside a `pmap`, and each device picks its own rows
 
 All give the same to float tolerance (F3). `over_runs` treats a stack of runs, such as seeds, in the same way:
@@ -112,17 +112,28 @@ def map_rows(function: Callable, mesh: DeviceMesh, shared, rows):
     """`function(shared, rows)`, which treats every row for itself; its results stand in the order of the rows."""
     if mesh is None or divides(mesh):
         return function(shared, rows)
+    return map_own_rows(function, mesh, shared, rows)
+
+
+def map_own_rows(function: Callable, mesh: Mesh | PerDevice, shared, rows):
+    """`map_rows` as a program of each device for its own rows, on any mesh.
+
+    What is shared is gathered once, but for what tensor divides, which is left to XLA.
+    """
     count = len(jax.tree.leaves(rows)[0])
-    dealt_i, _ = deal(count, mesh.size)
-    each = len(dealt_i) // mesh.size
+    hands = mesh.size if not divides(mesh) else row_devices(mesh)
+    dealt_i, _ = deal(count, hands)
+    each = len(dealt_i) // hands
     if isinstance(mesh, PerDevice):
         out = function(shared, _take(rows, _own(dealt_i, mesh)))
         out = jax.lax.all_gather(out, mesh.axis_name, tiled=True)
     else:
-        spread = jax.shard_map(function, mesh=mesh, in_specs=(SHARED, DEALT), out_specs=DEALT, check_vma=False)
-        out = spread(shared, _take(rows, dealt_i))
+        over = PartitionSpec(ROWS) if divides(mesh) else DEALT
+        names = {name for name in mesh.axis_names if name != TENSOR or mesh.shape[name] == 1}
+        where = {"in_specs": (SHARED, over), "out_specs": over, "axis_names": names}
+        out = jax.shard_map(function, mesh=mesh, check_vma=False, **where)(shared, _take(rows, dealt_i))
     row_r = jnp.arange(count)
-    return _take(out, row_r % mesh.size * each + row_r // mesh.size)
+    return _take(out, row_r % hands * each + row_r // hands)
 
 
 def sum_rows(function: Callable, mesh: DeviceMesh, shared, rows, wanted_r: Array) -> tuple:

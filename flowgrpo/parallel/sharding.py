@@ -222,7 +222,8 @@ class _Settling:
     def settled(self) -> Policy:
         """The policy."""
         own = {"hidden": self.hidden, "unembed": self.unembed, "over_rows": self.over_rows, "in_dtype": self.in_dtype}
-        return self.policy._replace(**own, unstack_layers=None, hidden_after=None)
+        alone = self.policy._replace(mesh=None)
+        return self.policy._replace(**own, alone=alone, unstack_layers=None, hidden_after=None)
 
     def in_dtype(self, dtype: Any) -> Policy:
         """The policy, computing in another type of number; gradients are summed over devices in the parameters'."""

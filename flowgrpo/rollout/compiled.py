@@ -23,7 +23,7 @@ from flowgrpo.batching.layouts import filled
 from flowgrpo.contracts import Env, Metrics, Observation, Policy, Step
 from flowgrpo.envs.env import END, PAD
 from flowgrpo.generate.sampler import Rows, Sampled, Sampling, decode, feed, sampling
-from flowgrpo.parallel.row_sharding import divides, lay, map_rows
+from flowgrpo.parallel.row_sharding import DeviceMesh, map_own_rows
 from flowgrpo.types import BadInput, Status, Trajectories, check_range
 
 
@@ -62,10 +62,9 @@ def make_rollout(env: Env, policy: Policy, *, temperature: float = 1.0, narrowes
         raise BadInput("the policy has no make_cache, and a rollout needs one")
     check_range("make_rollout", "temperature", temperature, 0.0, exclusive=True)
     check_range("make_rollout", "narrowest", narrowest, 1, whole=True, optional=True)
-    if narrowest is not None and divides(policy.mesh):
-        raise BadInput("make_rollout: narrowest needs rows that lie on one device, but the mesh divides the program")
+    mesh, policy = policy.mesh, policy if policy.alone is None else policy.alone
     policy = policy._replace(unembed=partial(_unembed, env, policy.unembed))
-    return _Roller(env, policy, temperature, narrowest)
+    return _Roller(env, policy, mesh, temperature, narrowest)
 
 
 def _unembed(env: Env, unembed: Callable, params, hidden: Array) -> Array:
@@ -113,19 +112,24 @@ class _Roller:
     """A rollout, with all that it is bound to."""
 
     env: Env
-    policy: Policy
+    policy: Policy  # of one device
+    mesh: DeviceMesh
     temperature: float
     narrowest: int | None
 
     def __call__(self, params, tasks, keys, group_n, version=0) -> Trajectories:
-        spoken, ended = map_rows(self.run, self.policy.mesh, params, (tasks, keys))
+        given = (tasks, keys)
+        # Parameters are gathered once, and not in every step.
+        spoken, ended = (
+            self.run(params, given) if self.mesh is None else map_own_rows(self.run, self.mesh, params, given)
+        )
         return _collect(self.env, spoken, ended, group_n, version)
 
     def run(self, params, given: tuple) -> tuple[Spoken, tuple[Array, Array]]:
         """All turns of the given (tasks, keys) -> (their record [n t ...], (done_n, correct_n))."""
         if self.policy.unstack_layers is not None:
             params = self.policy.unstack_layers(params)  # here, and not in each turn
-        tasks, keys = lay(given, self.policy.mesh)
+        tasks, keys = given
         count, sizes = len(keys), self.env.sizes
         fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
         states, said = jax.vmap(self.env.reset)(fold(keys, 0), tasks)
