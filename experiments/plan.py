@@ -9,8 +9,10 @@ Every mesh, with and without remat and at all sizes of micro-batches, is ranked 
 very programs of the best few are compiled without weights (see `planning.dry_run`): for virtual devices, or with
 `--target` by the compiler of that machine, which is not needed for it (`pip install 'flowgrpo[aot]'`). The compiler's
 word counts: memory at its fullest, whether that fits, bytes that are moved and sent, and so the least time of an update
-and of a decoding step. With `--mesh` that one alone is looked at. `--model` is a folder with a config.json, or the name
-of a published shape. What does not fit is listed with what takes most of the memory. Seconds by formula only rank.
+and of a decoding step. With `--mesh` that one alone is looked at; with `--decode_mesh` the same devices decode on
+another, and what it takes to bring the parameters there is shown (`reshard`). `--model` is a folder with a config.json,
+or the name of a published shape. What does not fit is listed with what takes most of the memory. Seconds by formula
+only rank.
 """
 
 import json
@@ -75,6 +77,7 @@ _TARGET = flags.DEFINE_list(
 _COUNT = flags.DEFINE_integer("devices", 8, "How many devices there are.", lower_bound=1, upper_bound=512)
 _MEMORY = flags.DEFINE_string("memory", "80GiB", "Memory of each: a number with GiB, GB, MiB or MB.")
 _MESH = flags.DEFINE_string("mesh", None, "The only mesh to look at, as data=2,fsdp=4,tensor=1.")
+_DECODE_MESH = flags.DEFINE_string("decode_mesh", None, "Mesh on which the same devices decode, if it is another.")
 _MICRO = flags.DEFINE_integer("micro_rows", None, "The only size of micro-batches to look at.", lower_bound=1)
 _REMAT = flags.DEFINE_bool("remat", None, "Only with, or only without, computing layers again.")
 _CHUNK = flags.DEFINE_integer("chunk", 1024, "Tokens of which all logits are there at once.", lower_bound=1)
@@ -156,7 +159,11 @@ def _compile_one(
     devices = None if target is None else target_devices(target)
     mesh = make_mesh(candidate.mesh, devices) if count > 1 else None
     optimizer = optimizer_for(_COMPUTE.value, make_optimizer(learning_rate=1e-6))
-    case = make_case(config, candidate.job, _algorithm_of(), optimizer, mesh=mesh, target=target)
+    decoding = None
+    if _DECODE_MESH.value is not None:
+        decoding = make_mesh(parse_mesh(_DECODE_MESH.value, count), devices)
+    settings: dict[str, Any] = {"mesh": mesh, "target": target, "decode_mesh": decoding}
+    case = make_case(config, candidate.job, _algorithm_of(), optimizer, **settings)
     learning = ["update", *(["reference"] if "logp_ref" in case.algorithm.needs else [])]
     programs = _PROGRAMS.value or (None if _ROLLOUT.value else learning)
     line = _row_of(candidate)

@@ -353,7 +353,7 @@ def hidden(
     step = partial(_step, view=view, config=config, attend=attend, settle=settle)
     # The cache is carried and not scanned over, so that a step changes it in place.
     held = None if cache is None else (cache.keys, cache.values)
-    if cache is not None and isinstance(cache.keys, tuple):
+    if isinstance(params["q"], tuple) or (cache is not None and isinstance(cache.keys, tuple)):
         for index in range(config.num_layers):
             (x, held), _ = step((x, held), {name: value[index] for name, value in layers.items()})
     else:
@@ -419,24 +419,30 @@ def _angles(positions: Array, config: DecoderConfig) -> tuple[Array, Array]:
     return jax.lax.platform_dependent(positions, cpu=in_branch, default=turn)
 
 
-def unstack_layers(params: Params, *, config: DecoderConfig) -> Params:
-    """Lay the parameters out for many small steps: each layer's on their own, and matrices in the pieces of a sum.
+def unstack_layers(params: Params, *, config: DecoderConfig, divide: Callable[..., Any] | None = None) -> Params:
+    """Lay the parameters out for many small steps: each layer's on their own, and its matrices as `divide` has them.
 
-    Taken from a stack in each step, they would be copied in each step. What is laid out already stays as it is.
+    By default they are in the pieces of a sum. Taken from a stack in each step, they would be copied in each step. What
+    is laid out already stays as it is.
     """
     if isinstance(params["q"], tuple):
         return params
+    divide = _divide if divide is None else divide
     declared, factors = parameters(config), matrices(config)
     unembedding = params["embed"].T if config.tied else params["unembed"]
-    laid: dict[str, Any] = {"embed": params["embed"], "norm": params["norm"], "unembed": _divide(unembedding)}
+    laid: dict[str, Any] = {"embed": params["embed"], "norm": params["norm"], "unembed": divide(unembedding, 1)}
     for name, value in params.items():
         if declared[name].axes.startswith("n"):
             inputs = len(factors[name][0]) if name in factors else 0
-            laid[name] = tuple(_divide(x, inputs) if inputs else x for x in value)
+            laid[name] = tuple(divide(x, inputs) if inputs else x for x in value)
     return laid
 
 
-def _divide(w: Array | Quantised, inputs: int = 1) -> Array | Divided | Quantised:
+def _leave_whole(w: Array, _inputs: int) -> Array:
+    return w
+
+
+def _divide(w: Array | Quantised, inputs: int) -> Array | Divided | Quantised:
     """A matrix in pieces, where `product` sums over these; its first so many axes are summed over."""
     if isinstance(w, Quantised):
         return w
@@ -472,9 +478,16 @@ def make_policy(
         hidden=states,
         unembed=partial(unembed, config=config),
         make_cache=partial(make_cache, config=config, dtype=dtype, stacked=unroll is not True),
-        unstack_layers=partial(unstack_layers, config=config) if unroll is True else None,
+        unstack_layers=_layout(config, unroll, attend),
         hidden_after=partial(hidden_after, states),
     )
+
+
+def _layout(config: DecoderConfig, unroll: bool | int, attend: Attend) -> Callable[[Params], Params] | None:
+    """How parameters lie while many small steps are made: apart where layers are compiled apart, and on a GPU."""
+    if unroll is True:
+        return partial(unstack_layers, config=config)
+    return partial(unstack_layers, config=config, divide=_leave_whole) if isinstance(attend, Kernels) else None
 
 
 def _init(key: Array, *, config: DecoderConfig, dtype) -> Params:

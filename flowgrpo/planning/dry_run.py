@@ -36,7 +36,7 @@ from flowgrpo.models.decoder import make_policy, matrices
 from flowgrpo.models.kv_cache import WIDE_BLOCKS
 from flowgrpo.models.lora import Adapted, LoraConfig, adapter_axes, lora_policy
 from flowgrpo.models.quantised import check_kind, quantise_layers
-from flowgrpo.models.trainable import ADAPTER, WHOLE, Trained
+from flowgrpo.models.trainable import ADAPTER, WHOLE, Trained, cast
 from flowgrpo.parallel.row_sharding import ROWS, SHARED, TENSOR, divides
 from flowgrpo.parallel.sharding import decoder_axes, jit_update, settle, state_shardings
 from flowgrpo.planning.cost_model import (
@@ -67,6 +67,7 @@ class DryRunCase(NamedTuple):
     trained: Trained
     gathers: bool = False  # whole parameters decode on one device of the mesh
     target: Target | None = None  # None: virtual CPU devices
+    decode_mesh: Mesh | None = None  # on which the same devices decode, where it is another
 
 
 def make_case(
@@ -80,10 +81,12 @@ def make_case(
     quantised: str | None = None,
     gathers: bool = False,
     target: Target | None = None,
+    decode_mesh: Mesh | None = None,
 ) -> DryRunCase:
     """The parts of a run for a mesh; with `lora` an adapter is trained; with `gathers` one device decodes.
 
-    The base of an adapter is `quantised` as "int8" or "nf4", or whole. The devices of the mesh are those of
+    With a `decode_mesh` the devices decode on that, to which the parameters move after each update. The base of an
+    adapter is `quantised` as "int8" or "nf4", or whole. The devices of the mesh are those of
     `target_devices(target)` where there is a target.
     """
     if target is not None:
@@ -95,14 +98,14 @@ def make_case(
             raise BadInput(f"weights that are {quantised} can't be trained: give lora=, an adapter beside them")
         policy = make_policy(config, dtype=dtype, remat=job.remat, attend=kernel)
         policy = settle(policy, mesh, axes)
-        return DryRunCase(config, job, algorithm, optimizer, mesh, policy, axes, WHOLE, gathers, target)
+        return DryRunCase(config, job, algorithm, optimizer, mesh, policy, axes, WHOLE, gathers, target, decode_mesh)
     policy: Policy = lora_policy(config, lora, dtype=dtype, remat=job.remat, attend=kernel)
     if quantised is not None:
         policy = policy._replace(init=partial(_quantised_init, policy.init, config=config, kind=check_kind(quantised)))
     own: Any = adapter_axes(lora)
     letters = Adapted(axes, own)
     policy = settle(policy, mesh, letters)
-    return DryRunCase(config, job, algorithm, optimizer, mesh, policy, letters, ADAPTER, gathers, target)
+    return DryRunCase(config, job, algorithm, optimizer, mesh, policy, letters, ADAPTER, gathers, target, decode_mesh)
 
 
 def _quantised_init(init: Callable, key: jax.Array, *, config: DecoderConfig, kind: str) -> Adapted:
@@ -111,9 +114,13 @@ def _quantised_init(init: Callable, key: jax.Array, *, config: DecoderConfig, ki
 
 
 def dry_run(case: DryRunCase, programs: Sequence[str] | None = None) -> list[ProgramCost]:
-    """Compile these programs: by default update, reference where there is a KL term, prefill and decode."""
+    """Compile these programs: by default update, reference where there is a KL term, prefill and decode.
+
+    Where decoding has a mesh of its own, `reshard` brings the parameters there.
+    """
     known: dict[str, Callable[[DryRunCase], ProgramCost]] = {"update": dry_update}
     known |= {"reference": dry_reference} if "logp_ref" in case.algorithm.needs else {}
+    known |= {"reshard": dry_reshard} if case.decode_mesh is not None else {}
     known |= {"prefill": dry_prefill, "decode": dry_decode}
     unknown = sorted(set(programs or ()) - set(known))
     if unknown:
@@ -173,8 +180,35 @@ def dry_reference(case: DryRunCase) -> ProgramCost:
     )
 
 
+def dry_reshard(case: DryRunCase) -> ProgramCost:
+    """Bring the parameters from the mesh that trains to the one that decodes, in the type that is computed in."""
+    params = abstract_state(case).params
+    there = _cast(abstract_state(_where_it_decodes(case)).params, case.job)
+    convert = partial(cast, dtype=jnp.dtype(case.job.compute_dtype or case.job.dtype))
+    return measure_program(
+        "reshard",
+        jax.jit(convert, out_shardings=_where(there, case.decode_mesh)),
+        (params,),
+        case.mesh,
+        target=case.target,
+        trips=(),
+        useful=0.0,
+        floor={"parameters": local_bytes(there)},
+        beside=local_bytes(abstract_state(case).optimizer),
+    )
+
+
+def _where_it_decodes(case: DryRunCase) -> DryRunCase:
+    """The case on the mesh that decodes."""
+    if case.decode_mesh is None:
+        return case
+    alone = case.policy if case.policy.alone is None else case.policy.alone
+    return case._replace(mesh=case.decode_mesh, policy=settle(alone, case.decode_mesh, case.axes), decode_mesh=None)
+
+
 def dry_prefill(case: DryRunCase) -> ProgramCost:
     """Prompts of all slots, in an empty cache."""
+    case = _where_it_decodes(case)
     params, rows, mesh = _decoding(case)
     size = (len(rows.token), case.job.prompt)
     tokens, real = (_laid(jax.ShapeDtypeStruct(size, x), _over_rows(mesh), mesh) for x in (jnp.int32, jnp.bool_))
@@ -187,6 +221,7 @@ def dry_prefill(case: DryRunCase) -> ProgramCost:
 
 def dry_decode(case: DryRunCase) -> ProgramCost:
     """A stretch of decoding in all slots, with full support."""
+    case = _where_it_decodes(case)
     params, rows, mesh = _decoding(case)
     count = len(rows.token)
     settings = jax.tree.map(lambda x: _laid(x, _over_rows(mesh), mesh), jax.eval_shape(lambda: sampling(count)))
