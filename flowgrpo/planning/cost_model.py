@@ -67,7 +67,9 @@ def _inside(equation: Any, trips: tuple[int, ...], platform: str) -> Iterator[tu
             branches = own or [branch for branch, names in zip(branches, named, strict=True) if names is None]
         yield 1, max(branches, key=lambda x: count_products(x, trips, platform)), trips
     else:
-        times = params["mesh"].size if name == "shard_map" else 1  # each device runs the body on its own share
+        times = 1
+        if name == "shard_map":  # each device runs the body on its own share; what other axes divide is whole in it
+            times = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
         if name == "pallas_call":  # a kernel runs once for each place of its grid
             times = math.prod(params["grid_mapping"].grid)
         for value in params.values():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flowgrpo.models.attention import attend
+from flowgrpo.models.attention import Sight, attend
 from flowgrpo.recipes import pure
 from flowgrpo.recipes.device_checks import attentions, figures, sampling, small_runs, speeds, suite, updates
 from flowgrpo.recipes.device_checks.bench import EXACT, HALF, Bench, open_bench
@@ -87,9 +87,10 @@ def test_logits_of_another_model_fail(monkeypatch):
     assert lines[-1].figure == pytest.approx(1e-3, rel=0.1)
 
 
-def leaky(q, k, v, seen, config):
+def leaky(q, k, v, sight, config):
     """See every key that is not later, whatever its segment: as a kernel that ignores segments."""
-    return attend(q, k, v, jnp.broadcast_to(jnp.tril(jnp.ones(seen.shape[1:], bool)), seen.shape), config)
+    one, place = jnp.ones_like(sight.q_segment), jnp.broadcast_to(jnp.arange(k.shape[2]), sight.q_segment.shape)
+    return attend(q, k, v, Sight(place, place, one, one, sight.window), config)
 
 
 @pytest.mark.slow
