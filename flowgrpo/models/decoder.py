@@ -149,7 +149,7 @@ def multiply(x: Array, layer: Params, name: str, *, inputs: int = 1) -> Array:
     """
     w, bias = layer[name], layer.get(f"{name}_bias")
     flat = x.reshape(-1, math.prod(w.shape[:inputs]))
-    out = _times(flat, w)
+    out = _times(flat, w).astype(x.dtype)
     if f"{name}_a" in layer:
         a, b = layer[f"{name}_a"], layer[f"{name}_b"]
         low = _matmul(flat.astype(a.dtype), a.reshape(flat.shape[1], -1))
