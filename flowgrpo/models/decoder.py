@@ -191,7 +191,7 @@ def _pieces(w_bc: Array) -> tuple[Array, ...]:
 def _times(x_ab: Array, w: Array | Divided | Quantised) -> Array:
     """`product`, whose second factor may lie in pieces, be quantised, or have more axes than two."""
     if isinstance(w, Quantised):
-        return times_quantised(x_ab, w, product)
+        return times_quantised(x_ab, w, product if x_ab.dtype == jnp.float32 else wide_product)
     return _sum_pieces(x_ab, w.pieces) if isinstance(w, Divided) else product(x_ab, w.reshape(x_ab.shape[1], -1))
 
 
