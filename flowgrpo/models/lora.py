@@ -74,7 +74,8 @@ def lora_policy(
         return Adapted(policy.init(base_key), init_adapter(adapter_key, config, lora))
 
     def hidden(params: Adapted, tokens, positions=None, segments=None, cache=None, **settings):
-        check_adapter(params.adapter, config, lora)
+        if settings.get("settle") is None:  # else it is one device's share
+            check_adapter(params.adapter, config, lora)
         # The scale goes into B, so that only small arrays are multiplied with it.
         scaled = {name: x * lora.scale if name.endswith("_b") else x for name, x in params.adapter.items()}
         return policy.hidden(stop(params.base), tokens, positions, segments, cache, adapter=scaled, **settings)

@@ -116,7 +116,7 @@ def test_virtual_devices_are_a_target_too(command, tmp_path):
     shape = PUBLISHED["qwen2.5-0.5b"] | {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 2, "vocab_size": 512}))
     flags = ["--target=cpu-2", "--length=64", "--prompt=16", "--steps=4", "--slots=8", "--programs=prefill"]
-    result = last_line(command("plan", f"--model={tmp_path}", "--memory=1MiB", "--mesh=data=2", *flags))
-    assert (result["target"], result["devices"], result["memory"]) == ("cpu-2", 2, 2**20)
+    result = last_line(command("plan", f"--model={tmp_path}", "--memory=0.25MiB", "--mesh=data=2", *flags))
+    assert (result["target"], result["devices"], result["memory"]) == ("cpu-2", 2, 2**18)
     assert not result["compiled"][0]["fits"]
     assert result["would_fit"]
