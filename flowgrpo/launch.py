@@ -265,7 +265,7 @@ def _backend_started() -> bool:
 
 
 def _on_tpu() -> bool:
-    """Whether a TPU may run this: its library parses `XLA_FLAGS` too, and may know other flags than jaxlib.
+    """Say whether a TPU may run this: its library parses `XLA_FLAGS` too, and may know other flags than jaxlib.
 
     The library alone says nothing: it is a compiler, too, which `planning.targets` uses on any machine.
     """
@@ -276,7 +276,7 @@ def _on_tpu() -> bool:
 
 
 def _tpu_attached() -> bool:
-    """Whether this machine has a TPU: as a device on its bus, or as a file that a container was given."""
+    """Say whether this machine has a TPU: as a device on its bus, or as a file that a container was given."""
     from jax._src.hardware_utils import num_available_tpu_chips_and_device_id  # no public function says it
 
     chips, _ = num_available_tpu_chips_and_device_id()

@@ -26,7 +26,7 @@ HEADS = 16  # queries that a GPU multiplies at least; fewer that share keys are 
 
 
 def takes(q: Array, k: Array) -> bool:
-    """Whether the kernel is for these queries [r h s e] and keys of a cache [n r k c e]."""
+    """Say whether the kernel is for these queries [r h s e] and keys of a cache [n r k c e]."""
     length, e = q.shape[2:]
     whole = k.shape[3] % BLOCK == 0 and e >= NARROWEST and e & (e - 1) == 0
     return length == 1 and whole and q.dtype in (jnp.bfloat16, jnp.float16)
@@ -135,7 +135,7 @@ def _part_kernel(
     queries = triton.load(q, mask=jnp.broadcast_to(is_query[:, None], q.shape), other=0)
 
     def look(start, count: int) -> tuple[Array, Array]:
-        """Which of so many slots are filled, and which are seen."""
+        """Tell which of so many slots are filled, and which are seen."""
         at, is_filled = pl.ds(start, count), before + start + jnp.arange(count) < filled[0]
         position, segment = (triton.load(x.at[at], mask=is_filled, other=0) for x in (k_position, k_segment))
         return is_filled, sees(own, (position, segment), window[0])

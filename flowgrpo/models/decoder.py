@@ -42,7 +42,7 @@ PIECE, DIVIDED = 192, 4096  # terms of a sum in one piece, and of the longest su
 
 
 class Settle(NamedTuple):
-    """How parameters are reached on several devices."""
+    """Functions that reach parameters on several devices."""
 
     lookup: Callable[[Array, Array], Array]  # (embedding, tokens) -> [r s d]
     layer: Callable[[Params], Params]  # the parameters of a layer as they lie -> as they are read
@@ -484,7 +484,7 @@ def make_policy(
 
 
 def _layout(config: DecoderConfig, unroll: bool | int, attend: Attend) -> Callable[[Params], Params] | None:
-    """How parameters lie while many small steps are made: apart where layers are compiled apart, and on a GPU."""
+    """Choose how parameters lie while many small steps are made: apart where layers are compiled apart, and on a GPU."""
     if unroll is True:
         return partial(unstack_layers, config=config)
     return partial(unstack_layers, config=config, divide=_leave_whole) if isinstance(attend, Kernels) else None

@@ -190,7 +190,7 @@ def _whole(size: int) -> pl.BlockSpec:
 
 
 def _meets(sight: _Laid, queries: int, keys: int) -> Array:
-    """Whether any query of a block may see any key of another, by the ends of their ranges -> [r queries keys]."""
+    """Say whether any query of a block may see any key of another, by the ends of their ranges -> [r queries keys]."""
     q_segments, q_positions = _ranges(sight.q_segment, sight.q_position, queries)
     k_segments, k_positions = _ranges(sight.k_segment, sight.k_position, keys)
     (q_low, q_high), (k_low, k_high) = q_segments, k_segments

@@ -96,7 +96,7 @@ def extend_cache(tokens, positions, segments, cache: Cache | None, config: Decod
 
 
 def block_sizes(view: View) -> tuple[int, int]:
-    """How many slots are attended to at once: on a CPU, and on an accelerator."""
+    """Count the slots that are attended to at once: on a CPU, and on an accelerator."""
     slots = view.k_positions.shape[1]
     if slots > BLOCK and slots % BLOCK:
         raise ValueError(f"a cache of {slots} slots is no whole number of blocks of {BLOCK}: make it by make_cache")
@@ -105,7 +105,7 @@ def block_sizes(view: View) -> tuple[int, int]:
 
 
 def count_blocks(view: View, size: int) -> Array | int:
-    """How many blocks of this size are filled in any row."""
+    """Count the blocks of this size that are filled in any row."""
     assert view.filled is not None
     return 1 if size == view.k_positions.shape[1] else -(-view.filled.max() // size)
 

@@ -27,6 +27,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flowgrpo.contracts import Params, Policy
+from flowgrpo.generate.sampler import row_axis
 from flowgrpo.models.attention import Attend, AttendSlots, Kernels, Sight, Slots, attend
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.critic import critic_parameters
@@ -237,7 +238,7 @@ class _Settling:
             settle, spread = Settle(gather.lookup, gather.layer), partial(divide_attention, mesh=self.mesh)
             return self.policy.hidden(gather.named(params, "norm"), *rows, settle=settle, spread=spread)
 
-        return self.dealt(own, params, (jnp.asarray(tokens), positions, segments, cache), (tokens, cache))
+        return self.dealt(own, params, (jnp.asarray(tokens), positions, segments, cache), (jnp.asarray(tokens), cache))
 
     def unembed(self, params, hidden: Array) -> Array:
         """Compute logits, on each device those of its own rows."""
@@ -271,7 +272,7 @@ class _Settling:
         return out if short == 0 else jax.tree.map(partial(_shorten, count=count), out)
 
     def spec(self, path: tuple, x: Any) -> PartitionSpec:
-        """How fsdp divides a parameter, or a part of one that is quantised, wherever it is in a tree."""
+        """Say how fsdp divides a parameter, or a part of one that is quantised, wherever it is in a tree."""
         over = [spec(self.axes[name], x.shape, self.mesh) for name, _ in _places(path) if name in self.axes]
         return PartitionSpec(*(FSDP if axis == FSDP else None for axis in over[0])) if over else SHARED
 
@@ -346,23 +347,18 @@ def _places(path: tuple) -> list[tuple[str, str]]:
     return [(names[at], "/".join(names[at + 1 :])) for at in reversed(range(len(names)))]
 
 
-def _rows_at(x: Any) -> int:
-    """The axis of the rows: behind the layers, in keys and values of all of them."""
-    return 1 if jnp.ndim(x) == 5 else 0
-
-
 def _dealt_axis(x: Any) -> PartitionSpec:
-    return PartitionSpec(*[None] * _rows_at(x), ROWS)
+    return PartitionSpec(*[None] * row_axis(x), ROWS)
 
 
-def _lengthen(x: Any, short: int) -> Any:
+def _lengthen(x: Array, short: int) -> Any:
     """Rows with so many more, of zeros."""
-    pad = [(0, short if axis == _rows_at(x) else 0) for axis in range(jnp.ndim(x))]
+    pad = [(0, short if axis == row_axis(x) else 0) for axis in range(jnp.ndim(x))]
     return x if short == 0 else jnp.pad(x, pad)
 
 
 def _shorten(x: Array, count: int) -> Array:
-    return jax.lax.slice_in_dim(x, 0, count, axis=_rows_at(x))
+    return jax.lax.slice_in_dim(x, 0, count, axis=row_axis(x))
 
 
 def divide_attention(way: Attend, mesh: Mesh) -> Attend:

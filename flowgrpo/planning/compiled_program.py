@@ -105,7 +105,7 @@ def silent_bytes(steps: Iterable[ExecutedStep]) -> float:
 
 
 def copies(steps: Iterable[ExecutedStep], *shapes: Sequence[int]) -> float:
-    """How often an array with as many numbers as one of these shapes, as a cache, is written whole."""
+    """Count how often an array with as many numbers as one of these shapes, as a cache, is written whole."""
     wanted = {math.prod(shape) for shape in shapes}
     return sum(x.times for x in steps if any(numbers in wanted for numbers in _written_whole(x)))
 
@@ -129,7 +129,7 @@ def _has(lengths: str, sizes: Sequence[int]) -> bool:
 
 
 def collectives(steps: Iterable[ExecutedStep]) -> dict[str, float]:
-    """How often each kind of collective runs."""
+    """Count how often each kind of collective runs."""
     counts: dict[str, float] = {}
     for step in steps:
         if step.sent:
@@ -261,7 +261,7 @@ def _called(rest: str, attribute: str) -> str | None:
 
 
 def _custom_target(rest: str) -> str | None:
-    """Which custom call an instruction is."""
+    """Name the custom call that an instruction is."""
     found = re.search(r'custom_call_target="([^"]*)"', rest)
     return found[1] if found else None
 
@@ -275,7 +275,7 @@ def _branches(rest: str) -> list[str]:
 
 
 def _trip_count(computations: Mapping[str, Computation], loop: Instruction) -> int | None:
-    """How often a loop runs that counts from 0 to a constant; None for any other."""
+    """Count how often a loop runs that counts from 0 to a constant; None for any other."""
     told = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest)
     if told:
         return int(told[1])
@@ -394,12 +394,12 @@ def _sent(own: Computation, instruction: Instruction, body: Computation | None) 
 
 
 def _goes_on(fusion: Instruction) -> bool:
-    """Whether the collective in a fusion began in another one."""
+    """Say whether the collective in a fusion began in another one."""
     return "async_collective_fusion" in fusion.rest or fusion.name.startswith("async-collective-done")
 
 
 def _group_size(rest: str) -> int:
-    """How many devices meet in a collective."""
+    """Count the devices that meet in a collective."""
     if "collective_permute" in rest or "source_target_pairs" in rest:
         return 2
     axes = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest)

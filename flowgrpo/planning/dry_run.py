@@ -336,7 +336,7 @@ def micro_batches(job: Workload, mesh: Mesh | None) -> int:
 
 
 def slots_at_once(case: DryRunCase) -> int:
-    """How many slots of a cache decoding attends to at once, as `kv_cache.block_sizes` has it."""
+    """Count the slots of a cache that decoding attends to at once, as `kv_cache.block_sizes` has it."""
     length = case.job.length if case.job.length <= BLOCK else -(-case.job.length // BLOCK) * BLOCK
     own = min(length, BLOCK)
     if case.target is None or case.target.chip.platform == "cpu":

@@ -77,7 +77,7 @@ def lora_of(config: PlannerConfig) -> LoraConfig | None:
 
 
 def base_kind(config: PlannerConfig) -> str | None:
-    """How the base of a run's adapter is quantised; None where it is whole, or where there is none."""
+    """Name how the base of a run's adapter is quantised; None where it is whole, or where there is none."""
     return None if config.base == WHOLE_BASE else config.base
 
 
@@ -152,7 +152,7 @@ def make_planner(start: Model, config: PlannerConfig) -> Planner:
 
 
 def computes_in(config: PlannerConfig) -> dict[str, Any]:
-    """How a policy computes: in which type, by which attention, and whether layers go again for the gradient."""
+    """Settings of how a policy computes: in which type, by which attention, and whether layers go again for the gradient."""
     return {"dtype": config.dtype, "remat": config.remat, "attend": attention_named(config.attention)}
 
 

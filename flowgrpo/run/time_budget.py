@@ -33,7 +33,7 @@ class TimeBudget:
     clock: Callable[[], float] = time.monotonic
 
     def is_over(self) -> bool:
-        """Whether no time is left."""
+        """Say whether no time is left."""
         return self.clock() - self.began >= self.seconds
 
     def check(self) -> None:

@@ -24,7 +24,7 @@ class CheckLine(NamedTuple):
 
     @property
     def is_bad(self) -> bool:
-        """Whether it failed or could not be finished."""
+        """Say whether it failed or could not be finished."""
         return self.status in (FAIL, ERROR)
 
 
@@ -62,7 +62,7 @@ def _short(figure: float | str) -> float | str:
 
 
 def failed(lines: Sequence[CheckLine]) -> bool:
-    """Whether a line that guards correctness is bad."""
+    """Say whether a line that guards correctness is bad."""
     return any(line.is_bad and line.guards for line in lines)
 
 

@@ -73,6 +73,6 @@ def _run_one(bench: Bench, name: str, check: Check) -> list[CheckLine]:
 
 
 def _counts(lines: list[CheckLine]) -> str:
-    """How many lines came out how."""
+    """Count the lines by how they came out."""
     states = [line.status for line in lines]
     return ", ".join(f"{states.count(status)} {status}" for status in dict.fromkeys(states))

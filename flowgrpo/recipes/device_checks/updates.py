@@ -72,7 +72,7 @@ def _small_update(bench: Bench) -> SmallUpdate:
 
 
 def _run_update(bench: Bench, device: Device) -> tuple[dict, dict]:
-    """How the parameters change on a device, and the metrics."""
+    """Run the update: how the parameters change on a device, and the metrics."""
     small = _small_update(bench)
     with EXACT.products():
         after, metrics = jax.device_get(small.program(*jax.device_put((small.state, small.batch), device)))
@@ -115,5 +115,5 @@ def check_determinism(bench: Bench) -> list[CheckLine]:
 
 
 def _is_deterministic() -> bool:
-    """Whether XLA was told to use deterministic operations only."""
+    """Say whether XLA was told to use deterministic operations only."""
     return f"{DETERMINISTIC_FLAG}=true" in os.environ.get("XLA_FLAGS", "")
