@@ -1,4 +1,4 @@
-"""Check whether the device that is there can be trusted, and how fast it is: a verdict in words, in ten minutes at most.
+"""Check whether the device that is there can be trusted, and how fast it is: a verdict in words, within ten minutes.
 
     python -m experiments.device_check --out=device.json
     python -m experiments.device_check --checks=ratio,packing

@@ -484,7 +484,7 @@ def make_policy(
 
 
 def _layout(config: DecoderConfig, unroll: bool | int, attend: Attend) -> Callable[[Params], Params] | None:
-    """Choose how parameters lie while many small steps are made: apart where layers are compiled apart, and on a GPU."""
+    """Choose how parameters lie for many small steps: apart where layers are compiled apart, and on a GPU."""
     if unroll is True:
         return partial(unstack_layers, config=config)
     return partial(unstack_layers, config=config, divide=_leave_whole) if isinstance(attend, Kernels) else None

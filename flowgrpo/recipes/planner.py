@@ -152,7 +152,7 @@ def make_planner(start: Model, config: PlannerConfig) -> Planner:
 
 
 def computes_in(config: PlannerConfig) -> dict[str, Any]:
-    """Settings of how a policy computes: in which type, by which attention, and whether layers go again for the gradient."""
+    """Settings of how a policy computes: its type and attention, and whether layers go again for the gradient."""
     return {"dtype": config.dtype, "remat": config.remat, "attend": attention_named(config.attention)}
 
 

@@ -41,7 +41,7 @@ def case(name: str, kind: str):
     """The small model on a mesh of fsdp, for a target; without its compiler the test is skipped."""
     target = parse_target(name)
     if (lacking := missing_compiler(target.chip.platform)) is not None:
-        # The compilers take 2.3 GB, which no test of the rest needs: CI goes without, whoever changes a program has them.
+        # The compilers take 2.3 GB, which no other test needs: CI goes without, and who changes a program has them.
         pytest.skip(f"{name} can't be compiled for without {lacking}: pip install 'flowgrpo[aot]'")
     mesh = make_mesh({"fsdp": DEVICES}, target_devices(target))
     learning = fg.flow_grpo(beta=0.0), make_optimizer(learning_rate=1e-3)
