@@ -73,7 +73,7 @@ def visible(
     window: Array | int,
     k_shared: Array | None = None,
 ) -> Array:
-    """Say whether a query sees a key: same segment or shared, no padding, not later, nearer than `window` -> [r q k]."""
+    """Say if a query sees a key: same segment or shared, no padding, not later, nearer than `window` -> [r q k]."""
     distance = q_position[:, :, None] - k_position[:, None, :]
     same = q_segment[:, :, None] == k_segment[:, None, :]
     if k_shared is not None:
