@@ -16,6 +16,7 @@ only rank.
 """
 
 import json
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -153,22 +154,23 @@ def _targets() -> list[Target | None]:
 
 
 def _compile_one(
-    config: DecoderConfig, candidate: Candidate, memory: float, count: int, target: Target | None
+    config: DecoderConfig, algorithm: Algorithm, candidate: Candidate, machine: Machine, target: Target | None
 ) -> dict[str, Any]:
     """The programs of a candidate, compiled, with their tables."""
     devices = None if target is None else target_devices(target)
+    count = math.prod(candidate.mesh.values())
     mesh = make_mesh(candidate.mesh, devices) if count > 1 else None
     optimizer = optimizer_for(_COMPUTE.value, make_optimizer(learning_rate=1e-6))
     decoding = None
     if _DECODE_MESH.value is not None:
         decoding = make_mesh(parse_mesh(_DECODE_MESH.value, count), devices)
     settings: dict[str, Any] = {"mesh": mesh, "target": target, "decode_mesh": decoding}
-    case = make_case(config, candidate.job, _algorithm_of(), optimizer, **settings)
+    case = make_case(config, candidate.job, algorithm, optimizer, **settings)
     learning = ["update", *(["reference"] if "logp_ref" in case.algorithm.needs else [])]
     programs = _PROGRAMS.value or (None if _ROLLOUT.value else learning)
     line = _row_of(candidate)
     print(f"compiled for {line['mesh']}, micro_rows {line['micro_rows']}, remat {line['remat']}: GiB of one device")
-    rows = show_programs(dry_run(case, programs), memory, offload=_OFFLOAD.value, target=target)
+    rows = show_programs(dry_run(case, programs), machine.memory, offload=_OFFLOAD.value, target=target)
     return line | {"programs": rows, "fits": all(row["fits"] for row in rows)}
 
 
@@ -183,10 +185,12 @@ def _found(
     return found
 
 
-def plan(config: DecoderConfig, job: Workload, target: Target | None) -> dict[str, Any]:
+def plan(
+    config: DecoderConfig, job: Workload, algorithm: Algorithm, machine: Machine, target: Target | None
+) -> dict[str, Any]:
     """Rank the ways to use one machine, compile the best few, and print the tables."""
-    count, machine = _COUNT.value if target is None else target.count, _machine_of(target)
-    run = MemorySettings(reference="logp_ref" in _algorithm_of().needs, moved=_OFFLOAD.value, decodes=_ROLLOUT.value)
+    count = _COUNT.value if target is None else target.count
+    run = MemorySettings(reference="logp_ref" in algorithm.needs, moved=_OFFLOAD.value, decodes=_ROLLOUT.value)
     given = None if _MESH.value is None else parse_mesh(_MESH.value, count)
     layouts = list(meshes(config, count)) if given is None else [given]
     found = _found(config, job, run, machine, count, layouts)
@@ -200,7 +204,7 @@ def plan(config: DecoderConfig, job: Workload, target: Target | None) -> dict[st
         show_lines(others[: _SHOWN.value])
     # What the formula refuses is compiled for a target, whose compiler decides, and where no other mesh is asked for.
     chosen = (fitting or (found if given or target else []))[: _TOP.value]
-    compiled = [_compile_one(config, x, machine.memory, count, target) for x in with_progress("compile", chosen)]
+    compiled = [_compile_one(config, algorithm, x, machine, target) for x in with_progress("compile", chosen)]
     result: dict[str, Any] = {"target": None if target is None else target.name, "devices": count}
     result |= {"memory": machine.memory, "fitting": [_row_of(x) for x in fitting[: _SHOWN.value]]}
     if not (any(x["fits"] for x in compiled) if compiled else fitting):
@@ -216,14 +220,15 @@ def main() -> None:
     virtual = [1 if target.chip.platform != "cpu" else target.count for target in targets if target is not None]
     launch.configure(cpu_devices=max(virtual, default=_COUNT.value))  # before JAX starts, which nothing has done yet
     config, job = shape_of_model(_MODEL.value), _job_of()
+    algorithm, machines = _algorithm_of(), [_machine_of(target) for target in targets]
     for target in targets:  # what can't be compiled for is told before hours of compiling for others
         if target is not None:
             check_dtype(target, job.compute_dtype or job.dtype)
             target_devices(target)
     print(f"{_MODEL.value}: {count_parameters(config):,} parameters; {job.rows} rows of {job.length} tokens an update")
     about = {"plan": _MODEL.value, "parameters": count_parameters(config), "job": asdict(job)}
-    for target in targets:
-        print(json.dumps(about | plan(config, job, target)))
+    for target, machine in zip(targets, machines, strict=True):
+        print(json.dumps(about | plan(config, job, algorithm, machine, target)))
 
 
 if __name__ == "__main__":

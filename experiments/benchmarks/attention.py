@@ -18,9 +18,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 from jax import Array
 
+from experiments.cli import app
 from experiments.cli.help import flag_heading
 from flowgrpo.models.attention import Attend, Sight, attend
 from flowgrpo.models.attention_kernels import best
@@ -104,7 +105,7 @@ def _milliseconds(function: Callable, given: tuple, repeats: int) -> float:
     return 1000 * min(times[1:])
 
 
-def main(_: list[str]) -> None:
+def main() -> None:
     """Compare the kernel of the platform with the plain formula."""
     sizes = {"h": _HEADS.value, "k": _K_HEADS.value, "e": _HEAD.value, "windows": (_WINDOW.value,)}
     way = best(jax.default_backend())

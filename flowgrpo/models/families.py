@@ -85,7 +85,7 @@ def text_source(raw: Mapping[str, Any], where: str = "config.json") -> Source:
     if source.get("quantization_config"):
         raise BadInput(
             f"{where}: the weights are quantised by {_quantised_by(source['quantization_config'])}, which is not read: "
-            'give the model that they were made of, and quantise it here (quantised="int8" or "nf4", or --base)'
+            'give the model that they were made of, and quantise it here (quantised="int8" or "nf4")'
         )
     source["architectures"] = [family.architecture]
     return source
