@@ -238,6 +238,7 @@ PARTS_ONLY = {  # commands that take nothing from a module that would say its se
     "flowgrpo.recipes.planner": {"quickstart", "finetune"},
     "flowgrpo.recipes.task_choice": {"quickstart", "self_verify"},
     "flowgrpo.run.warm_start": {"finetune"},
+    "flowgrpo.planning.targets": {"benchmarks.update"},
     "flowgrpo.data.task_files": {"finetune", "simulate", "benchmarks.cluster"},
 }
 # They say what is wrong with the settings of a run.
