@@ -224,7 +224,10 @@ class _Settling:
         """The policy."""
         own = {"hidden": self.hidden, "unembed": self.unembed, "over_rows": self.over_rows, "in_dtype": self.in_dtype}
         alone = self.policy._replace(mesh=None)
-        return self.policy._replace(**own, alone=alone, unstack_layers=None, hidden_after=None)
+        laid = (
+            self.policy.unstack_layers if self.mesh.shape[FSDP] == 1 else None
+        )  # else a layer is gathered where it runs
+        return self.policy._replace(**own, alone=alone, unstack_layers=laid, hidden_after=None)
 
     def in_dtype(self, dtype: Any) -> Policy:
         """The policy, computing in another type of number; gradients are summed over devices in the parameters'."""
@@ -273,6 +276,8 @@ class _Settling:
 
     def spec(self, path: tuple, x: Any) -> PartitionSpec:
         """Say how fsdp divides a parameter, or a part of one that is quantised, wherever it is in a tree."""
+        if self.mesh.shape[FSDP] == 1:
+            return SHARED
         over = [spec(self.axes[name], x.shape, self.mesh) for name, _ in _places(path) if name in self.axes]
         return PartitionSpec(*(FSDP if axis == FSDP else None for axis in over[0])) if over else SHARED
 

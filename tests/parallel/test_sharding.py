@@ -6,17 +6,18 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tiny_models
-from family_cases import everything_on
+from family_cases import everything_on, make_case
 from jax.sharding import PartitionSpec
-from tiny_learner import BIGRAMS, OPTIMIZERS, PLAIN, SETTINGS, assert_close, fresh, init, rows_of, sampled_case
+from tiny_learner import BIGRAMS, OPTIMIZERS, PLAIN, SETTINGS, assert_close, fresh, init, near, rows_of, sampled_case
 
 import flowgrpo as fg
 from flowgrpo import loop
 from flowgrpo.learner.adam8bit import scale_by_adam_8bit
 from flowgrpo.learner.state import init_learner, make_optimizer, scale_by_adafactor
-from flowgrpo.learner.update import make_update
+from flowgrpo.learner.update import make_score, make_update
 from flowgrpo.models.attention import Kernels, attend, attend_cache, visible
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.lora import Adapted, LoraConfig, adapter_axes, lora_policy
@@ -182,6 +183,30 @@ def test_F3_a_divided_policy_learns_the_same():
         np.testing.assert_allclose(metrics[figure], others[figure], rtol=1e-3, atol=1e-5, err_msg=figure)
     for value, expected in pairs(state, where):
         assert value.sharding.is_equivalent_to(expected, value.ndim)
+
+
+@pytest.mark.slow
+def test_F3_rounding_to_bfloat16_is_that_of_one_device():
+    """Over several micro-batches and eight devices, whose gradients add up in float32."""
+    params, policy = tiny_models.tiny_params(), tiny_models.POLICY
+    trajectories = near(make_case(12).trajectories, jax.jit(make_score(policy, **SETTINGS)), params, 0.1)
+    batch, mesh = rows_of(PLAIN, trajectories, "by_trajectory"), mesh_of("data=2,fsdp=4")
+    axes = sharding.decoder_axes(tiny_models.CONFIG)
+    where = sharding.state_shardings(fresh(params), mesh, axes)
+    settings = {"micro_rows": 1, "watch": None, **SETTINGS}
+
+    def updated(policy, compute_dtype, jit=jax.jit):
+        update = make_update(policy, PLAIN, OPTIMIZERS["sgd"], compute_dtype=compute_dtype, **settings)
+        return jax.device_get(jit(update)(fresh(params), batch)[0].params)
+
+    settled = sharding.settle(policy, mesh, axes)
+    exact, whole = updated(policy, None), updated(policy, "bfloat16")
+    divided = updated(settled, "bfloat16", partial(sharding.jit_update, shardings=where))
+    moved, whole_apart, divided_apart = (
+        optax.tree.norm(jax.tree.map(np.subtract, x, exact)) for x in (params, whole, divided)
+    )
+    assert 0 < whole_apart < 0.1 * moved
+    assert 0 < divided_apart < 1.1 * whole_apart
 
 
 @pytest.mark.slow
