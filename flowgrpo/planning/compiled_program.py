@@ -314,13 +314,17 @@ def _read_bytes(
 
 def _used_bytes(computations: Mapping[str, Computation], body: Computation, name: str) -> float | None:
     """Bytes of a result within a fusion that its users read; None where one of them reads it whole."""
+    if name == body.root.name:
+        return None
     total = 0.0
     for user in body.users(name):
-        if user.opcode in _SAME:
+        inside = _called(user.rest, "calls") if user.opcode == "fusion" else None
+        inner = None if inside is None else computations[inside]
+        own = None if inner is None else inner.parameters[user.operands.index(name)]
+        if user.opcode in _SAME or (inner is not None and _source(inner, inner.root) == own):
             part = _used_bytes(computations, body, user.name)
-        elif user.opcode == "fusion" and (inside := _called(user.rest, "calls")):
-            inner = computations[inside]
-            part = _used_bytes(computations, inner, inner.parameters[user.operands.index(name)].name)
+        elif inner is not None and own is not None:
+            part = _used_bytes(computations, inner, own.name)
         else:
             part = _part_bytes(user, name)
         if part is None:

@@ -160,6 +160,22 @@ def test_a_fusion_reads_the_part_that_fusions_within_it_read():
     assert (step.read, step.written) == (16 + 16, 16 + 16)
 
 
+def test_what_a_fusion_within_another_only_reshapes_is_read_by_the_users_of_that():
+    body = """%same (a: f32[8,4]) -> f32[32] {
+  %a = f32[8,4] parameter(0)
+  ROOT %flat = f32[32] bitcast(%a)
+}
+
+%fused (b: f32[8,4]) -> f32[32] {
+  %b = f32[8,4] parameter(0)
+  %flat = f32[32] fusion(%b), kind=kLoop, calls=%same
+  ROOT %double = f32[32] add(%flat, %flat)
+}
+"""
+    (step,) = one("%f = f32[32] fusion(%p0), kind=kLoop, calls=%fused", "f32[8,4]", before=body)
+    assert (step.read, step.written) == (128, 128)
+
+
 @pytest.mark.parametrize(
     ("line", "kind", "sent"),
     [
