@@ -141,7 +141,8 @@ def _machine_of(target: Target | None) -> Machine:
         return Machine(*flagged)
     chip = (target.chip.memory, target.chip.flops, target.chip.bandwidth, target.chip.link)
     given = (_MEMORY.present, _TFLOPS.present, _BANDWIDTH.present, _LINK.present)
-    return Machine(*(flag if there else own for flag, there, own in zip(flagged, given, chip, strict=True)))
+    figures = (flag if there else own for flag, there, own in zip(flagged, given, chip, strict=True))
+    return Machine(*figures, platform=target.chip.platform)
 
 
 def _targets() -> list[Target | None]:

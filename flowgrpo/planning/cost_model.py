@@ -151,7 +151,7 @@ def update_floor(config: DecoderConfig, job: Workload, mesh: Mapping[str, int], 
     """Bytes on one device that come and go in an update, part by part; `moved` of its parameters are trained there."""
     computed, tensor = jnp.dtype(job.compute_dtype or job.dtype).itemsize, mesh.get("tensor", 1)
     tokens = job.micro_rows * job.length
-    layer = _layer_numbers(config) / tensor + 4 * config.d
+    layer = layer_numbers(config) / tensor + 4 * config.d
     kept = config.num_layers * config.d + layer if job.remat else config.num_layers * layer
     words = config.v / (tensor if config.v % tensor == 0 else 1)
     return {
@@ -161,7 +161,7 @@ def update_floor(config: DecoderConfig, job: Workload, mesh: Mapping[str, int], 
     }
 
 
-def _layer_numbers(config: DecoderConfig) -> float:
+def layer_numbers(config: DecoderConfig) -> float:
     """Numbers a token that the backward pass reads of one layer, without those of the width of the model."""
     return (config.h * 2 + config.k * 2) * config.e + 3 * config.f
 

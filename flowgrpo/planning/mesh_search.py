@@ -1,8 +1,8 @@
 """Rank the ways to run a job on some devices, with memory and time by formula.
 
-Memory is the floor of `cost_model`, and beside it what this code is known to hold: the block of attention that is
-worked on, and parameters that are gathered for a layer. Seconds serve to rank only: operations over the rate, or bytes
-over the bandwidth where that takes longer, and what is sent over the links. `shape_of_model` gives the shape of a
+Memory is what the programs hold when they hold most (`update_bytes`, `decode_bytes`), within a tenth of what compilers
+make of them (docs/scale.md). Seconds serve to rank only: operations over the rate, or bytes over the bandwidth where
+that takes longer, and what is sent over the links. `shape_of_model` gives the shape of a
 published model by its name, or of a folder with a config.json, without weights or network.
 """
 
@@ -23,6 +23,7 @@ from flowgrpo.planning.cost_model import (
     count_parameters,
     decode_floor,
     forward_flops,
+    layer_numbers,
     sharded_parameters,
     update_floor,
     ways,
@@ -78,6 +79,7 @@ class Machine:
     flops: float  # a second
     bandwidth: float  # bytes a second of its memory
     link: float  # bytes a second to the others
+    platform: str = "cuda"  # or tpu, cpu: what programs hold beside their arrays
 
 
 @dataclass(frozen=True)
@@ -148,11 +150,8 @@ def expect(
     parameters = {"parameters": held * jnp.dtype(job.dtype).itemsize}
     optimizer = {"optimizer": held * run.moments * run.moment_bytes}
     reference = {"reference": parameters["parameters"]} if run.reference and not run.moved else {}
-    gathered = {"gathered": gathered_bytes(config, job, mesh)} if mesh["fsdp"] > 1 else {}
-    update = parameters | optimizer | update_floor(config, job, mesh, moved=held) | gathered | reference
-    update["attention"] = attention_bytes(config, job, mesh)
-    decode = {"weights": held * jnp.dtype(job.compute_dtype or job.dtype).itemsize}
-    decode |= decode_floor(config, job, mesh) | gathered | reference
+    update = parameters | optimizer | reference | update_bytes(config, job, mesh, machine.platform)
+    decode = decode_bytes(config, job, mesh, machine.platform) | reference
     # What is sampled from is a copy where the update computes in another type.
     decode |= parameters if job.compute_dtype and not run.moved else {}
     decode |= {} if run.moved else optimizer
@@ -173,35 +172,81 @@ def remedies(config: DecoderConfig, job: Workload, run: MemorySettings, machine:
         if layouts and candidates(config, job, run, machine, layouts)[0].needed <= machine.memory:
             told.append(f"{more} devices")
             break
-    frozen = adapter_bytes(config, replace(job, micro_rows=1, remat=True, slots=1), devices)
+    frozen = adapter_bytes(config, replace(job, micro_rows=1, remat=True, slots=1), devices, machine.platform)
     if frozen <= machine.memory:
         told.append(f"an adapter (LoRA) over an int8 base ({frozen / GIB:.1f} GiB)")
     return told or ["a smaller model: nothing else tried would fit"]
 
 
-def adapter_bytes(config: DecoderConfig, job: Workload, devices: int) -> float:
+def adapter_bytes(config: DecoderConfig, job: Workload, devices: int, platform: str) -> float:
     """Bytes of an update of an adapter over a base of 8 bits, by formula, on the mesh that takes the least."""
-    least = math.inf
-    for mesh in meshes(config, devices):
-        parts = update_floor(config, job, mesh, moved=0.0)
-        parts |= {"parameters": sharded_parameters(config, mesh), "attention": attention_bytes(config, job, mesh)}
-        parts |= {"gathered": gathered_bytes(config, job, mesh)} if mesh["fsdp"] > 1 else {}
-        least = min(least, sum(parts.values()))
-    return least
+    return min(
+        sharded_parameters(config, mesh) + sum(update_bytes(config, job, mesh, platform, trained=False).values())
+        for mesh in meshes(config, devices)
+    )
+
+
+def update_bytes(
+    config: DecoderConfig, job: Workload, mesh: dict[str, int], platform: str, *, trained: bool = True
+) -> dict[str, float]:
+    """Bytes on one device beside its state, part by part, where an update holds most: among logits, or in a layer.
+
+    Among logits the unembedding is whole, and so is its gradient, in float32. In a layer, its parameters are whole,
+    those of the next on the way, and its gradient; and the gradient of a micro-batch stands beside what was added up,
+    which GPUs hold twice. Without `trained` parameters are frozen.
+    """
+    size, tensor, divided = _computed_size(job), mesh["tensor"], mesh["fsdp"] > 1
+    held, tokens = sharded_parameters(config, mesh), job.micro_rows * job.length
+    floor = update_floor(config, job, mesh, moved=0.0)
+    several = job.rows > job.micro_rows * job.mini_batches * ways(mesh, "data", "fsdp")
+    both = {"activations": size * tokens * config.num_layers * config.d if job.remat else floor["activations"]}
+    if trained:
+        both["gradients"] = WIDE * held * (2 if several and platform != "tpu" else 1)
+    if job.compute_dtype and not divided and trained:
+        both["computed"] = size * held  # all parameters in the type that is computed in
+    unembedding = config.v * config.d / tensor
+    logits = {"logits": floor["logits"], "unembedding": size * unembedding * divided}
+    logits["unembedding"] += WIDE * unembedding * trained
+    layer = _layer_parameters(config) / tensor
+    layers = {"layer": floor["activations"] - both["activations"], "attention": attention_bytes(config, job, mesh)}
+    layers["gathered"] = layer * (2 * size + WIDE * trained) * divided
+    layers["gradient"] = WIDE * held * trained
+    return both | max(logits, layers, key=lambda parts: sum(parts.values()))
+
+
+def decode_bytes(config: DecoderConfig, job: Workload, mesh: dict[str, int], platform: str) -> dict[str, float]:
+    """Bytes on one device of a rollout, part by part: weights and cache, and beside them prompts or laid out weights.
+
+    On a GPU each layer's weights, and the unembedding if it is tied, are laid out for decoding once more, where they
+    are not gathered.
+    """
+    size, tensor, divided = _computed_size(job), mesh["tensor"], mesh["fsdp"] > 1
+    parts = {"weights": size * sharded_parameters(config, mesh)} | decode_floor(config, job, mesh)
+    prompts = -(-job.slots // ways(mesh, "data", "fsdp")) * job.prompt
+    among_prompts = size * prompts * (layer_numbers(config) / tensor + 4 * config.d)
+    laid = size * (_layer_parameters(config) * config.num_layers + config.v * config.d * config.tied) / tensor
+    laid = laid if platform != "tpu" and not divided else 0.0
+    gathered = {"gathered": size * (_layer_parameters(config) + config.v * config.d) / tensor} if divided else {}
+    return parts | gathered | ({"laid": laid} if laid > among_prompts else {"prompts": among_prompts})
+
+
+def _computed_size(job: Workload) -> int:
+    return jnp.dtype(job.compute_dtype or job.dtype).itemsize
+
+
+def _layer_parameters(config: DecoderConfig) -> float:
+    """Parameters of one layer."""
+    ends = config.v * config.d * (1 if config.tied else 2)
+    return (count_parameters(config) - ends) / config.num_layers
 
 
 def attention_bytes(config: DecoderConfig, job: Workload, mesh: dict[str, int]) -> float:
-    """Shares, logits and their gradients of the blocks that are worked on at once."""
+    """Shares, logits and their gradients of the blocks that are worked on at once; kernels for 16 bits hold none."""
+    if _computed_size(job) < WIDE:
+        return 0.0
     tokens, blocks = job.micro_rows * job.length, -(-job.length // BLOCK)
     once = 1 if blocks > UNROLLED else blocks
     return 4.0 * WIDE * tokens * config.h / mesh["tensor"] * once * BLOCK
-
-
-def gathered_bytes(config: DecoderConfig, job: Workload, mesh: dict[str, int]) -> float:
-    """One layer whole, the embedding and the unembedding whole, except for what tensor divides."""
-    ends = config.v * config.d * (1 if config.tied else 2)
-    layer = (count_parameters(config) - ends) / config.num_layers
-    return jnp.dtype(job.compute_dtype or job.dtype).itemsize * (layer + ends) / mesh["tensor"]
 
 
 def _update_seconds(
