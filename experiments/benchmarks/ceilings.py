@@ -6,7 +6,7 @@ Ceilings are the float32 matrix-product rate (the best of several sizes and runs
 writing one large array in place, both counted), each through jit, on the default device. Best of several runs, because
 a ceiling is what nothing disturbed. Expected on two quiet cores with AVX2: 180 GFLOP/s and 36 GB/s, in seconds.
 
-The models that speed is measured on are here, too: `open_model` and `shape_called` by name, `full_batch` to learn from.
+The models that speed is measured on are here, too: `open_model` and `shape_called` by name.
 """
 
 from functools import partial
@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import flowgrpo as fg
 from experiments.benchmarks.measuring import print_result
 from experiments.cli import app
 from flowgrpo.contracts import Params
-from flowgrpo.envs.env import PAD
 from flowgrpo.models import families
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
@@ -28,7 +26,6 @@ from flowgrpo.models.hf import Model, init_model, load_model
 from flowgrpo.planning.cost_model import count_parameters
 from flowgrpo.recipes import pure
 from flowgrpo.report.tables import seconds, timed
-from flowgrpo.types import Batch
 
 SIZES = (256, 1024, 2048)
 COPIED = 2**29  # bytes; more than most caches hold
@@ -102,33 +99,6 @@ def shape_called(name: str) -> DecoderConfig:
     if source is None:
         return pure.decoder_shape(fg.arithmetic(), pure.preset("arithmetic", d=108, layers=3, head=16))
     return families.decoder_config(families.text_source(source))
-
-
-def full_batch(config: DecoderConfig, rows: int, length: int, *, segments: int = 1) -> Batch:
-    """Rows without padding, with advantages of both signs; all but the first token of a segment was sampled.
-
-    The segments of a row are as long as one another, but for the last, which has the rest.
-    """
-    shape, each = (rows, length), length // segments
-    row_rs, slot_rs = np.indices(shape, np.int32)
-    segment_rs = np.minimum(slot_rs // each, segments - 1)
-    position_rs = slot_rs - segment_rs * each
-    chosen_rs = position_rs > 0
-    logp_rs = np.where(chosen_rs, -np.log(config.v), 0.0).astype(np.float32)
-    return Batch(
-        tokens=np.random.default_rng(0).integers(PAD + 1, config.v, shape, np.int32),
-        positions=position_rs,
-        segments=segment_rs + 1,
-        trajectory=row_rs,
-        turn=segment_rs,
-        slot=position_rs,
-        group=row_rs // 8,
-        chosen=chosen_rs,
-        logp_sampled=logp_rs,
-        logp_old=logp_rs,
-        advantage=np.where(row_rs % 2, 1.0, -1.0).astype(np.float32),
-        weight=(chosen_rs / chosen_rs.sum()).astype(np.float32),
-    )
 
 
 def step_bytes(params: Params, config: DecoderConfig, rows: int, seen: float) -> float:

@@ -40,7 +40,7 @@ from absl import flags
 
 import flowgrpo as fg
 from experiments.benchmarks import measuring
-from experiments.benchmarks.ceilings import LEARNERS, full_batch, shape_called
+from experiments.benchmarks.ceilings import LEARNERS, shape_called
 from experiments.benchmarks.racers.torch_generate import random_torch_model
 from experiments.cli import app
 from experiments.cli.help import flag_heading
@@ -54,6 +54,7 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.parallel.row_sharding import DEALT, data_mesh, share
 from flowgrpo.planning.cost_model import Workload, count_parameters, forward_flops
 from flowgrpo.planning.dry_run import abstract_batch, abstract_state, dry_update, local_bytes, make_case
+from flowgrpo.recipes.device_checks.bench import full_batch
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import medians, show_columns, show_lines, significant, timed
 from flowgrpo.types import BadInput, Batch

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks import attention
-from experiments.benchmarks.ceilings import LEARNERS, full_batch, shape_called
+from experiments.benchmarks.ceilings import LEARNERS, shape_called
 from flowgrpo.planning.cost_model import count_parameters
+from flowgrpo.recipes.device_checks.bench import full_batch
 from flowgrpo.types import check_axes
 from tests.experiments.conftest import last_line
 

@@ -17,40 +17,15 @@ import optax
 from flowgrpo.algorithms.policy_gradient import flow_grpo
 from flowgrpo.learner.state import init_learner, make_optimizer
 from flowgrpo.learner.update import make_update
-from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.recipes.device_checks.attentions import GPU, largest_difference
-from flowgrpo.recipes.device_checks.bench import EXACT, Bench, Device, small_shape
+from flowgrpo.recipes.device_checks.bench import EXACT, Bench, Device, full_batch, small_shape
 from flowgrpo.recipes.device_checks.figures import CheckLine, at_most, holds, skipped
 from flowgrpo.recipes.device_checks.sampling import NO_HOST, small_params
 from flowgrpo.types import Batch
 
 CHANGE, METRICS = 1e-3, 1e-3
 DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops"
-
-
-def random_batch(config: DecoderConfig, rows: int, length: int, *, segments: int = 1) -> Batch:
-    """Rows of so many segments, with advantages of both signs; all but the first token of a segment was sampled."""
-    row_rs, slot_rs = np.indices((rows, length), np.int32)
-    each = length // segments
-    segment_rs = np.minimum(slot_rs // each, segments - 1)
-    position_rs = slot_rs - segment_rs * each
-    chosen_rs = position_rs > 0
-    logp_rs = np.where(chosen_rs, -np.log(config.v), 0.0).astype(np.float32)
-    return Batch(
-        tokens=np.random.default_rng(0).integers(1, config.v, (rows, length), np.int32),
-        positions=position_rs,
-        segments=segment_rs + 1,
-        trajectory=row_rs,
-        turn=segment_rs,
-        slot=position_rs,
-        group=row_rs // 2,
-        chosen=chosen_rs,
-        logp_sampled=logp_rs,
-        logp_old=logp_rs,
-        advantage=np.where((row_rs + segment_rs) % 2, 1.0, -0.7).astype(np.float32),
-        weight=(chosen_rs / chosen_rs.sum()).astype(np.float32),
-    )
 
 
 class SmallUpdate(NamedTuple):
@@ -66,7 +41,7 @@ def _small_update(bench: Bench) -> SmallUpdate:
     """Two epochs: in the second one ratios are not 1, and some are clipped."""
     config, sizes = small_shape(bench.sizes), bench.sizes
     optimizer = make_optimizer(learning_rate=0.1, base=optax.identity())
-    batch = random_batch(config, sizes.rows, sizes.length, segments=3)
+    batch = full_batch(config, sizes.rows, sizes.length, segments=3, samples=2)
     update = make_update(make_policy(config), flow_grpo(beta=0.0), optimizer, micro_rows=sizes.rows // 2, epochs=2)
     return SmallUpdate(jax.jit(update), init_learner(small_params(bench), optimizer), batch)
 
