@@ -17,7 +17,7 @@ only rank.
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from flowgrpo.contracts import Algorithm
 from flowgrpo.learner.loss_scale import optimizer_for
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.config import DecoderConfig
+from flowgrpo.models.lora import LoraConfig
 from flowgrpo.parallel.sharding import make_mesh, parse_mesh
 from flowgrpo.planning.cost_model import Workload, count_parameters
 from flowgrpo.planning.dry_run import dry_run, make_case
@@ -45,6 +46,7 @@ from flowgrpo.planning.mesh_search import (
 )
 from flowgrpo.planning.targets import Target, check_dtype, parse_target, target_devices
 from flowgrpo.recipes.dry_runs import parse_memory, show_programs
+from flowgrpo.recipes.planner import BASES, WHOLE_BASE
 from flowgrpo.recipes.registry import ALGORITHMS
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import show_lines
@@ -55,6 +57,8 @@ flag_heading("What is run")
 _MODEL = flags.DEFINE_string("model", "qwen2.5-7b", "Folder with a config.json, or the name of a published shape.")
 _ALGORITHM = flags.DEFINE_string("algorithm", "flow_grpo", "Member of the family.")
 _BETA = flags.DEFINE_float("beta", 0.001, "Weight of the KL term; 0 needs no reference.", lower_bound=0.0)
+_LORA = flags.DEFINE_integer("lora_rank", 0, "Rank of an adapter; 0 trains all parameters.", lower_bound=0)
+_BASE = flags.DEFINE_enum("base", WHOLE_BASE, BASES, "How the frozen weights under an adapter are kept.")
 _PROGRAMS = flags.DEFINE_list("programs", None, "Which programs to compile; by default all.")
 _TOP = flags.DEFINE_integer("compile_top", 1, "How many of the best are compiled.", lower_bound=0)
 _SHOWN = flags.DEFINE_integer("shown", 8, "Lines of each table.", lower_bound=1)
@@ -82,21 +86,22 @@ _DECODE_MESH = flags.DEFINE_string("decode_mesh", None, "Mesh on which the same 
 _MICRO = flags.DEFINE_integer("micro_rows", None, "The only size of micro-batches to look at.", lower_bound=1)
 _REMAT = flags.DEFINE_bool("remat", None, "Only with, or only without, computing layers again.")
 _CHUNK = flags.DEFINE_integer("chunk", 1024, "Tokens of which all logits are there at once.", lower_bound=1)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", _DTYPES, "What parameters are held in.")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", _DTYPES, "What parameters are held in; a base in --compute_dtype.")
 _COMPUTE = flags.DEFINE_enum("compute_dtype", "bfloat16", [*_DTYPES, "float16"], "What the update computes in.")
 _OFFLOAD = flags.DEFINE_bool("offload", True, "Models that a stage does not read are moved off the device.")
 
 
 def _job_of() -> Workload:
     """The job that the flags describe."""
+    held = _COMPUTE.value if _LORA.value and not _DTYPE.present else _DTYPE.value  # what is frozen needs no masters
     return Workload(
         rows=_ROWS.value or _QUERIES.value * _SAMPLES.value,
         length=_LENGTH.value,
         slots=_SLOTS.value,
         prompt=_PROMPT.value,
         steps=_STEPS.value,
-        dtype=_DTYPE.value,
-        compute_dtype=None if _COMPUTE.value == _DTYPE.value else _COMPUTE.value,
+        dtype=held,
+        compute_dtype=None if _COMPUTE.value == held else _COMPUTE.value,
         chunk=_CHUNK.value,
     )
 
@@ -145,6 +150,15 @@ def _machine_of(target: Target | None) -> Machine:
     return Machine(*figures, platform=target.chip.platform)
 
 
+def _memory_of() -> MemorySettings:
+    """What a run keeps, as the flags say."""
+    if not _LORA.value and _BASE.value != WHOLE_BASE:
+        raise BadInput(f"--base={_BASE.value} freezes the weights: give --lora_rank=16 too, for an adapter beside them")
+    lora = LoraConfig(_LORA.value) if _LORA.value else None
+    base = None if _BASE.value == WHOLE_BASE else _BASE.value
+    return MemorySettings(moved=_OFFLOAD.value, decodes=_ROLLOUT.value, lora=lora, base=base)
+
+
 def _targets() -> list[Target | None]:
     """The machines that are asked for; None: virtual devices, as many as --devices says."""
     if _TARGET.value is None:
@@ -155,7 +169,12 @@ def _targets() -> list[Target | None]:
 
 
 def _compile_one(
-    config: DecoderConfig, algorithm: Algorithm, candidate: Candidate, machine: Machine, target: Target | None
+    config: DecoderConfig,
+    algorithm: Algorithm,
+    run: MemorySettings,
+    candidate: Candidate,
+    machine: Machine,
+    target: Target | None,
 ) -> dict[str, Any]:
     """The programs of a candidate, compiled, with their tables."""
     devices = None if target is None else target_devices(target)
@@ -166,6 +185,7 @@ def _compile_one(
     if _DECODE_MESH.value is not None:
         decoding = make_mesh(parse_mesh(_DECODE_MESH.value, count), devices)
     settings: dict[str, Any] = {"mesh": mesh, "target": target, "decode_mesh": decoding}
+    settings |= {"lora": run.lora, "quantised": run.base}
     case = make_case(config, candidate.job, algorithm, optimizer, **settings)
     learning = ["update", *(["reference"] if "logp_ref" in case.algorithm.needs else [])]
     programs = _PROGRAMS.value or (None if _ROLLOUT.value else learning)
@@ -191,7 +211,7 @@ def plan(
 ) -> dict[str, Any]:
     """Rank the ways to use one machine, compile the best few, and print the tables."""
     count = _COUNT.value if target is None else target.count
-    run = MemorySettings(reference="logp_ref" in algorithm.needs, moved=_OFFLOAD.value, decodes=_ROLLOUT.value)
+    run = replace(_memory_of(), reference="logp_ref" in algorithm.needs)
     given = None if _MESH.value is None else parse_mesh(_MESH.value, count)
     layouts = list(meshes(config, count)) if given is None else [given]
     found = _found(config, job, run, machine, count, layouts)
@@ -205,7 +225,7 @@ def plan(
         show_lines(others[: _SHOWN.value])
     # What the formula refuses is compiled for a target, whose compiler decides, and where no other mesh is asked for.
     chosen = (fitting or (found if given or target else []))[: _TOP.value]
-    compiled = [_compile_one(config, algorithm, x, machine, target) for x in with_progress("compile", chosen)]
+    compiled = [_compile_one(config, algorithm, run, x, machine, target) for x in with_progress("compile", chosen)]
     result: dict[str, Any] = {"target": None if target is None else target.name, "devices": count}
     result |= {"memory": machine.memory, "fitting": [_row_of(x) for x in fitting[: _SHOWN.value]]}
     if not (any(x["fits"] for x in compiled) if compiled else fitting):

@@ -136,15 +136,15 @@ def ways(mesh: Mapping[str, int], *axes: str) -> int:
     return math.prod(mesh.get(axis, 1) for axis in axes)
 
 
+def numbers_on_device(axes: str, shape: Sequence[int], mesh: Mapping[str, int]) -> float:
+    """Numbers of an array with these axis letters that lie on one device."""
+    sizes: Any = AbstractMesh(tuple(mesh.values()), tuple(mesh))  # all that is asked of it is its shape
+    return math.prod(shape) / ways(mesh, *(axis for axis in spec(axes, shape, sizes) if axis))
+
+
 def sharded_parameters(config: DecoderConfig, mesh: Mapping[str, int]) -> float:
     """Parameters that lie on one device."""
-    sizes: Any = AbstractMesh(tuple(mesh.values()), tuple(mesh))  # all that is asked of it is its shape
-    total = 0.0
-    for parameter in parameters(config).values():
-        shape = shape_of(parameter, config)
-        over = [axis for axis in spec(parameter.axes, shape, sizes) if axis]
-        total += math.prod(shape) / ways(mesh, *over)
-    return total
+    return sum(numbers_on_device(x.axes, shape_of(x, config), mesh) for x in parameters(config).values())
 
 
 def update_floor(config: DecoderConfig, job: Workload, mesh: Mapping[str, int], *, moved: float) -> dict[str, float]:

@@ -17,13 +17,17 @@ import jax.numpy as jnp
 from flowgrpo.models import families
 from flowgrpo.models.attention import BLOCK, UNROLLED
 from flowgrpo.models.config import DecoderConfig
+from flowgrpo.models.decoder import matrices, parameters, shape_of
 from flowgrpo.models.hf import read_json
+from flowgrpo.models.lora import LoraConfig, adapter_axes, adapter_shapes
+from flowgrpo.models.quantised import INT8, NF4
 from flowgrpo.planning.cost_model import (
     Workload,
     count_parameters,
     decode_floor,
     forward_flops,
     layer_numbers,
+    numbers_on_device,
     sharded_parameters,
     update_floor,
     ways,
@@ -67,6 +71,7 @@ def shape_of_model(name: str) -> DecoderConfig:
 
 GIB = 2**30
 WIDE = 4  # bytes of float32
+QUANTISED = {INT8: 1.0, NF4: 0.5 + 2 / 64}  # bytes of a number, with its part of a scale
 MOST_DOUBLINGS = 7  # of the number of devices, in looking for how many would do
 MOST_TENSOR = 8  # devices that one host commonly has
 
@@ -91,6 +96,8 @@ class MemorySettings:
     reference: bool = False
     moved: bool = False  # what a program does not read is moved off the device meanwhile
     decodes: bool = True  # on the same devices
+    lora: LoraConfig | None = None  # an adapter is trained, and all else is frozen
+    base: str | None = None  # how the matrices under an adapter are quantised
 
 
 @dataclass(frozen=True)
@@ -146,14 +153,14 @@ def expect(
     config: DecoderConfig, job: Workload, run: MemorySettings, machine: Machine, mesh: dict[str, int]
 ) -> Candidate:
     """Memory and seconds of one candidate."""
-    held = sharded_parameters(config, mesh)
-    parameters = {"parameters": held * jnp.dtype(job.dtype).itemsize}
-    optimizer = {"optimizer": held * run.moments * run.moment_bytes}
-    reference = {"reference": parameters["parameters"]} if run.reference and not run.moved else {}
-    update = parameters | optimizer | reference | update_bytes(config, job, mesh, machine.platform)
-    decode = decode_bytes(config, job, mesh, machine.platform) | reference
+    stored, trained = _frozen_bytes(config, job.dtype, run, mesh), _trained_numbers(config, run, mesh)
+    held = {"parameters": stored + (WIDE * trained if run.lora else 0.0)}
+    optimizer = {"optimizer": trained * run.moments * run.moment_bytes}
+    reference = {"reference": stored} if run.reference and not run.moved and run.lora is None else {}
+    update = held | optimizer | reference | update_bytes(config, job, run, mesh, machine.platform)
+    decode = decode_bytes(config, job, run, mesh, machine.platform) | reference
     # What is sampled from is a copy where the update computes in another type.
-    decode |= parameters if job.compute_dtype and not run.moved else {}
+    decode |= held if job.compute_dtype and not run.moved else {}
     decode |= {} if run.moved else optimizer
     update_seconds = _update_seconds(config, job, run, machine, mesh)
     if not run.decodes:
@@ -163,45 +170,57 @@ def expect(
 
 def remedies(config: DecoderConfig, job: Workload, run: MemorySettings, machine: Machine, devices: int) -> list[str]:
     """Say what would make a job fit that fits on no mesh of so many devices, by formula: the least of each kind."""
-    told = []
-    least = candidates(config, replace(job, slots=1), run, machine, list(meshes(config, devices)))[0]
+    told, layouts = [], list(meshes(config, devices))
+    least = candidates(config, replace(job, slots=1), run, machine, layouts)[0]
     if least.needed <= machine.memory:
         told.append(f"micro_rows={least.job.micro_rows}, remat={least.job.remat}, fewer slots")
     for more in (devices * 2**power for power in range(1, MOST_DOUBLINGS)):
-        layouts = list(meshes(config, more))
-        if layouts and candidates(config, job, run, machine, layouts)[0].needed <= machine.memory:
+        larger = list(meshes(config, more))
+        if larger and candidates(config, job, run, machine, larger)[0].needed <= machine.memory:
             told.append(f"{more} devices")
             break
-    frozen = adapter_bytes(config, replace(job, micro_rows=1, remat=True, slots=1), devices, machine.platform)
+    adapter, small = (
+        replace(run, lora=LoraConfig(), base=INT8),
+        replace(job, slots=1, dtype=job.compute_dtype or job.dtype),
+    )
+    frozen = min(x.needed for x in candidates(config, small, adapter, machine, layouts))
     if frozen <= machine.memory:
         told.append(f"an adapter (LoRA) over an int8 base ({frozen / GIB:.1f} GiB)")
     return told or ["a smaller model: nothing else tried would fit"]
 
 
-def adapter_bytes(config: DecoderConfig, job: Workload, devices: int, platform: str) -> float:
-    """Bytes of an update of an adapter over a base of 8 bits, by formula, on the mesh that takes the least."""
-    return min(
-        sharded_parameters(config, mesh) + sum(update_bytes(config, job, mesh, platform, trained=False).values())
-        for mesh in meshes(config, devices)
-    )
+def _trained_numbers(config: DecoderConfig, run: MemorySettings, mesh: dict[str, int]) -> float:
+    """Numbers on one device that are trained."""
+    if run.lora is None:
+        return sharded_parameters(config, mesh)
+    axes = adapter_axes(run.lora)
+    return sum(numbers_on_device(axes[name], shape, mesh) for name, shape in adapter_shapes(config, run.lora).items())
+
+
+def _frozen_bytes(config: DecoderConfig, dtype: Any, run: MemorySettings, mesh: dict[str, int]) -> float:
+    """Bytes on one device of all parameters but an adapter's."""
+    size, declared = float(jnp.dtype(dtype).itemsize), parameters(config)
+    each = dict.fromkeys(declared, size)
+    if run.base is not None:
+        each |= dict.fromkeys(matrices(config), QUANTISED[run.base])
+    return sum(numbers_on_device(x.axes, shape_of(x, config), mesh) * each[name] for name, x in declared.items())
 
 
 def update_bytes(
-    config: DecoderConfig, job: Workload, mesh: dict[str, int], platform: str, *, trained: bool = True
+    config: DecoderConfig, job: Workload, run: MemorySettings, mesh: dict[str, int], platform: str
 ) -> dict[str, float]:
     """Bytes on one device beside its state, part by part, where an update holds most: among logits, or in a layer.
 
     Among logits the unembedding is whole, and so is its gradient, in float32. In a layer, its parameters are whole,
     those of the next on the way, and its gradient; and the gradient of a micro-batch stands beside what was added up,
-    which GPUs hold twice. Without `trained` parameters are frozen.
+    which GPUs hold twice. What is frozen has no gradient.
     """
     size, tensor, divided = _computed_size(job), mesh["tensor"], mesh["fsdp"] > 1
-    held, tokens = sharded_parameters(config, mesh), job.micro_rows * job.length
+    held, tokens, trained = _trained_numbers(config, run, mesh), job.micro_rows * job.length, run.lora is None
     floor = update_floor(config, job, mesh, moved=0.0)
     several = job.rows > job.micro_rows * job.mini_batches * ways(mesh, "data", "fsdp")
     both = {"activations": size * tokens * config.num_layers * config.d if job.remat else floor["activations"]}
-    if trained:
-        both["gradients"] = WIDE * held * (2 if several and platform != "tpu" else 1)
+    both["gradients"] = WIDE * held * (2 if several and platform != "tpu" else 1)
     if job.compute_dtype and not divided and trained:
         both["computed"] = size * held  # all parameters in the type that is computed in
     unembedding = config.v * config.d / tensor
@@ -210,22 +229,26 @@ def update_bytes(
     layer = _layer_parameters(config) / tensor
     layers = {"layer": floor["activations"] - both["activations"], "attention": attention_bytes(config, job, mesh)}
     layers["gathered"] = layer * (2 * size + WIDE * trained) * divided
-    layers["gradient"] = WIDE * held * trained
+    layers["gradient"] = WIDE * held
     return both | max(logits, layers, key=lambda parts: sum(parts.values()))
 
 
-def decode_bytes(config: DecoderConfig, job: Workload, mesh: dict[str, int], platform: str) -> dict[str, float]:
+def decode_bytes(
+    config: DecoderConfig, job: Workload, run: MemorySettings, mesh: dict[str, int], platform: str
+) -> dict[str, float]:
     """Bytes on one device of a rollout, part by part: weights and cache, and beside them prompts or laid out weights.
 
     On a GPU each layer's weights, and the unembedding if it is tied, are laid out for decoding once more, where they
-    are not gathered.
+    are whole and not gathered.
     """
     size, tensor, divided = _computed_size(job), mesh["tensor"], mesh["fsdp"] > 1
-    parts = {"weights": size * sharded_parameters(config, mesh)} | decode_floor(config, job, mesh)
+    weights = _frozen_bytes(config, job.compute_dtype or job.dtype, run, mesh)
+    weights += WIDE * _trained_numbers(config, run, mesh) if run.lora else 0.0
+    parts = {"weights": weights} | decode_floor(config, job, mesh)
     prompts = -(-job.slots // ways(mesh, "data", "fsdp")) * job.prompt
     among_prompts = size * prompts * (layer_numbers(config) / tensor + 4 * config.d)
     laid = size * (_layer_parameters(config) * config.num_layers + config.v * config.d * config.tied) / tensor
-    laid = laid if platform != "tpu" and not divided else 0.0
+    laid = laid if platform != "tpu" and not divided and run.lora is None else 0.0
     gathered = {"gathered": size * (_layer_parameters(config) + config.v * config.d) / tensor} if divided else {}
     return parts | gathered | ({"laid": laid} if laid > among_prompts else {"prompts": among_prompts})
 
