@@ -252,6 +252,7 @@ class _Settling:
         gather, end = _Gather(self.divided(params), self.dtype), "unembed" if "unembed" in self.axes else "embed"
 
         def own(params, rows) -> Any:
+            params, rows = _scatter_first(params, rows, end)
             return function(self.policy.unembed, gather.named(params, end), rows)
 
         return self.dealt(own, params, (rows,), jnp.zeros(1))
@@ -344,6 +345,26 @@ def _gather_backward(axis: int, _dtype: Any, like: Array, d_out: Array) -> tuple
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _scatter_first(params: Any, rows: Any, name: str) -> tuple:
+    """The same, where the backward pass goes on to rows once the gradients of the parameters of this name are divided.
+
+    Otherwise XLA keeps the whole gradient of the unembedding until that of the layers is done.
+    """
+    leaves, tree = jax.tree.flatten_with_path((params, rows))
+    waits = [(path[0].idx == 1 or _last(path) == name) and jnp.issubdtype(x.dtype, jnp.inexact) for path, x in leaves]
+    found = iter(_together([x for (_, x), wait in zip(leaves, waits, strict=True) if wait]))
+    return jax.tree.unflatten(tree, [next(found) if wait else x for (_, x), wait in zip(leaves, waits, strict=True)])
+
+
+@jax.custom_vjp
+def _together(arrays: list[Array]) -> list[Array]:
+    """The arrays themselves, of whose gradients none goes on before all are there."""
+    return arrays
+
+
+_together.defvjp(lambda arrays: (arrays, None), lambda _, d_arrays: (jax.lax.optimization_barrier(d_arrays),))
 
 
 def _places(path: tuple) -> list[tuple[str, str]]:
