@@ -119,6 +119,14 @@ class Cache(struct.PyTreeNode):
     next: Int[Array, "r"]
 
 
+class Settled(NamedTuple):
+    """What can be done with a policy whose parameters are divided over the devices of a mesh."""
+
+    alone: Any  # the policy of one device
+    over_rows: Callable[..., Any]  # (function, params, rows): `function(unembed, params, rows)` where the rows lie
+    in_dtype: Callable[[Any], Any]  # dtype -> the policy, casting parameters where they lie divided
+
+
 class Policy(NamedTuple):
     """A language model as pure functions of its parameters, and the mesh over which what is made of it deals rows."""
 
@@ -128,9 +136,7 @@ class Policy(NamedTuple):
     make_cache: Callable[..., Cache] | None = None  # (rows, slots) -> an empty cache
     unstack_layers: Callable[[Any], Any] | None = None  # params -> the same, laid out for many small steps
     hidden_after: Callable[..., Any] | None = None  # (params, prompts, tokens, positions, segments) -> hidden
-    over_rows: Callable[..., Any] | None = None  # (function, params, rows): run it where rows lie on several devices
-    in_dtype: Callable[[Any], Any] | None = None  # dtype -> the policy, casting parameters where they lie divided
-    alone: Any = None  # the policy of one device, where this one is settled on a mesh that divides parameters
+    settled: Settled | None = None  # where a mesh divides parameters (`parallel.sharding.settle`)
     mesh: Any = None  # a DeviceMesh of `parallel.row_sharding`; None: everything runs where it is
 
     def apply(self, params, tokens, positions=None, segments=None, cache=None) -> tuple:

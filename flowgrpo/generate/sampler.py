@@ -363,7 +363,9 @@ def score_states(
     score = partial(_score_rows, temperature=warm, banned=banned, chunk=chunk)
     rows = (states, jnp.asarray(tokens), jnp.asarray(segments), kept)
     # Each device goes through its own rows, so that the gradient of the unembedding is summed over them once.
-    return score(policy.unembed, params, rows) if policy.over_rows is None else policy.over_rows(score, params, rows)
+    if policy.settled is not None:
+        return policy.settled.over_rows(score, params, rows)
+    return score(policy.unembed, params, rows)
 
 
 def _score_rows(unembed, params, rows: tuple, *, temperature: Array, banned, chunk: int) -> Scores:

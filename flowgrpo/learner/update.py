@@ -201,8 +201,8 @@ def make_score(
 ) -> Score:
     """`logprobs` of a batch under the distribution that was sampled from."""
     settings = {"temperature": temperature, "banned": banned, "chunk": chunk}
-    if compute_dtype is not None and policy.in_dtype is not None:
-        policy, compute_dtype = policy.in_dtype(compute_dtype), None
+    if compute_dtype is not None and policy.settled is not None:
+        policy, compute_dtype = policy.settled.in_dtype(compute_dtype), None
 
     def score(params, batch: Batch) -> Scores:
         rows = (batch.tokens, batch.positions, batch.segments)

@@ -54,7 +54,7 @@ AttendSlots = Callable[[Array, Slots, Sight, DecoderConfig], Array]
 
 @dataclass(frozen=True)
 class Kernels:
-    """An `Attend` with a kernel for steps over a cache beside it."""
+    """An `Attend` with a kernel over a cache beside it."""
 
     rows: Attend
     slots: AttendSlots

@@ -3,7 +3,7 @@
     plain    block by block, on anything                    `attention.attend`
     splash   JAX's splash attention, for TPU                `splash_attention.splash_rows`
     flash    this project's flash attention, for GPU        `flash_attention.flash_rows`
-             and over a cache, with one token a row         `decode_attention.attend_slots`
+             and over a cache: prompts by the same, one token a row by `decode_attention.attend_slots`
 
     policy = make_policy(config, dtype=jnp.bfloat16, attend=best(jax.default_backend()))
 
@@ -49,10 +49,12 @@ def _flash_takes(q: Array, k: Array) -> bool:
         return False
     from flowgrpo.models.decode_attention import takes  # Pallas takes a second to import
 
-    return takes(q, k)
+    return q.shape[2] > 1 or takes(q, k)
 
 
 def _flash_slots(q: Array, slots: Slots, sight: Sight, config: DecoderConfig) -> Array:
+    if q.shape[2] > 1:  # prompts, however wide they are padded
+        return _flash_rows(q, slots.k[slots.index], slots.v[slots.index], sight, config)
     from flowgrpo.models.decode_attention import attend_slots  # Pallas takes a second to import
 
     return attend_slots(q, slots, sight, config)

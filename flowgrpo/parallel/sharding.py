@@ -26,7 +26,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flowgrpo.contracts import Params, Policy
+from flowgrpo.contracts import Params, Policy, Settled
 from flowgrpo.generate.sampler import row_axis
 from flowgrpo.models.attention import Attend, AttendSlots, Kernels, Sight, Slots, attend
 from flowgrpo.models.config import DecoderConfig
@@ -222,12 +222,15 @@ class _Settling:
 
     def settled(self) -> Policy:
         """The policy."""
-        own = {"hidden": self.hidden, "unembed": self.unembed, "over_rows": self.over_rows, "in_dtype": self.in_dtype}
-        alone = self.policy._replace(mesh=None)
-        laid = (
-            self.policy.unstack_layers if self.mesh.shape[FSDP] == 1 else None
-        )  # else a layer is gathered where it runs
-        return self.policy._replace(**own, alone=alone, unstack_layers=laid, hidden_after=None)
+        # A layer that fsdp divides is gathered where it runs, and not laid out before.
+        laid = self.policy.unstack_layers if self.mesh.shape[FSDP] == 1 else None
+        return self.policy._replace(
+            hidden=self.hidden,
+            unembed=self.unembed,
+            unstack_layers=laid,
+            hidden_after=None,
+            settled=Settled(self.policy._replace(mesh=None), self.over_rows, self.in_dtype),
+        )
 
     def in_dtype(self, dtype: Any) -> Policy:
         """The policy, computing in another type of number; gradients are summed over devices in the parameters'."""

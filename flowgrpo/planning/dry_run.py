@@ -202,7 +202,7 @@ def _where_it_decodes(case: DryRunCase) -> DryRunCase:
     """The case on the mesh that decodes."""
     if case.decode_mesh is None:
         return case
-    alone = case.policy if case.policy.alone is None else case.policy.alone
+    alone = case.policy if case.policy.settled is None else case.policy.settled.alone
     return case._replace(mesh=case.decode_mesh, policy=settle(alone, case.decode_mesh, case.axes), decode_mesh=None)
 
 

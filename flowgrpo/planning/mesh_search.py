@@ -19,6 +19,7 @@ from flowgrpo.models.attention import BLOCK, UNROLLED
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import matrices, parameters, shape_of
 from flowgrpo.models.hf import read_json
+from flowgrpo.models.kv_cache import WIDE_BLOCKS
 from flowgrpo.models.lora import LoraConfig, adapter_axes, adapter_shapes
 from flowgrpo.models.quantised import INT8, NF4
 from flowgrpo.planning.cost_model import (
@@ -26,7 +27,6 @@ from flowgrpo.planning.cost_model import (
     count_parameters,
     decode_floor,
     forward_flops,
-    layer_numbers,
     numbers_on_device,
     sharded_parameters,
     update_floor,
@@ -221,15 +221,15 @@ def update_bytes(
     several = job.rows > job.micro_rows * job.mini_batches * ways(mesh, "data", "fsdp")
     both = {"activations": size * tokens * config.num_layers * config.d if job.remat else floor["activations"]}
     both["gradients"] = WIDE * held * (2 if several and platform != "tpu" else 1)
-    if job.compute_dtype and not divided and trained:
-        both["computed"] = size * held  # all parameters in the type that is computed in
+    copied = size * held if job.compute_dtype and not divided and trained else 0.0
+    both["computed"] = copied  # all parameters in the type that is computed in
     unembedding = config.v * config.d / tensor
     logits = {"logits": floor["logits"], "unembedding": size * unembedding * divided}
     logits["unembedding"] += WIDE * unembedding * trained
     layer = _layer_parameters(config) / tensor
     layers = {"layer": floor["activations"] - both["activations"], "attention": attention_bytes(config, job, mesh)}
     layers["gathered"] = layer * (2 * size + WIDE * trained) * divided
-    layers["gradient"] = WIDE * held
+    layers["gradient"] = WIDE * held + copied
     return both | max(logits, layers, key=lambda parts: sum(parts.values()))
 
 
@@ -238,7 +238,8 @@ def decode_bytes(
 ) -> dict[str, float]:
     """Bytes on one device of a rollout, part by part: weights and cache, and beside them prompts or laid out weights.
 
-    On a GPU each layer's weights, and the unembedding if it is tied, are laid out for decoding once more, where they
+    A prefill holds most among the logits of a block of the cache, where no kernel attends to it, or in the feed-forward
+    part. On a GPU each layer's weights, and the unembedding if it is tied, are laid out for decoding once more, where they
     are whole and not gathered.
     """
     size, tensor, divided = _computed_size(job), mesh["tensor"], mesh["fsdp"] > 1
@@ -246,7 +247,8 @@ def decode_bytes(
     weights += WIDE * _trained_numbers(config, run, mesh) if run.lora else 0.0
     parts = {"weights": weights} | decode_floor(config, job, mesh)
     prompts = -(-job.slots // ways(mesh, "data", "fsdp")) * job.prompt
-    among_prompts = size * prompts * (layer_numbers(config) / tensor + 4 * config.d)
+    logits = 0.0 if platform != "tpu" and size < WIDE else WIDE * config.h / tensor * min(job.length, WIDE_BLOCKS[0])
+    among_prompts = prompts * max(logits, size * 2 * (config.f / tensor + config.d))
     laid = size * (_layer_parameters(config) * config.num_layers + config.v * config.d * config.tied) / tensor
     laid = laid if platform != "tpu" and not divided and run.lora is None else 0.0
     gathered = {"gathered": size * (_layer_parameters(config) + config.v * config.d) / tensor} if divided else {}

@@ -62,7 +62,7 @@ def make_rollout(env: Env, policy: Policy, *, temperature: float = 1.0, narrowes
         raise BadInput("the policy has no make_cache, and a rollout needs one")
     check_range("make_rollout", "temperature", temperature, 0.0, exclusive=True)
     check_range("make_rollout", "narrowest", narrowest, 1, whole=True, optional=True)
-    mesh, policy = policy.mesh, policy if policy.alone is None else policy.alone
+    mesh, policy = policy.mesh, policy if policy.settled is None else policy.settled.alone
     policy = policy._replace(unembed=partial(_unembed, env, policy.unembed))
     return _Roller(env, policy, mesh, temperature, narrowest)
 
