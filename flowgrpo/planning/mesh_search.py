@@ -239,8 +239,8 @@ def decode_bytes(
     """Bytes on one device of a rollout, part by part: weights and cache, and beside them prompts or laid out weights.
 
     A prefill holds most among the logits of a block of the cache, where no kernel attends to it, or in the feed-forward
-    part. On a GPU each layer's weights, and the unembedding if it is tied, are laid out for decoding once more, where they
-    are whole and not gathered.
+    part. On a GPU each layer's weights, and the unembedding if it is tied, are laid out for decoding once more, unless
+    they are gathered.
     """
     size, tensor, divided = _computed_size(job), mesh["tensor"], mesh["fsdp"] > 1
     weights = _frozen_bytes(config, job.compute_dtype or job.dtype, run, mesh)
