@@ -30,7 +30,8 @@ def bound(cost: ProgramCost, chip: Chip) -> Bound | None:
     steps = cost.instructions
     if not steps or chip.flops == 0:
         return None
-    computing, memory = cost.flops / chip.flops, moved_bytes(steps) / chip.bandwidth
+    # What a kernel computes in a loop that ends on data is not counted: it is no less than the formula has.
+    computing, memory = max(cost.flops, cost.useful) / chip.flops, moved_bytes(steps) / chip.bandwidth
     links = sent_bytes(steps) / chip.link
     seconds = max(computing, memory) + links
     estimated = 0.0
