@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 
 import flowgrpo as fg
+from flowgrpo.models.lora import LoraConfig
+from flowgrpo.parallel.sharding import AXES, parse_mesh
 from flowgrpo.planning.cost_model import Workload, count_parameters
 from flowgrpo.planning.mesh_search import (
     GIB,
@@ -18,6 +20,7 @@ from flowgrpo.planning.mesh_search import (
     remedies,
     shape_of_model,
 )
+from flowgrpo.planning.targets import parse_target
 from tests.experiments.conftest import check_refused, last_line
 
 COUNTS = {
@@ -70,6 +73,42 @@ def test_more_devices_and_fewer_rows_at_a_time_need_less_memory():
     assert more.update["activations"] == 2 * expect(config, job, MemorySettings(), MACHINE, small).update["activations"]
     assert expect(config, job, MemorySettings(reference=True), MACHINE, small).update["reference"] > 0
     assert expect(config, job, MemorySettings(decodes=False), MACHINE, small).rollout_seconds == 0
+
+
+# GiB of one device by the compilers: `plan --rows=64 --slots=64 --remat` with the target, mesh and micro_rows.
+COMPILED = [
+    ("qwen2.5-0.5b", "v5e-8", "fsdp=8", 2, "update", 3.11),
+    ("qwen2.5-1.5b", "v5e-16", "fsdp=16", 2, "update", 4.39),
+    ("qwen2.5-1.5b", "v6e-8", "fsdp=8", 2, "update", 5.77),
+    ("qwen2.5-7b", "v5e-16", "fsdp=16", 2, "update", 13.6),
+    ("qwen2.5-0.5b", "h100-1", "", 2, "update", 12.9),
+    ("qwen2.5-1.5b", "h100-1", "", 2, "update", 40.3),
+    ("qwen2.5-1.5b", "h100-8", "fsdp=8", 2, "update", 6.72),
+    ("qwen2.5-7b", "h100-8", "fsdp=8", 2, "update", 24.8),
+    ("qwen2.5-0.5b", "v5e-8", "data=8", 1, "decode", 1.52),
+    ("qwen2.5-7b", "v5e-8", "data=2,tensor=4", 1, "decode", 5.70),
+    ("qwen2.5-1.5b", "h100-8", "data=8", 1, "decode", 6.63),
+    ("qwen2.5-7b", "h100-8", "data=2,tensor=4", 1, "decode", 8.36),
+]
+
+
+@pytest.mark.parametrize(("model", "target", "mesh", "micro_rows", "stage", "gib"), COMPILED)
+def test_memory_by_formula_is_that_of_compilers(model, target, mesh, micro_rows, stage, gib):
+    machine, sizes = parse_target(target), parse_mesh(mesh) if mesh else dict.fromkeys(AXES, 1)
+    job = Workload(rows=64, slots=64, micro_rows=micro_rows, dtype="float32", compute_dtype="bfloat16")
+    chip = replace(MACHINE, platform=machine.chip.platform)
+    expected = expect(shape_of_model(model), job, MemorySettings(reference=True, moved=True), chip, sizes)
+    assert sum(getattr(expected, stage).values()) / GIB == pytest.approx(gib, rel=0.05)
+
+
+def test_an_adapter_over_quantised_weights_needs_a_fraction():
+    config, mesh = shape_of_model("qwen2.5-7b"), dict.fromkeys(AXES, 1)
+    job = Workload(rows=16, slots=8, dtype="bfloat16")
+    whole, int8, nf4 = (
+        expect(config, job, MemorySettings(moved=True, lora=LoraConfig(16), base=base), MACHINE, mesh).needed / GIB
+        for base in (None, "int8", "nf4")
+    )
+    assert nf4 < 9 < int8 < 12 < 16 < whole < 18
 
 
 @pytest.mark.slow
