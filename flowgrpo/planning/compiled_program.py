@@ -33,6 +33,7 @@ _OF_CACHE = "/decode_parts/"  # in the origin of a kernel that reads a layer of 
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written into the first
 _SAME = {"bitcast", "reshape"}  # of the same bytes
+_UNKNOWN = 2**53  # cycles; a compiler that can't estimate them says a number near the largest
 
 
 class Instruction(NamedTuple):
@@ -250,7 +251,7 @@ def _step(
         read=read,
         written=_written_bytes(own, instruction, body),
         sent=sent,
-        cycles=float(cycles[1]) if cycles else 0.0,
+        cycles=float(cycles[1]) if cycles and int(cycles[1]) < _UNKNOWN else 0.0,
         origin=origin[1] if origin else "",
     )
 

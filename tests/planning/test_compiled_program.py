@@ -242,6 +242,7 @@ def test_kernels_without_an_estimate_are_told_apart():
     kernel = '%k = f32[8,4] custom-call(%p0), custom_call_target="tpu_custom_call"'
     assert silent_bytes(one(kernel, "f32[8,4]")) == 256
     assert silent_bytes(one(kernel + ', backend_config={"estimated_cycles":"9"}', "f32[8,4]")) == 0
+    assert silent_bytes(one(kernel + ', backend_config={"estimated_cycles":"9223372036854775807"}', "f32[8,4]")) == 256
     assert one('%k = f32[8,4] custom-call(), custom_call_target="AllocateBuffer"') == []
 
 
