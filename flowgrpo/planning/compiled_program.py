@@ -16,7 +16,7 @@ the cache that `decode_attention` is given as a whole, half of one layer counts:
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ _OF_CACHE = "/decode_parts/"  # in the origin of a kernel that reads a layer of 
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written into the first
 _SAME = {"bitcast", "reshape"}  # of the same bytes
+_THROUGH = _SAME | {"copy"}  # within a fusion, where a copy is made of what is read of it
 _UNKNOWN = 2**53  # cycles; a compiler that can't estimate them says a number near the largest
 
 
@@ -322,7 +323,7 @@ def _used_bytes(computations: Mapping[str, Computation], body: Computation, name
         inside = _called(user.rest, "calls") if user.opcode == "fusion" else None
         inner = None if inside is None else computations[inside]
         own = None if inner is None else inner.parameters[user.operands.index(name)]
-        if user.opcode in _SAME or (inner is not None and _source(inner, inner.root) == own):
+        if user.opcode in _THROUGH or (inner is not None and _source(inner, inner.root, _THROUGH) == own):
             part = _used_bytes(computations, body, user.name)
         elif inner is not None and own is not None:
             part = _used_bytes(computations, inner, own.name)
@@ -365,9 +366,9 @@ def _written_bytes(own: Computation, instruction: Instruction, body: Computation
     return sum(_update_bytes(body, part, size) for part, size in parts if part.opcode not in kept)
 
 
-def _source(body: Computation, instruction: Instruction) -> Instruction:
+def _source(body: Computation, instruction: Instruction, same: Collection[str] = _SAME) -> Instruction:
     """The instruction whose bytes a result has."""
-    while instruction.opcode in _SAME:
+    while instruction.opcode in same:
         instruction = body[instruction.operands[0]]
     return instruction
 

@@ -160,20 +160,25 @@ def test_a_fusion_reads_the_part_that_fusions_within_it_read():
     assert (step.read, step.written) == (16 + 16, 16 + 16)
 
 
-def test_what_a_fusion_within_another_only_reshapes_is_read_by_the_users_of_that():
-    body = """%same (a: f32[8,4]) -> f32[32] {
+@pytest.mark.parametrize("operation", ["bitcast", "copy"])
+@pytest.mark.parametrize(
+    ("use", "read"), [("f32[32] add(%flat, %flat)", 128), ("f32[4] dynamic-slice(%flat, %zero)", 16)]
+)
+def test_what_a_fusion_within_another_hands_on_is_read_by_the_users_of_that(operation, use, read):
+    body = f"""%same (a: f32[8,4]) -> f32[32] {{
   %a = f32[8,4] parameter(0)
-  ROOT %flat = f32[32] bitcast(%a)
-}
+  ROOT %flat = f32[32] {operation}(%a)
+}}
 
-%fused (b: f32[8,4]) -> f32[32] {
+%fused (b: f32[8,4]) -> f32[32] {{
   %b = f32[8,4] parameter(0)
   %flat = f32[32] fusion(%b), kind=kLoop, calls=%same
-  ROOT %double = f32[32] add(%flat, %flat)
-}
+  %zero = s32[] constant(0)
+  ROOT %end = {use}
+}}
 """
-    (step,) = one("%f = f32[32] fusion(%p0), kind=kLoop, calls=%fused", "f32[8,4]", before=body)
-    assert (step.read, step.written) == (128, 128)
+    (step,) = one(f"%f = {use[:7].strip()} fusion(%p0), kind=kLoop, calls=%fused", "f32[8,4]", before=body)
+    assert (step.read, step.written) == (read, read)
 
 
 @pytest.mark.parametrize(
