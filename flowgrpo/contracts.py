@@ -120,7 +120,7 @@ class Cache(struct.PyTreeNode):
 
 
 class Settled(NamedTuple):
-    """What can be done with a policy whose parameters are divided over the devices of a mesh."""
+    """Functions of a policy whose parameters are divided over the devices of a mesh."""
 
     alone: Any  # the policy of one device
     over_rows: Callable[..., Any]  # (function, params, rows): `function(unembed, params, rows)` where the rows lie

@@ -351,9 +351,9 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def _scatter_first(params: Any, rows: Any, name: str) -> tuple:
-    """The same, where the backward pass goes on to rows once the gradients of the parameters of this name are divided.
+    """Let the backward pass go on to the rows once the gradients of the parameters of this name are divided.
 
-    Otherwise XLA keeps the whole gradient of the unembedding until that of the layers is done.
+    Otherwise XLA keeps the whole gradient of the unembedding until that of the layers is done. Returns both.
     """
     leaves, tree = jax.tree.flatten_with_path((params, rows))
     waits = [(path[0].idx == 1 or _last(path) == name) and jnp.issubdtype(x.dtype, jnp.inexact) for path, x in leaves]
