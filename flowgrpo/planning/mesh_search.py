@@ -1,7 +1,7 @@
 """Rank the ways to run a job on some devices, with memory and time by formula.
 
-Memory is what the programs hold when they hold most (`update_bytes`, `decode_bytes`), within a tenth of what compilers
-make of them (docs/scale.md). Seconds serve to rank only: operations over the rate, or bytes over the bandwidth where
+Memory is what the programs hold when they hold most (`update_bytes`, `decode_bytes`), within 5 % of what compilers make
+of them (docs/scale.md). Seconds serve to rank only: operations over the rate, or bytes over the bandwidth where
 that takes longer, and what is sent over the links. `shape_of_model` gives the shape of a
 published model by its name, or of a folder with a config.json, without weights or network.
 """
@@ -153,7 +153,7 @@ def expect(
     config: DecoderConfig, job: Workload, run: MemorySettings, machine: Machine, mesh: dict[str, int]
 ) -> Candidate:
     """Memory and seconds of one candidate."""
-    stored, trained = _frozen_bytes(config, job.dtype, run, mesh), _trained_numbers(config, run, mesh)
+    stored, trained = _weight_bytes(config, job.dtype, run, mesh), _trained_numbers(config, run, mesh)
     held = {"parameters": stored + (WIDE * trained if run.lora else 0.0)}
     optimizer = {"optimizer": trained * run.moments * run.moment_bytes}
     reference = {"reference": stored} if run.reference and not run.moved and run.lora is None else {}
@@ -179,11 +179,9 @@ def remedies(config: DecoderConfig, job: Workload, run: MemorySettings, machine:
         if larger and candidates(config, job, run, machine, larger)[0].needed <= machine.memory:
             told.append(f"{more} devices")
             break
-    adapter, small = (
-        replace(run, lora=LoraConfig(), base=INT8),
-        replace(job, slots=1, dtype=job.compute_dtype or job.dtype),
-    )
-    frozen = min(x.needed for x in candidates(config, small, adapter, machine, layouts))
+    small = replace(job, slots=1, dtype=job.compute_dtype or job.dtype, compute_dtype=None)
+    adapters = candidates(config, small, replace(run, lora=LoraConfig(), base=INT8), machine, layouts)
+    frozen = min(x.needed for x in adapters)
     if frozen <= machine.memory:
         told.append(f"an adapter (LoRA) over an int8 base ({frozen / GIB:.1f} GiB)")
     return told or ["a smaller model: nothing else tried would fit"]
@@ -197,7 +195,7 @@ def _trained_numbers(config: DecoderConfig, run: MemorySettings, mesh: dict[str,
     return sum(numbers_on_device(axes[name], shape, mesh) for name, shape in adapter_shapes(config, run.lora).items())
 
 
-def _frozen_bytes(config: DecoderConfig, dtype: Any, run: MemorySettings, mesh: dict[str, int]) -> float:
+def _weight_bytes(config: DecoderConfig, dtype: Any, run: MemorySettings, mesh: dict[str, int]) -> float:
     """Bytes on one device of all parameters but an adapter's."""
     size, declared = float(jnp.dtype(dtype).itemsize), parameters(config)
     each = dict.fromkeys(declared, size)
@@ -243,7 +241,7 @@ def decode_bytes(
     they are gathered.
     """
     size, tensor, divided = _computed_size(job), mesh["tensor"], mesh["fsdp"] > 1
-    weights = _frozen_bytes(config, job.compute_dtype or job.dtype, run, mesh)
+    weights = _weight_bytes(config, job.compute_dtype or job.dtype, run, mesh)
     weights += WIDE * _trained_numbers(config, run, mesh) if run.lora else 0.0
     parts = {"weights": weights} | decode_floor(config, job, mesh)
     prompts = -(-job.slots // ways(mesh, "data", "fsdp")) * job.prompt
