@@ -23,13 +23,13 @@ import numpy as np
 import flowgrpo as fg
 from experiments.benchmarks import ceilings
 from experiments.benchmarks.racers.ours import generate_block
+from flowgrpo.batching.layouts import full_batch
 from flowgrpo.envs.env import PAD
 from flowgrpo.learner.state import init_learner, make_optimizer
 from flowgrpo.learner.update import make_update
 from flowgrpo.models import attention, decoder, kv_cache
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.parallel.row_sharding import data_mesh, map_rows, share
-from flowgrpo.recipes.device_checks.bench import full_batch
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import seconds, significant
 
@@ -79,7 +79,7 @@ def _program(work: str, means: str | None) -> Callable[[], Any]:
         optimizer = make_optimizer(learning_rate=1e-4)
         function = make_update(policy, fg.flow_grpo(beta=0.0), optimizer, banned=(PAD,), micro_rows=4)
         state = share(init_learner(params, optimizer), mesh)
-        arguments = (state, share(full_batch(config, rows, tokens), mesh))
+        arguments = (state, share(full_batch(config.v, rows, tokens), mesh))
     with _without(means) as options:
         compiled = jax.jit(function).lower(*arguments).compile(dict(options) or None)
     return partial(compiled, *arguments)

@@ -44,6 +44,7 @@ from experiments.benchmarks.ceilings import LEARNERS, shape_called
 from experiments.benchmarks.racers.torch_generate import random_torch_model
 from experiments.cli import app
 from experiments.cli.help import flag_heading
+from flowgrpo.batching.layouts import full_batch
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.envs.env import PAD
 from flowgrpo.generate.sampler import logprobs
@@ -54,7 +55,6 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.parallel.row_sharding import DEALT, data_mesh, share
 from flowgrpo.planning.cost_model import Workload, count_parameters, forward_flops
 from flowgrpo.planning.dry_run import abstract_batch, abstract_state, dry_update, local_bytes, make_case
-from flowgrpo.recipes.device_checks.bench import full_batch
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import medians, show_columns, show_lines, significant, timed
 from flowgrpo.types import BadInput, Batch
@@ -161,7 +161,7 @@ def _in_columns(lines: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 def _measure_speed(name: str, length: int) -> dict[str, Any]:
     """Seconds of each form, and its share of the matrix-product rate."""
     config = shape_called(name)
-    batch = full_batch(config, _ROWS.value, length)
+    batch = full_batch(config.v, _ROWS.value, length)
     lines, rate = _in_turn({form: _make_work(config, batch, form) for form in _FORMS.value})
     sizes = {"model": name, "params": count_parameters(config), "rows": _ROWS.value, "length": length}
     return sizes | {"gflops": round(rate / 1e9, 1)} | _in_columns(lines)
@@ -179,7 +179,7 @@ def hold_update(name: str, rows: int, length: int, micro_rows: int, remat: bool)
     update = make_update(case.policy, case.algorithm, case.optimizer, micro_rows=job.micro_rows, chunk=job.chunk)
     work = jax.jit(update, donate_argnums=0).lower(abstract_state(case), abstract_batch(case)).compile()
     start = jax.jit(lambda key: init_learner(case.policy.init(key), case.optimizer)).lower(jax.random.key(0)).compile()
-    batch = jax.device_put(full_batch(config, rows, length))
+    batch = jax.device_put(full_batch(config.v, rows, length))
     _settle()
     before = measuring.resident("VmRSS")
     state = jax.block_until_ready(start(jax.random.key(0)))
@@ -217,7 +217,7 @@ def _measure_growth() -> list[dict[str, Any]]:
         sizes.append((f"{turns} turns, appended", rows, turns * _TURN.value, 1))
         # Afresh, turn t is a context of its own with all before it; here they are alike, and as long in the mean.
         sizes.append((f"{turns} turns, afresh", rows, turns * (turns + 1) // 2 * _TURN.value, turns))
-    works = {str(size): _make_work(config, full_batch(config, *size[1:3], segments=size[3])) for size in sizes}
+    works = {str(size): _make_work(config, full_batch(config.v, *size[1:3], segments=size[3])) for size in sizes}
     lines, found = _in_turn(works)[0], []
     for what, count, tokens, segments in sizes:
         line = lines[str((what, count, tokens, segments))]
@@ -290,7 +290,7 @@ def _measure_torch(name: str, length: int) -> dict[str, Any]:
     """Both updates of the same rows, in turn."""
     config, source = shape_called(name), LEARNERS[name]
     assert source is not None
-    batch = full_batch(config, _ROWS.value, length)
+    batch = full_batch(config.v, _ROWS.value, length)
     ours = _make_work(config, batch)
     lines, _ = _in_turn({"ours": ours, "torch": TimedProgram(_torch_step(source, batch), ours.flops)})
     over = significant(lines["ours"]["share"] / lines["torch"]["share"])

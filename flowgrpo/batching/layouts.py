@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from flowgrpo import masked
@@ -119,3 +120,30 @@ def token_fields(trajectories: Trajectories, lay: Callable[[AnyArray], AnyArray]
     }
     laid = {name: lay(x_ntl) for name, x_ntl in given.items() if x_ntl is not None}
     return {"logp_old": laid["logp_sampled"]} | laid
+
+
+def full_batch(words: int, rows: int, length: int, *, segments: int = 1, samples: int = 8) -> Batch:
+    """Rows of random words but 0, to measure with: advantages of both signs, all but the first of a segment sampled.
+
+    The segments of a row are as long as one another, but for the last, which has the rest; `samples` rows are a group.
+    """
+    row_rs, slot_rs = np.indices((rows, length), np.int32)
+    each = length // segments
+    segment_rs = np.minimum(slot_rs // each, segments - 1)
+    position_rs = slot_rs - segment_rs * each
+    chosen_rs = position_rs > 0
+    logp_rs = np.where(chosen_rs, -np.log(words), 0.0).astype(np.float32)
+    return Batch(
+        tokens=np.random.default_rng(0).integers(1, words, (rows, length), np.int32),
+        positions=position_rs,
+        segments=segment_rs + 1,
+        trajectory=row_rs,
+        turn=segment_rs,
+        slot=position_rs,
+        group=row_rs // samples,
+        chosen=chosen_rs,
+        logp_sampled=logp_rs,
+        logp_old=logp_rs,
+        advantage=np.where((row_rs + segment_rs) % 2, 1.0, -0.7).astype(np.float32),
+        weight=(chosen_rs / chosen_rs.sum()).astype(np.float32),
+    )

@@ -7,8 +7,8 @@ import pytest
 
 from experiments.benchmarks import attention
 from experiments.benchmarks.ceilings import LEARNERS, shape_called
+from flowgrpo.batching.layouts import full_batch
 from flowgrpo.planning.cost_model import count_parameters
-from flowgrpo.recipes.device_checks.bench import full_batch
 from flowgrpo.types import check_axes
 from tests.experiments.conftest import last_line
 
@@ -19,7 +19,7 @@ def test_shapes_have_the_sizes_that_are_reported():
 
 
 def test_full_rows_are_whole_segments_whose_first_token_was_given():
-    batch = full_batch(shape_called("small"), 4, 10, segments=3)
+    batch = full_batch(shape_called("small").v, 4, 10, segments=3)
     check_axes(batch)
     np.testing.assert_array_equal(batch.segments[0], [1, 1, 1, 2, 2, 2, 3, 3, 3, 3])
     np.testing.assert_array_equal(batch.positions[0], [0, 1, 2, 0, 1, 2, 0, 1, 2, 3])

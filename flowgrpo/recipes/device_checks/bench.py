@@ -7,13 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from flowgrpo.envs.env import PAD
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.planning.mesh_search import GIB, PUBLISHED, shape_of_model
 from flowgrpo.recipes.device_checks.figures import CheckLine, tell
-from flowgrpo.types import BadInput, Batch
+from flowgrpo.types import BadInput
 
 TINY = "tiny"  # the model of the speeds where no published one fits
 ROOM = 20 * GIB  # of a device on which the smallest published shape is updated with ease
@@ -46,33 +44,6 @@ SIZES = {
     "small": CheckSizes(32, 2, 8, 97, 2, 48, 256, 2**20, 4, 64, 4, 2, 64, 1),
     "full": CheckSizes(256, 4, 64, 4096, 4, 256, 8192, 2**30, 64, 1024, 64, 8, 2048, 40),
 }
-
-
-def full_batch(config: DecoderConfig, rows: int, length: int, *, segments: int = 1, samples: int = 8) -> Batch:
-    """Rows without padding, with advantages of both signs; all but the first token of a segment was sampled.
-
-    The segments of a row are as long as one another, but for the last, which has the rest; `samples` rows are a group.
-    """
-    row_rs, slot_rs = np.indices((rows, length), np.int32)
-    each = length // segments
-    segment_rs = np.minimum(slot_rs // each, segments - 1)
-    position_rs = slot_rs - segment_rs * each
-    chosen_rs = position_rs > 0
-    logp_rs = np.where(chosen_rs, -np.log(config.v), 0.0).astype(np.float32)
-    return Batch(
-        tokens=np.random.default_rng(0).integers(PAD + 1, config.v, (rows, length), np.int32),
-        positions=position_rs,
-        segments=segment_rs + 1,
-        trajectory=row_rs,
-        turn=segment_rs,
-        slot=position_rs,
-        group=row_rs // samples,
-        chosen=chosen_rs,
-        logp_sampled=logp_rs,
-        logp_old=logp_rs,
-        advantage=np.where((row_rs + segment_rs) % 2, 1.0, -0.7).astype(np.float32),
-        weight=(chosen_rs / chosen_rs.sum()).astype(np.float32),
-    )
 
 
 class Form(NamedTuple):

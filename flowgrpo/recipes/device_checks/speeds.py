@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flowgrpo.algorithms.policy_gradient import flow_grpo
+from flowgrpo.batching.layouts import full_batch
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.generate.sampler import Rows, decode, prefill, sampling, start_rows
 from flowgrpo.learner.state import init_learner, make_optimizer
@@ -26,7 +27,7 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.planning.cost_model import count_parameters, forward_flops
 from flowgrpo.planning.mesh_search import GIB
 from flowgrpo.recipes.device_checks.attentions import AttentionCase, attentions
-from flowgrpo.recipes.device_checks.bench import HALF, Bench, full_batch, memory_of
+from flowgrpo.recipes.device_checks.bench import HALF, Bench, memory_of
 from flowgrpo.recipes.device_checks.figures import ERROR, CheckLine, between, skipped, tell
 from flowgrpo.report.tables import seconds, timed
 from flowgrpo.types import first_line
@@ -197,7 +198,7 @@ def check_training(bench: Bench) -> list[CheckLine]:
 def _measure_update(bench: Bench, config: DecoderConfig, name: str, case: AttentionCase) -> list[CheckLine]:
     sizes, rates, optimizer = bench.sizes, measure_rates(bench), make_optimizer(learning_rate=1e-6)
     policy = make_policy(config, remat=True, attend=case.attend)
-    batch = jax.device_put(full_batch(config, sizes.update_rows, sizes.update_length), bench.device)
+    batch = jax.device_put(full_batch(config.v, sizes.update_rows, sizes.update_length), bench.device)
     micro_rows = max(1, sizes.update_rows // 4)
     update = make_update(policy, flow_grpo(beta=0.0), optimizer, micro_rows=micro_rows, compute_dtype=jnp.bfloat16)
     begin = jax.jit(lambda key: init_learner(policy.init(key), optimizer))

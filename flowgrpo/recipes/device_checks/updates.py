@@ -15,11 +15,12 @@ import numpy as np
 import optax
 
 from flowgrpo.algorithms.policy_gradient import flow_grpo
+from flowgrpo.batching.layouts import full_batch
 from flowgrpo.learner.state import init_learner, make_optimizer
 from flowgrpo.learner.update import make_update
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.recipes.device_checks.attentions import GPU, largest_difference
-from flowgrpo.recipes.device_checks.bench import EXACT, Bench, Device, full_batch, small_shape
+from flowgrpo.recipes.device_checks.bench import EXACT, Bench, Device, small_shape
 from flowgrpo.recipes.device_checks.figures import CheckLine, at_most, holds, skipped
 from flowgrpo.recipes.device_checks.sampling import NO_HOST, small_params
 from flowgrpo.types import Batch
@@ -41,7 +42,7 @@ def _small_update(bench: Bench) -> SmallUpdate:
     """Two epochs: in the second one ratios are not 1, and some are clipped."""
     config, sizes = small_shape(bench.sizes), bench.sizes
     optimizer = make_optimizer(learning_rate=0.1, base=optax.identity())
-    batch = full_batch(config, sizes.rows, sizes.length, segments=3, samples=2)
+    batch = full_batch(config.v, sizes.rows, sizes.length, segments=3, samples=2)
     update = make_update(make_policy(config), flow_grpo(beta=0.0), optimizer, micro_rows=sizes.rows // 2, epochs=2)
     return SmallUpdate(jax.jit(update), init_learner(small_params(bench), optimizer), batch)
 
