@@ -1,7 +1,7 @@
 """Rank the ways to run a job on some devices, with memory and time by formula.
 
 Memory is what the programs hold when they hold most (`update_bytes`, `decode_bytes`), within 5 % of what compilers make
-of them (docs/scale.md). Seconds serve to rank only: operations over the rate, or bytes over the bandwidth where
+of most of them (docs/scale.md). Seconds serve to rank only: operations over the rate, or bytes over the bandwidth where
 that takes longer, and what is sent over the links. `shape_of_model` gives the shape of a
 published model by its name, or of a folder with a config.json, without weights or network.
 """
