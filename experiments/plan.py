@@ -151,7 +151,7 @@ def _machine_of(target: Target | None) -> Machine:
 
 
 def _memory_of() -> MemorySettings:
-    """Memory settings of the run that the flags describe."""
+    """Read the memory settings of the run from the flags."""
     if not _LORA.value and _BASE.value != WHOLE_BASE:
         raise BadInput(f"--base={_BASE.value} freezes the weights: give --lora_rank=16 too, for an adapter beside them")
     lora = LoraConfig(_LORA.value) if _LORA.value else None

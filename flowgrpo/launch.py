@@ -156,7 +156,7 @@ def _initialize(coordinator: str, num_processes: int, process_id: int, seconds: 
 
 
 def cores(most: int = 8) -> int:
-    """How many processor cores this process may use, and no more than `most`."""
+    """Say how many processor cores this process may use, and no more than `most`."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(usable, most)
 

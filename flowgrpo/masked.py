@@ -24,7 +24,7 @@ def fill(x: AnyArray, mask: AnyArray, value: float = 0.0) -> Array:
 
 
 def count(mask: AnyArray, axis=None, keepdims: bool = False) -> Array:
-    """How many entries are unmasked, as float32."""
+    """Say how many entries are unmasked, as float32."""
     return jnp.asarray(mask).sum(axis=axis, keepdims=keepdims, dtype=jnp.float32)
 
 
@@ -47,7 +47,7 @@ def variance(x: AnyArray, mask: AnyArray, axis=None, keepdims: bool = False, ddo
 
 
 def varies(x: AnyArray, mask: AnyArray, axis=None, keepdims: bool = False) -> Array:
-    """Whether two unmasked entries differ: decided by max = min, never by a small deviation (F4). NaN differs."""
+    """Say whether two unmasked entries differ: decided by max = min, never by a small deviation (F4). NaN differs."""
     largest = fill(x, mask, -jnp.inf).max(axis=axis, keepdims=keepdims)
     smallest = fill(x, mask, jnp.inf).min(axis=axis, keepdims=keepdims)
     return ~(largest <= smallest)

@@ -261,7 +261,7 @@ class _Staged:
 
 
 def is_fresh(trajectories: Trajectories) -> bool:
-    """Whether contexts are rendered afresh; who was aborted before a word was said has no part in this."""
+    """Say whether contexts are rendered afresh; who was aborted before a word was said has no part in this."""
     appends = trajectories.appends
     return appends is not None and not np.any(np.asarray(appends) & np.asarray(trajectories.valid))
 

@@ -198,7 +198,7 @@ def _answer(policy: Policy, params: Params, tokens_ns: Array, real_ns: Array, ke
 
 
 def _share_of_same(played: Trajectories, said: list[Array]) -> float:
-    """How many turns were answered with the same tokens as in the rollout."""
+    """Say how many turns were answered with the same tokens as in the rollout."""
     same = []
     for turn, action_na in enumerate(jax.device_get(said)):
         for n in np.flatnonzero(played.turns[:, turn]):

@@ -136,7 +136,7 @@ def _held(state) -> int:
 
 
 def relative_distance(params, expected, before) -> float:
-    """How far parameters are from those expected, against how far these are from the start."""
+    """Say how far parameters are from those expected, against how far these are from the start."""
     distance, moved = (optax.tree.norm(jax.tree.map(np.subtract, expected, other)) for other in (params, before))
     return float(distance / moved)
 

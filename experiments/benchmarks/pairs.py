@@ -70,5 +70,5 @@ def math_verify_alone(call: Callable, pair: Pair, *, seconds: float = 5.0) -> fl
 
 
 def plain_comparison(pair: Pair) -> float:
-    """Whether the output is a gold answer, letter by letter."""
+    """Say whether the output is a gold answer, letter by letter."""
     return float(pair.output.strip() in pair.golds)

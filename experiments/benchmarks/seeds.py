@@ -81,7 +81,7 @@ def _alone(step: Callable, runs: Any, updates: int) -> Timed:
 
 
 def _agreement(one: Timed, other: Timed) -> dict[str, Any]:
-    """How near two ways come to each other: early parameters and success, and the seeds' success at the end."""
+    """Say how near two ways come to each other: early parameters and success, and the seeds' success at the end."""
     apart = jax.tree.map(lambda x, y: float(np.abs(x - y).max()), one.early, other.early)
     ends = [timed.success[:, -5:].mean(axis=1) for timed in (one, other)]
     low, high = interval(probability_of_improvement, *ends)

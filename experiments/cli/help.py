@@ -108,7 +108,7 @@ def _plain(flag: flags.Flag) -> str:
 
 
 def written(flag: flags.Flag) -> str:
-    """How a flag is given: `--queries=N`, `--[no]resume`, `--env=lookup|maze`."""
+    """Say how a flag is given: `--queries=N`, `--[no]resume`, `--env=lookup|maze`."""
     if isinstance(flag.parser, flags.EnumParser):
         choices = "|".join(flag.parser.enum_values)
         value = choices if len(choices) <= 2 * LEFT else "NAME"
@@ -120,7 +120,7 @@ def written(flag: flags.Flag) -> str:
 
 
 def is_required(flag: flags.Flag) -> bool:
-    """Whether a command can't run without it."""
+    """Say whether a command can't run without it."""
     return flag.default is None and any(not one.checker(None) for one in flag.validators)
 
 

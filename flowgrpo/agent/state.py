@@ -225,7 +225,7 @@ def render(memory: Memory, *, budget: int, count: Count, each: int | None = None
 
 
 def _steps(records: int) -> list[tuple[int, ...]]:
-    """How much of each record is shown, step by step; BARE + 1 is a record that is left out."""
+    """Say how much of each record is shown, step by step; BARE + 1 is a record that is left out."""
     levels = [WHOLE] * records
     steps = [tuple(levels)]
     for places in (range(records - 1), range(max(records - 1, 0), records)):

@@ -165,7 +165,7 @@ def paid_rewards(trajectories: Trajectories, outcome_n: AnyArray) -> Array:
 
 
 def last_turns(turns_nt: AnyArray) -> Array:
-    """Which turn of each trajectory is the last of those that are marked -> last_nt."""
+    """Say which turn of each trajectory is the last of those that are marked -> last_nt."""
     turns_nt = jnp.asarray(turns_nt)
     return turns_nt & (jnp.cumsum(turns_nt, axis=1) == turns_nt.sum(axis=1, keepdims=True))
 

@@ -87,17 +87,17 @@ class Options:
 
     @property
     def kl_in_loss(self) -> bool:
-        """Whether the loss has a KL term."""
+        """Say whether the loss has a KL term."""
         return self.kl_in == "loss" and not is_off(self.beta)
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether the reward pays for KL."""
+        """Say whether the reward pays for KL."""
         return self.kl_in == "reward" and not is_off(self.beta)
 
 
 def is_off(number) -> bool:
-    """Whether a setting is the plain Python number 0: absent, and known to be so while tracing."""
+    """Say whether a setting is the plain Python number 0: absent, and known to be so while tracing."""
     return isinstance(number, int | float) and number == 0
 
 

@@ -123,7 +123,7 @@ def token_fields(trajectories: Trajectories, lay: Callable[[AnyArray], AnyArray]
 
 
 def full_batch(words: int, rows: int, length: int, *, segments: int = 1, samples: int = 8) -> Batch:
-    """Rows of random words but 0, to measure with: advantages of both signs, all but the first of a segment sampled.
+    """Make rows of random words but 0 to measure with: advantages of both signs, all but a segment's first sampled.
 
     The segments of a row are as long as one another, but for the last, which has the rest; `samples` rows are a group.
     """

@@ -104,7 +104,7 @@ def pack_after_prompts(
 
 
 def _shared(start_k: np.ndarray, before_k: np.ndarray, tokens_q: np.ndarray, group_k: np.ndarray) -> np.ndarray:
-    """How many tokens all segments of a group begin with, of those before their actions -> shared_k."""
+    """Say how many tokens all segments of a group begin with, of those before their actions -> shared_k."""
     shared_k = np.zeros(len(group_k), np.int64)
     for group in np.unique(group_k):
         own = np.flatnonzero(group_k == group)
@@ -213,7 +213,7 @@ def _read(trajectories: Trajectories | Sequence[Trajectory]) -> tuple[Trajectori
 
 
 def _exists(length_nt: np.ndarray, slots: int) -> np.ndarray:
-    """Which slots hold a token -> bool_ntl."""
+    """Say which slots hold a token -> bool_ntl."""
     return np.arange(slots) < length_nt[:, :, None]
 
 
@@ -266,7 +266,7 @@ def _longest(length_nt: np.ndarray, appends_n: np.ndarray) -> np.ndarray:
 
 
 def _cuts(length_nt: np.ndarray, appends_n: np.ndarray, split_n: np.ndarray, row_length: int) -> np.ndarray:
-    """Whether a segment starts at this turn -> bool_nt."""
+    """Say whether a segment starts at this turn -> bool_nt."""
     cut_nt = np.repeat(~appends_n[:, None], length_nt.shape[1], axis=1)
     cut_nt[:, 0] = True
     for i in np.flatnonzero(split_n):

@@ -167,7 +167,7 @@ def _task(record: FileRecord, fields: Mapping[str, str], domain: str | None, fol
 
 
 def _layout(content: Mapping[str, Any]) -> dict[str, str]:
-    """Which field is which, where no mapping says so."""
+    """Say which field is which, where no mapping says so."""
     if "query" not in content and {"question", "result"} <= set(content):
         return AGENTFLOW
     one = {"answers": "answer"} if "answers" not in content else {}

@@ -57,7 +57,7 @@ def update_known(known: Known, numbers: Sequence[int], success: Mapping[int, flo
 
 
 def priority(known: Known, number: int) -> float:
-    """How often a task comes up, as a share of how often one does that was never solved."""
+    """Say how often a task comes up, as a share of how often one does that was never solved."""
     return max(1.0 - known.get(number, 0.0), FLOOR)
 
 

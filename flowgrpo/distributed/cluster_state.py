@@ -117,7 +117,7 @@ def released(state: ClusterState) -> ClusterState:
 
 
 def is_training(state: ClusterState) -> bool:
-    """Whether an update is being made."""
+    """Say whether an update is being made."""
     return state.counts.get("training", 0) > 0
 
 

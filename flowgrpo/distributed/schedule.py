@@ -120,7 +120,7 @@ def advance(plan: Plan, state: ClusterState, event: Event) -> tuple[ClusterState
 
 
 def is_over(plan: Plan, state: ClusterState) -> bool:
-    """Whether all updates are made."""
+    """Say whether all updates are made."""
     return state.version >= plan.updates
 
 
@@ -250,13 +250,13 @@ def _roll(plan: Plan, state: ClusterState) -> tuple[ClusterState, list[Command]]
 
 
 def _is_stuck(plan: Plan, state: ClusterState) -> bool:
-    """Whether nothing happens any more unless what is held goes on."""
+    """Say whether nothing happens any more unless what is held goes on."""
     phases = {phase for phase, count in state.counts.items() if count}
     return "held" in phases and phases <= {"held", "ready"} and not _may_begin(plan, state)
 
 
 def _may_begin(plan: Plan, state: ClusterState) -> bool:
-    """Whether one more group fits into the updates until it would be due."""
+    """Say whether one more group fits into the updates until it would be due."""
     training = state.counts.get("training", 0)
     each = plan.queries + plan.spare if plan.in_order else plan.queries
     coming = state.version + bool(training)  # the update that can take it first

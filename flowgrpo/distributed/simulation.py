@@ -103,7 +103,7 @@ class _World:
                 heapq.heappush(self.coming, (self.free_at + took, self.count, after))
 
     def _do(self, command: Command) -> tuple[float, Event | None]:
-        """How long a command takes, and what will have happened then."""
+        """Say how long a command takes, and what will have happened then."""
         number = command.groups[0]
         if command.kind == "train":
             self.trained += self.costs.train_seconds

@@ -48,7 +48,7 @@ def _recent_share(devices: str, _period: float) -> float | None:
 
 
 def gpu_share(devices: str) -> float | None:
-    """How busy these GPUs are, in the mean, as NVIDIA's driver says."""
+    """Say how busy these GPUs are, in the mean, as NVIDIA's driver says."""
     tool = shutil.which("nvidia-smi")
     if not devices or tool is None:
         return None
@@ -141,7 +141,7 @@ class WorkerStatus:
     felt: float = 0.0  # when the last one came
 
     def take(self, heartbeat: Heartbeat, now: float) -> None:
-        """How it is now."""
+        """Say how it is now."""
         if 0 < self.heartbeat.cpu <= heartbeat.cpu:  # or else it is another process, or the first time
             self.cpu = (heartbeat.cpu - self.heartbeat.cpu) / max(now - self.felt, 1e-3)
         self.heartbeat, self.felt = heartbeat, now

@@ -243,7 +243,7 @@ def canonical(call: Array) -> Array:
 
 
 def known(calls: Array, call: Array) -> Array:
-    """Whether a call is among those that a state holds."""
+    """Say whether a call is among those that a state holds."""
     return (calls == canonical(call)[None]).all(axis=1).any()
 
 

@@ -98,7 +98,7 @@ def hashed(numbers: Array) -> Array:
 
 
 def dealt(combination: Array, split: str) -> Array:
-    """Whether the hash deals this combination to this split."""
+    """Say whether the hash deals this combination to this split."""
     index = split_index(split)
     hand = hashed(combination) % 10
     return (hand >= STARTS[index]) & (hand < STARTS[index + 1])

@@ -211,7 +211,7 @@ class World:
         return following, jnp.where(hears, told + self.first_entity, NONE)
 
     def _lie(self, key: Array, action: Action, fact: Array) -> tuple[Array, Array]:
-        """Whether a wrong tool lies about this fact, and what it says: neither the fact nor the entity asked about.
+        """Say whether a wrong tool lies about this fact, and what it says: neither the fact nor the entity asked about.
 
         It says the same whenever it is asked the same, so asking twice tells nothing.
         """
@@ -277,7 +277,7 @@ def lookup(**settings) -> Env:
 
 
 def calls_right_tool(tokens: Array, length: Array, *, world: World = World()) -> Array:
-    """Whether an action calls the right tool for the relation that it asks for, whatever else it gets wrong."""
+    """Say whether an action calls the right tool for the relation that it asks for, whatever else it gets wrong."""
     action = world.read(tokens, length)
     return action.calls & (action.tool == world.tool_of(action.relation))
 

@@ -176,7 +176,7 @@ def success(_: MazeState, following: MazeState) -> Array:
 
 
 def progress(state: MazeState, following: MazeState) -> Array:
-    """How much nearer the turn came, over the distance from the start; over an episode that is solved, 1."""
+    """Say how much nearer the turn came, over the distance from the start; over an episode that is solved, 1."""
     task = state.task
     nearer = remaining(task, state.room, state.has_key) - remaining(task, following.room, following.has_key)
     return nearer.astype(jnp.float32) / remaining(task, task.start, jnp.zeros((), bool)).astype(jnp.float32)

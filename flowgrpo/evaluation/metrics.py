@@ -134,7 +134,7 @@ def success_interval(correct_gn: np.ndarray, valid_gn: np.ndarray | None = None)
 
 
 def independent_samples(rate_g: np.ndarray, count_g: np.ndarray) -> float:
-    """How many independent samples would know the mean rate as well: from the tasks to all samples."""
+    """Say how many independent samples would know the mean rate as well: from the tasks to all samples."""
     tasks, samples = len(rate_g), float(count_g.sum())
     if tasks == samples:
         return samples

@@ -41,7 +41,7 @@ def cut(chosen: Sequence[bool], *, chunk: int) -> list[TokenSpan]:
 
 
 def shared(own: list[TokenSpan], other: list[TokenSpan], common: int) -> int:
-    """How many tokens a cache made of `other` pieces holds for `own`, where the first `common` tokens agree."""
+    """Say how many tokens a cache made of `other` pieces holds for `own`, where the first `common` tokens agree."""
     held = 0
     for mine, theirs in zip(own, other, strict=False):
         if mine.start != theirs.start or mine.stepwise != theirs.stepwise:
@@ -88,7 +88,7 @@ class Slot:
 
 
 def held_by(slots: Sequence[Slot], job: Job, weights: int, chunk: int) -> list[int]:
-    """How many tokens of the job each slot's cache holds, as these weights alone compute them.
+    """Say how many tokens of the job each slot's cache holds, as these weights alone compute them.
 
     A cache that was filled with older weights holds none, even where the job that lived through the swap went on
     with it. There are no weights newer than the present ones, so what was filled with those holds nothing else.

@@ -27,7 +27,7 @@ def stops_of(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def find_stop(tokens: Sequence[int], seen: int, stops: Sequence[str], text_of: TextOf) -> int | None:
-    """How many tokens stay: those up to the first at which a stop string is complete, None where there is none.
+    """Say how many tokens stay: those up to the first at which a stop string is complete, None where there is none.
 
     The first `seen` tokens hold none. A character that is cut may read as U+FFFD until its last byte comes, which is
     why no stop string holds one; other than that, text only grows as tokens come. So a text without a stop string has
@@ -73,7 +73,7 @@ class Job:
 
     @property
     def own(self) -> int:
-        """How many tokens were sampled for this request alone; the others are accounted for elsewhere (A6)."""
+        """Say how many tokens were sampled for this request alone; the others are accounted for elsewhere (A6)."""
         return len(self.logp_sampled) - self.before
 
     @property
@@ -104,7 +104,7 @@ class Job:
         return size
 
     def stop(self, new: int, text_of: TextOf | None) -> tuple[bool, int]:
-        """Whether the job stops within its `new` tokens, and how many it takes back that were decoded past that."""
+        """Say whether the job stops within its `new` tokens, and how many it takes back that were decoded past that."""
         size = len(self.logp_sampled)
         found = find_stop(self.sampled, size - new, self.stops, text_of) if self.stops and text_of else None
         if found is None:

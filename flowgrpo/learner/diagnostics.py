@@ -99,7 +99,7 @@ def _histogram(x_rs: Array, live_rs: Array) -> Array:
 
 
 def _count(index_rs: Array, live_rs: Array, size: int) -> Array:
-    """How many live tokens have each index."""
+    """Say how many live tokens have each index."""
     return jnp.zeros(size, jnp.float32).at[index_rs.ravel()].add(live_rs.ravel().astype(jnp.float32))
 
 
@@ -141,7 +141,7 @@ def _quantile(count_b: Array, share: Array) -> Array:
 
 
 def batch_signal(batch: Batch) -> Metrics:
-    """How advantages are spread over a batch; what packing left out is not in it, so see `signal` for that."""
+    """Say how advantages are spread over a batch; what packing left out is not in it, so see `signal` for that."""
     return _signal(jnp.asarray(batch.advantage), batch.live, batch.live, jnp.asarray(batch.group))
 
 
@@ -178,7 +178,7 @@ def _advantage_histogram(adv: Array, live: Array) -> Array:
 
 
 def _distinct(id_: Array, mask: Array) -> Array:
-    """How many ids there are under the mask."""
+    """Say how many ids there are under the mask."""
     some = jnp.where(mask, id_, jnp.iinfo(id_.dtype).min).max()  # one of them, in the place of what is masked
     sorted_m = jnp.sort(jnp.where(mask, id_, some).ravel())
     return masked.count(sorted_m[1:] != sorted_m[:-1]) + mask.any().astype(jnp.float32)

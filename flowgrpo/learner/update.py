@@ -54,7 +54,7 @@ class Visit(NamedTuple):
 
     @property
     def trips(self) -> Array:
-        """How many micro-batches hold a wanted row."""
+        """Say how many micro-batches hold a wanted row."""
         return (self.wanted + self.size - 1) // self.size
 
 

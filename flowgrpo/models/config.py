@@ -58,7 +58,7 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
+        """Say how many layers there are."""
         return len(self.windows)
 
 

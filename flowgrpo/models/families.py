@@ -142,7 +142,7 @@ def _decoder_config(full) -> DecoderConfig:
 
 
 def _layer_kinds(full) -> list[str]:
-    """Which layers see a window only; Mistral's all do where it has one."""
+    """Say which layers see a window only; Mistral's all do where it has one."""
     if full.model_type == "mistral":
         kinds = ["sliding_attention" if full.sliding_window else "full_attention"] * full.num_hidden_layers
     else:

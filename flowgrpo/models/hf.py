@@ -420,7 +420,7 @@ def _take(slot: _FileSlot, model: Model) -> np.ndarray:
 
 
 def _shards(model: Model, max_shard_bytes: float) -> dict[str, dict[str, _FileSlot]]:
-    """Which tensors go into which file, in order; one that is larger than a shard has a shard of its own."""
+    """Say which tensors go into which file, in order; one that is larger than a shard has a shard of its own."""
     groups, size = [{}], 0
     for name, slot in _slots(model.config).items():
         own = int(np.prod(slot.shape)) * model.params[slot.name].dtype.itemsize

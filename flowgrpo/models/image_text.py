@@ -61,7 +61,7 @@ class ImageTextConfig:
 
     @property
     def patches(self) -> int:
-        """How many patches an image has."""
+        """Say how many patches an image has."""
         return (self.side // self.patch) ** 2
 
 
@@ -185,7 +185,7 @@ def _table(file: str, rows: int, d: int) -> ImageTextParameter:
 
 
 def layers_of(parameter: ImageTextParameter, config: ImageTextConfig) -> int | None:
-    """How many layers are stacked in a parameter; None where there is one of it."""
+    """Say how many layers are stacked in a parameter; None where there is one of it."""
     if "{n}" not in parameter.file:
         return None
     return config.vision.layers if parameter.file.startswith("vision") else config.text.layers

@@ -42,7 +42,7 @@ def make_cache(rows: int, slots: int, *, config: DecoderConfig, dtype=jnp.float3
 
 
 def _blocks_apart(slots: int) -> int:
-    """How many blocks of a layer on its own are arrays: none where there is one, or more than are unrolled."""
+    """Say how many blocks of a layer on its own are arrays: none where there is one, or more than are unrolled."""
     count = slots // BLOCK
     return count if 1 < count <= UNROLLED else 0
 

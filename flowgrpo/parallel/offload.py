@@ -274,7 +274,7 @@ def _place(leaf: Any) -> Place:
 
 
 def _on_device(name: str, tree: Any, before: Version | None) -> list[Any]:
-    """How the leaves of a tree lie on the device, or would."""
+    """Say how the leaves of a tree lie on the device, or would."""
     leaves = jax.tree.leaves(tree)
     if place_of(tree) == DISK:
         if before is None or len(before.shardings) != len(leaves):
@@ -291,7 +291,7 @@ def _default(sharding: Any) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two trees hold the very same arrays."""
+    """Say whether two trees hold the very same arrays."""
     leaves = [jax.tree.leaves(tree) for tree in (one, other)]
     return len(leaves[0]) == len(leaves[1]) and all(a is b for a, b in zip(*leaves, strict=True))
 

@@ -54,7 +54,7 @@ def data_mesh() -> Mesh | None:
 
 
 def divides(mesh: DeviceMesh) -> bool:
-    """Whether XLA divides the program, because the mesh has more than its data axis."""
+    """Say whether XLA divides the program, because the mesh has more than its data axis."""
     return isinstance(mesh, Mesh) and mesh.shape.get(AXIS, 1) != mesh.size
 
 
@@ -156,7 +156,7 @@ def _total(shared, rows, wanted_r: Array, *, function: Callable, axis: str) -> t
 
 
 def deal(count: int, hands: int) -> tuple[Array, Array]:
-    """Which row lies at each place, hand after hand, and whether it is more than a repeat that fills a hand up."""
+    """Say which row lies at each place, hand after hand, and whether it is more than a repeat that fills a hand up."""
     place_i = jnp.arange(-(-count // hands) * hands).reshape(-1, hands).T.ravel()
     return place_i % count, place_i < count
 

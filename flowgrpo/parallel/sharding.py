@@ -363,7 +363,7 @@ def _scatter_first(params: Any, rows: Any, name: str) -> tuple:
 
 @jax.custom_vjp
 def _together(arrays: list[Array]) -> list[Array]:
-    """The arrays themselves, of whose gradients none goes on before all are there."""
+    """Return the arrays, of whose gradients none goes on before all are there."""
     return arrays
 
 

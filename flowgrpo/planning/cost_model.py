@@ -121,7 +121,7 @@ class Workload:
 
 
 def count_parameters(config: DecoderConfig) -> int:
-    """How many parameters a decoder has."""
+    """Say how many parameters a decoder has."""
     return sum(math.prod(shape_of(parameter, config)) for parameter in parameters(config).values())
 
 
@@ -137,7 +137,7 @@ def ways(mesh: Mapping[str, int], *axes: str) -> int:
 
 
 def numbers_on_device(axes: str, shape: Sequence[int], mesh: Mapping[str, int]) -> float:
-    """Numbers of an array with these axis letters that lie on one device."""
+    """Count the numbers of an array with these axis letters that lie on one device."""
     sizes: Any = AbstractMesh(tuple(mesh.values()), tuple(mesh))  # all that is asked of it is its shape
     return math.prod(shape) / ways(mesh, *(axis for axis in spec(axes, shape, sizes) if axis))
 

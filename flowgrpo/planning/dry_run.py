@@ -331,7 +331,7 @@ def _sizes_of(mesh: Mesh | None) -> dict[str, int]:
 
 
 def micro_batches(job: Workload, mesh: Mesh | None) -> int:
-    """How many micro-batches a device works through for one step."""
+    """Say how many micro-batches a device works through for one step."""
     return math.ceil(job.rows / job.mini_batches / (job.micro_rows * ways(_sizes_of(mesh), *ROWS)))
 
 
@@ -350,10 +350,10 @@ def _local_shape(x: Any) -> tuple[int, ...]:
 
 
 def local_count(tree: Any) -> int:
-    """How many numbers of a tree of shapes lie on one device."""
+    """Say how many numbers of a tree of shapes lie on one device."""
     return sum(math.prod(_local_shape(x)) for x in jax.tree.leaves(tree))
 
 
 def local_bytes(tree: Any) -> int:
-    """How many bytes of it."""
+    """Say how many bytes of it."""
     return sum(math.prod(_local_shape(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -188,7 +188,7 @@ def remedies(config: DecoderConfig, job: Workload, run: MemorySettings, machine:
 
 
 def _trained_numbers(config: DecoderConfig, run: MemorySettings, mesh: dict[str, int]) -> float:
-    """Numbers on one device that are trained."""
+    """Count the numbers on one device that are trained."""
     if run.lora is None:
         return sharded_parameters(config, mesh)
     axes = adapter_axes(run.lora)
@@ -196,7 +196,7 @@ def _trained_numbers(config: DecoderConfig, run: MemorySettings, mesh: dict[str,
 
 
 def _weight_bytes(config: DecoderConfig, dtype: Any, run: MemorySettings, mesh: dict[str, int]) -> float:
-    """Bytes on one device of all parameters but an adapter's."""
+    """Count the bytes on one device of all parameters but an adapter's."""
     size, declared = float(jnp.dtype(dtype).itemsize), parameters(config)
     each = dict.fromkeys(declared, size)
     if run.base is not None:
@@ -207,7 +207,7 @@ def _weight_bytes(config: DecoderConfig, dtype: Any, run: MemorySettings, mesh: 
 def update_bytes(
     config: DecoderConfig, job: Workload, run: MemorySettings, mesh: dict[str, int], platform: str
 ) -> dict[str, float]:
-    """Bytes on one device beside its state, part by part, where an update holds most: among logits, or in a layer.
+    """Count bytes on one device beside its state, by part, where an update holds most: among logits, or in a layer.
 
     Among logits the unembedding is whole, and so is its gradient, in float32. In a layer, its parameters are whole,
     those of the next on the way, and its gradient; and the gradient of a micro-batch stands beside what was added up,
@@ -234,7 +234,7 @@ def update_bytes(
 def decode_bytes(
     config: DecoderConfig, job: Workload, run: MemorySettings, mesh: dict[str, int], platform: str
 ) -> dict[str, float]:
-    """Bytes on one device of a rollout, part by part: weights and cache, and beside them prompts or laid out weights.
+    """Count bytes of a rollout on one device, by part: weights and cache, and beside them prompts or laid out weights.
 
     A prefill holds most among the logits of a block of the cache, where no kernel attends to it, or in the feed-forward
     part. On a GPU each layer's weights, and the unembedding if it is tied, are laid out for decoding once more, unless
@@ -258,13 +258,13 @@ def _computed_size(job: Workload) -> int:
 
 
 def _layer_parameters(config: DecoderConfig) -> float:
-    """Parameters of one layer."""
+    """Count the parameters of one layer."""
     ends = config.v * config.d * (1 if config.tied else 2)
     return (count_parameters(config) - ends) / config.num_layers
 
 
 def attention_bytes(config: DecoderConfig, job: Workload, mesh: dict[str, int]) -> float:
-    """Shares, logits and their gradients of the blocks that are worked on at once; kernels for 16 bits hold none."""
+    """Count shares, logits and gradients of the blocks that are worked on at once; kernels for 16 bits hold none."""
     if _computed_size(job) < WIDE:
         return 0.0
     tokens, blocks = job.micro_rows * job.length, -(-job.length // BLOCK)

@@ -54,7 +54,7 @@ class Config(agent_config.Config):
         schedule_of(self)
 
     def judges(self) -> dict[str, int]:
-        """How many processes judge each domain."""
+        """Say how many processes judge each domain."""
         found = {}
         for part in self.reward_workers:
             domain, _, count = part.partition("=")

@@ -96,7 +96,7 @@ class ClusterTrainer:
         self._step = make_hosted_step(self.setup, self._roll_out)
 
     def heartbeat(self) -> Heartbeat:
-        """How it is; the master knows what it is at."""
+        """Say how it is; the master knows what it is at."""
         return take_heartbeat()
 
     def begin(self) -> TrainerStart:

@@ -109,7 +109,7 @@ def frozen(start: Model, config: PlannerConfig) -> Model:
 
 
 def _unrolls(start: Model) -> bool | int:
-    """Whether layers are compiled one after the other: of a few that is faster, and takes little longer."""
+    """Say whether layers are compiled one after the other: of a few that is faster, and takes little longer."""
     return True if start.config.num_layers <= FEW_LAYERS else 1
 
 
@@ -157,7 +157,7 @@ def computes_in(config: PlannerConfig) -> dict[str, Any]:
 
 
 def has_masters(config: PlannerConfig) -> bool:
-    """Whether float32 masters are trained that compute in another type; a base is frozen, and needs none."""
+    """Say whether float32 masters are trained that compute in another type; a base is frozen, and needs none."""
     return config.dtype != "float32" and lora_of(config) is None
 
 

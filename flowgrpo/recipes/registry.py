@@ -166,7 +166,7 @@ class Means:
 
     @property
     def close(self):
-        """How near a number must be to the gold answer."""
+        """Say how near a number must be to the gold answer."""
         return rounded if self.tolerance is None else within(relative=self.tolerance, absolute=self.tolerance)
 
 

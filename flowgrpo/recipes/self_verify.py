@@ -115,7 +115,7 @@ def yes_probability(model: Model, check: Reward, params: Any) -> Reward:
 
 
 def is_right(scored: Scored) -> bool:
-    """Whether the matcher found the answer right, whatever the judge said."""
+    """Say whether the matcher found the answer right, whatever the judge said."""
     return scored.parts.get(CHECK, 0.0) >= 1 - 1e-6
 
 
@@ -184,7 +184,7 @@ def figures(played: Sequence[Played]) -> Verified:
 
 
 def calibration_error(yes_n: np.ndarray, right_n: np.ndarray) -> float:
-    """How far P("Yes") lies from the share that is right, within bins of equal width, weighed by their size."""
+    """Say how far P("Yes") lies from the share that is right, within bins of equal width, weighed by their size."""
     bin_n = np.minimum((yes_n * BINS).astype(int), BINS - 1)
     gaps = [abs(yes_n[bin_n == i].sum() - right_n[bin_n == i].sum()) for i in range(BINS)]
     return float(sum(gaps) / len(yes_n))

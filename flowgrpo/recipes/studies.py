@@ -129,7 +129,7 @@ def statistics() -> Study:
 
 
 def aggregation() -> Study:
-    """How tokens add up: by trajectory, turn and token; over all tokens; by sequence; by action; over a constant.
+    """Say how tokens add up: by trajectory, turn and token; over all tokens; by sequence; by action; over a constant.
 
     Expected: alike within the intervals where trajectories have similar lengths, as they have here.
     """

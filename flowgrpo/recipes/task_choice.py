@@ -120,7 +120,7 @@ class Hard:
         self._known: dict[int, Known] = {0: task_sampling.EMPTY}  # by the update that begins with it
 
     def numbers(self, update: int) -> list[int]:
-        """Which task each group of an update has."""
+        """Say which task each group of an update has."""
         places = range(update * self._groups, (update + 1) * self._groups)
         return [task_sampling.chosen(self._known[update], self._seed, place, len(self.pool)) for place in places]
 

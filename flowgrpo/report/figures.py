@@ -147,7 +147,7 @@ def policy(told: RunLines) -> Any:
 
 
 def _turns(told: RunLines) -> Any:
-    """How long trajectories are, in turns and tokens, and how much of what was learned each turn is."""
+    """Say how long trajectories are, in turns and tokens, and how much of what was learned each turn is."""
     lines = told.lines
     lengths = {phase: curve(lines, phase, "turns") for phase in PHASES}
     if not any(points[0] for points in lengths.values()):
@@ -206,7 +206,7 @@ def _learned(lines: Sequence[Line]) -> list[Line]:
 
 
 def ratios(lines: Sequence[Line], title: str) -> Any:
-    """How far tokens were from the policy that sampled them."""
+    """Say how far tokens were from the policy that sampled them."""
     updates, counts_ub = histogram(lines, RATIO)
     if not len(updates):
         return f"{METRICS} has no {RATIO}"
@@ -224,7 +224,7 @@ def ratios(lines: Sequence[Line], title: str) -> Any:
 
 
 def advantages(lines: Sequence[Line], title: str) -> Any:
-    """How advantages are spread over the tokens that they are given to."""
+    """Say how advantages are spread over the tokens that they are given to."""
     updates, counts_ub = histogram(lines, ADVANTAGE)
     if not len(updates):
         return f"{METRICS} has no {ADVANTAGE}"

@@ -189,7 +189,7 @@ def _is_solved(history: History, limits: HealthLimits) -> bool:
 
 
 def _risen(now: float | None, before: float | None) -> bool:
-    """Whether success has risen; where nothing is known of it, nothing was gained."""
+    """Say whether success has risen; where nothing is known of it, nothing was gained."""
     return now is not None and before is not None and now >= before + RISEN
 
 

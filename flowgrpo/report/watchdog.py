@@ -71,7 +71,7 @@ class StageWatchdog:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """How long each stage took, and the whole iteration."""
+        """Say how long each stage took, and the whole iteration."""
         return dict(self._seconds)
 
     def sentence(self, number: int, seconds: float) -> str:

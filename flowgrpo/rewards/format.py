@@ -153,7 +153,7 @@ def _unfenced(output: str) -> str:
 
 
 def _is_of(value: object, kinds: tuple[type, ...]) -> bool:
-    """Whether a value is of the types, where true is no number and a whole number is one."""
+    """Say whether a value is of the types, where true is no number and a whole number is one."""
     if isinstance(value, bool):
         return bool in kinds
     return isinstance(value, kinds) or (float in kinds and isinstance(value, int))

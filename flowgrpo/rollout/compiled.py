@@ -190,7 +190,7 @@ class _Roller:
         return RolloutState(rows, states, said, now.done, now.correct), _record(env, going, sampled, now)
 
     def drawing(self, count: int) -> tuple[Sampling, Array]:
-        """How so many rows draw, and what ends their actions."""
+        """Say how so many rows draw, and what ends their actions."""
         return sampling(count, temperature=self.temperature), jnp.full((count, 1), END)
 
 
@@ -267,5 +267,5 @@ def summarise(trajectories: Trajectories, *, samples: int) -> Metrics:
 
 
 def tool_mix(trajectories: Trajectories, tools: int) -> Array:
-    """How often each tool was called."""
+    """Say how often each tool was called."""
     return (jnp.asarray(trajectories.tool)[:, :, None] == jnp.arange(tools)[None, None, :]).sum(axis=(0, 1))

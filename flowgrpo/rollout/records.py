@@ -124,7 +124,7 @@ def aborted(unfinished: Unfinished, reason: str) -> Played:
 
 
 def awaits_verdict(played: Played) -> bool:
-    """Whether a reward is to judge it: it has a turn, and ended in a way that counts."""
+    """Say whether a reward is to judge it: it has a turn, and ended in a way that counts."""
     return bool(played.turns) and COUNTS[played.status]
 
 

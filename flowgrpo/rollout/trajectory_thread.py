@@ -244,6 +244,6 @@ def _take_in(member: Member, completion: Completion) -> list[int]:
 
 
 def _is_repeated(turns: Sequence[Turn], times: int) -> bool:
-    """Whether the last so many turns have the same action."""
+    """Say whether the last so many turns have the same action."""
     actions = [turn.tokens[turn.chosen].tolist() for turn in turns[-times:]]
     return len(actions) == times and all(action == actions[0] for action in actions)

@@ -41,7 +41,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # how a system says that there
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether this says that there is no room to write."""
+    """Say whether this says that there is no room to write."""
     return isinstance(error, OSError) and error.errno in FULL
 
 
@@ -238,7 +238,7 @@ class Checkpoints:
         return BadInput(f"{self._path(step)} is damaged ({part}: {' '.join(str(error).split())[:200]}): {remedy}")
 
     def _is_whole(self, step: int) -> bool:
-        """Whether all of a checkpoint is what was saved."""
+        """Say whether all of a checkpoint is what was saved."""
         try:
             self._leaves(step, self._load(step), "")
         except DAMAGE:
@@ -329,7 +329,7 @@ def _record(leaf: Leaf) -> dict[str, Any]:
 
 
 def _is_stored(record: Mapping[str, Any]) -> bool:
-    """Whether it is an array that Orbax keeps; it keeps none without elements."""
+    """Say whether it is an array that Orbax keeps; it keeps none without elements."""
     return "dtype" in record and 0 not in record["shape"]
 
 

@@ -88,7 +88,7 @@ class TrainingConfig(RunConfig):
 
 
 def setting_infos(config: type[RunConfig]) -> dict[str, SettingInfo]:
-    """How each setting of a Config is shown and checked, in the order of declaration."""
+    """Say how each setting of a Config is shown and checked, in the order of declaration."""
     return {one.name: one.metadata["about"] for one in fields(config)}
 
 
@@ -121,7 +121,7 @@ def _check_config(config: RunConfig) -> None:
 
 
 def _is_of(kind: type, value: Any) -> bool:
-    """Whether a value is of a kind: a whole number is a number, and true and false are neither."""
+    """Say whether a value is of a kind: a whole number is a number, and true and false are neither."""
     if isinstance(value, bool) and kind is not bool:
         return False
     return isinstance(value, int | float) and math.isfinite(value) if kind is float else isinstance(value, kind)

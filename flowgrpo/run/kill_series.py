@@ -113,7 +113,7 @@ class Timeline(NamedTuple):
     kinds: list[str]
 
     def gap(self, lines: int) -> float:
-        """How long the run takes from so many lines to the next, or to its end."""
+        """Say how long the run takes from so many lines to the next, or to its end."""
         return self.seconds[lines] - (self.seconds[lines - 1] if lines else 0.0)
 
 
@@ -263,7 +263,7 @@ def wrong_starts(kills: Sequence[Kill]) -> list[str]:
 
 
 def _report(kills: Sequence[Kill]) -> str:
-    """How many signals came in what."""
+    """Say how many signals came in what."""
     landed = Counter(kill.moment.kind for kill in kills if kill.landed)
     torn = Counter(kill.moment.kind for kill in kills if kill.torn)
     rows = [f"{kind:14}{landed[kind]:7}{torn[kind]:20}" for kind in dict.fromkeys(KINDS) if landed[kind]]

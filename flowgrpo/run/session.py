@@ -308,7 +308,7 @@ class Session:
         budget.check()
 
     def _is_whole(self) -> bool:
-        """Whether the state can be saved as it is."""
+        """Say whether the state can be saved as it is."""
         return not any(x.is_deleted() for x in jax.tree.leaves(self.run) if isinstance(x, jax.Array))
 
     def advance(self, step, metrics: Metrics) -> dict[str, Any]:
@@ -324,7 +324,7 @@ class Session:
         return figures | speed
 
     def is_due(self, every: int) -> bool:
-        """Whether an examination is due, or was left undone by an interruption."""
+        """Say whether an examination is due, or was left undone by an interruption."""
         assert self.at is not None
         update, updates = int(self.run.update), self.work.updates
         return self.at.validation is None and (update % every == 0 or update == updates)

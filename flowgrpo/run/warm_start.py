@@ -107,7 +107,7 @@ def finish_warm_start(folder: Path) -> None:
 
 
 def _is_over(at: Reached, warm: WarmStart) -> bool:
-    """Whether the loss has fallen no more for as many validations as are tolerated."""
+    """Say whether the loss has fallen no more for as many validations as are tolerated."""
     return len(at.losses) - 1 - int(np.argmin(at.losses)) >= warm.patience
 
 

@@ -29,7 +29,7 @@ class ControlGroup:
         return int((self.path / ("memory.current" if self.version == 2 else "memory.usage_in_bytes")).read_text())
 
     def kills(self) -> int:
-        """How often the kernel ended a process of this group because its memory ran out."""
+        """Say how often the kernel ended a process of this group because its memory ran out."""
         text = (self.path / ("memory.events" if self.version == 2 else "memory.oom_control")).read_text()
         return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill "))
 

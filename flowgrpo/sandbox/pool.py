@@ -186,7 +186,7 @@ def _check_files(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
 
 
 def _ran(answer: RequestEnd) -> Ran:
-    """How a program ended, in the words of `Ran`."""
+    """Say how a program ended, in the words of `Ran`."""
     stdout, stderr = (data.decode("utf-8", "replace") for data in answer.outputs)
     if answer.how != "ended":
         return Ran(answer.how, None, stdout, stderr, answer.seconds)

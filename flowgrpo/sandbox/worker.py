@@ -76,11 +76,11 @@ class Worker:
 
     @property
     def own_user(self) -> bool:
-        """Whether the worker is a user that no other worker is."""
+        """Say whether the worker is a user that no other worker is."""
         return int(Path(f"/proc/{self.pid}/status").read_text().partition("Uid:")[2].split()[0]) >= FIRST_USER
 
     def alive(self) -> bool:
-        """Whether the zygote still waits for requests."""
+        """Say whether the zygote still waits for requests."""
         if self.lost:
             return False
         poll = select.poll()  # unlike select, it knows descriptors of any number

@@ -268,7 +268,7 @@ class McpTools:
         return failure
 
     def _answers(self, connection: Connection | None) -> bool:
-        """Whether the server has answered anything at all in a moment."""
+        """Say whether the server has answered anything at all in a moment."""
         if connection is None or self._closed:
             return False
         try:

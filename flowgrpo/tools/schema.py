@@ -267,7 +267,7 @@ class _Check:
 
 
 def _is(kind: Any, value: Any) -> bool:
-    """Whether a value has a JSON type; a type that isn't known has everything."""
+    """Say whether a value has a JSON type; a type that isn't known has everything."""
     if kind in ("number", "integer"):
         return isinstance(value, int if kind == "integer" else int | float) and not isinstance(value, bool)
     known = {"string": str, "boolean": bool, "null": type(None), "array": list, "object": Mapping}

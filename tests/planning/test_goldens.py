@@ -41,8 +41,10 @@ def case(name: str, kind: str):
     """The small model on a mesh of fsdp, for a target; without its compiler the test is skipped."""
     target = parse_target(name)
     if (lacking := missing_compiler(target.chip.platform)) is not None:
-        # The compilers take 2.3 GB, which no other test needs: CI goes without, and who changes a program has them.
-        pytest.skip(f"{name} can't be compiled for without {lacking}: pip install 'flowgrpo[aot]'")
+        told = f"{name} can't be compiled for without {lacking}: pip install 'flowgrpo[aot]'"
+        pytest.skip(
+            told
+        )  # they take 2.3 GB, which no other test needs: CI goes without, who changes a program has them
     mesh = make_mesh({"fsdp": DEVICES}, target_devices(target))
     learning = fg.flow_grpo(beta=0.0), make_optimizer(learning_rate=1e-3)
     return make_case(CONFIG, JOBS[kind], *learning, mesh=mesh, target=target)

@@ -59,7 +59,7 @@ def decoding(case: str) -> Decoding:
 
 
 def trains(case: str) -> bool:
-    """Whether a case trains."""
+    """Say whether a case trains."""
     return isinstance(CASES[case], Training)
 
 

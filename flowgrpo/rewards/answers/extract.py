@@ -108,7 +108,7 @@ def _counts(text: str) -> bool:
 
 
 def _names(text: str) -> bool:
-    """Whether a text assigns a variable (`x = 5`), which rules read for themselves."""
+    """Say whether a text assigns a variable (`x = 5`), which rules read for themselves."""
     return len(text.partition("=")[0].strip()) == 1 and text.count("=") == 1
 
 
@@ -119,12 +119,12 @@ def _tokens(text: str) -> list[str]:
 
 
 def hedges(text: str) -> bool:
-    """Whether a text doubts."""
+    """Say whether a text doubts."""
     return bool(set(_tokens(text)) & HEDGES)
 
 
 def denies(text: str) -> bool:
-    """Whether a text denies something."""
+    """Say whether a text denies something."""
     return bool(set(_tokens(text)) & DENIALS)
 
 

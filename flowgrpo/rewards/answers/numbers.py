@@ -45,12 +45,12 @@ Close = Callable[[Number, Number], bool]  # (gold, answer) -> whether they are t
 
 
 def exactly(gold: Number, answer: Number) -> bool:
-    """Whether two numbers are equal as fractions."""
+    """Say whether two numbers are equal as fractions."""
     return gold.value == answer.value
 
 
 def rounded(gold: Number, answer: Number) -> bool:
-    """Whether two numbers are equal, or the same at the written precision of the coarser of the two.
+    """Say whether two numbers are equal, or the same at the written precision of the coarser of the two.
 
     That is gold's where it has two decimals or more and the answer is a fraction (0.67 is 2/3), or has more of them and
     gold at least three digits. It is the answer's, of three decimals or more, where gold is a fraction that never ends.
@@ -74,7 +74,7 @@ def within(*, relative: float = 0.0, absolute: float = 0.0) -> Close:
 
 
 def endless(value: Fraction) -> bool:
-    """Whether the decimals of a fraction never end."""
+    """Say whether the decimals of a fraction never end."""
     rest = value.denominator
     for factor in (2, 5):
         while rest % factor == 0:

@@ -156,7 +156,7 @@ def named_letters(text: str) -> set[str] | None:
 
 
 def _is_letter(words: list[str], marks: list[str], place: int) -> bool:
-    """Whether a word is the letter of an option, and neither an article nor a pronoun."""
+    """Say whether a word is the letter of an option, and neither an article nor a pronoun."""
     word, mark = words[place], marks[place]
     if len(word) != 1 or word.upper() not in LETTERS:
         return False
@@ -177,7 +177,7 @@ def whole_where_named(answers: Sequence[str]) -> Sequence[str]:
 
 
 def read_truth(text: str) -> bool | None:
-    """Whether a plain text says yes or no; None where it says neither, or both."""
+    """Say whether a plain text says yes or no; None where it says neither, or both."""
     found = words(text)
     if not found:
         return None
@@ -237,7 +237,7 @@ def split_list(text: str) -> tuple[str, list[str]]:
 
 
 def _one_pair(text: str) -> bool:
-    """Whether the bracket that opens the text is closed by its last character."""
+    """Say whether the bracket that opens the text is closed by its last character."""
     depth = 0
     for at, mark in enumerate(text):
         depth += (mark in OPENED) - (mark in CLOSED)

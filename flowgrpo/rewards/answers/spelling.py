@@ -158,6 +158,6 @@ def _trimmed(word: str) -> str:
 
 
 def _signed(text: str) -> bool:
-    """Whether a hyphen is a minus: one that stands before a digit, at the beginning or after a space."""
+    """Say whether a hyphen is a minus: one that stands before a digit, at the beginning or after a space."""
     spots = (at for at, mark in enumerate(text[:-1]) if mark == "-")
     return any(text[at + 1].isdigit() and (at == 0 or not text[at - 1].isalnum()) for at in spots)

@@ -37,7 +37,7 @@ Call = Callable[..., Any]
 
 
 def mathematical(text: str) -> bool:
-    """Whether a text may be a formula: short, not deeply nested, one sentence, and not made of words."""
+    """Say whether a text may be a formula: short, not deeply nested, one sentence, and not made of words."""
     if len(text) > MOST or _depth(text) > NESTED or ". " in text.strip():
         return False
     text = plain_text(text)

@@ -35,7 +35,7 @@ def _read(text: str) -> list:
 
 
 def readable(gold: str) -> bool:
-    """Whether a text can be read as mathematics."""
+    """Say whether a text can be read as mathematics."""
     return bool(_read(gold))
 
 
@@ -79,7 +79,7 @@ def warm() -> None:
 
 
 def is_warm() -> bool:
-    """Whether this process has read formulas before."""
+    """Say whether this process has read formulas before."""
     return bool(_warmed)
 
 

@@ -228,7 +228,7 @@ def _with_noun(text: str) -> Quantity | None:
 
 
 def _is_noun(words: list[str]) -> bool:
-    """Whether words count something; what makes another number of it, as `squared` does, is none."""
+    """Say whether words count something; what makes another number of it, as `squared` does, is none."""
     lower = [word.lower() for word in words]
     nouns = (word.isalpha() and word not in NO_NOUNS and singular(word) not in PARTS for word in lower)
     return all(nouns) and all(len(word) > 1 or word == "a" for word in lower)
@@ -292,7 +292,7 @@ def _without_unit(task: Task, wanted: Quantity, given: Quantity) -> Scored | Non
 
 
 def _asked(query: str, wanted: Quantity) -> bool:
-    """Whether the question names the unit of gold, so that an answer need not."""
+    """Say whether the question names the unit of gold, so that an answer need not."""
     marks = "".join(mark if mark.isalnum() or mark in "/^°$€£¥₹%" else " " for mark in query[: MOST * 20]).split()
     spelled = {unit for word in marks for unit in units_of(word.rstrip("."))} | {
         unit for mark in CURRENCIES if mark in query for unit in units_of(mark)
@@ -301,7 +301,7 @@ def _asked(query: str, wanted: Quantity) -> bool:
 
 
 def _converted(task: Task, wanted: Quantity, one: Unit, given: Quantity, other: Unit) -> bool:
-    """Whether two amounts are equal in the unit of the answer; one unit of money is not rounded."""
+    """Say whether two amounts are equal in the unit of the answer; one unit of money is not rounded."""
     if one.dimension != other.dimension:
         return False
     if one.dimension in MONEY:

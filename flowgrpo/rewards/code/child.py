@@ -217,7 +217,7 @@ class Held(dict):
 
 
 def is_raised(found: list[str], expected: list[str]) -> bool:
-    """Whether an exception of which the names of its classes are given is one of those expected.
+    """Say whether an exception of which the names of its classes are given is one of those expected.
 
     It may have up to `ANCESTORS` names of the candidate's own, and is of one built-in class and what that derives from:
     an exception that derives from all of them passes as the first alone.
@@ -252,5 +252,5 @@ def agree(value, expected, tolerance: float) -> bool:
 
 
 def is_close(value: float, expected: float, tolerance: float) -> bool:
-    """Whether a number is within the tolerance of another: relative, and absolute where 0 is expected."""
+    """Say whether a number is within the tolerance of another: relative, and absolute where 0 is expected."""
     return math.isfinite(expected) and abs(value - expected) <= tolerance * (abs(expected) or 1)

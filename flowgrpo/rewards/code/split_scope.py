@@ -100,7 +100,7 @@ class Scope:
     # Where an expression belongs ----------------------------------------------------------------------
 
     def is_step(self, node: ast.expr, bound: frozenset[str] = NONE) -> bool:
-        """Whether an expression is evaluated in the candidate's run, as a whole."""
+        """Say whether an expression is evaluated in the candidate's run, as a whole."""
         match node:
             case ast.Name():
                 return node.id not in bound and self.kind(node.id) == "remote"
@@ -121,12 +121,12 @@ class Scope:
         return isinstance(node, ast.Call) and self.leads(node.func, bound)
 
     def is_own_call(self, node: ast.AST) -> bool:
-        """Whether a node calls a function of the tests themselves, or a builtin."""
+        """Say whether a node calls a function of the tests themselves, or a builtin."""
         called = node.func if isinstance(node, ast.Call) else None
         return isinstance(called, ast.Name) and self.kind(called.id) in ("pure", "builtin")
 
     def leads(self, node: ast.expr, bound: frozenset[str] = NONE) -> bool:
-        """Whether a call, an attribute or an item of it is the candidate's."""
+        """Say whether a call, an attribute or an item of it is the candidate's."""
         if isinstance(node, ast.Name):
             return node.id not in bound and self.kind(node.id) in THEIRS
         return self.is_step(node, bound)
@@ -166,7 +166,7 @@ class Scope:
                 self.refuse(node, "has the candidate judge its own value; compare it with == instead")
 
     def is_made(self, node: ast.expr) -> bool:
-        """Whether a value is what a function of the candidate returned, and not an object of a class."""
+        """Say whether a value is what a function of the candidate returned, and not an object of a class."""
         if isinstance(node, ast.Name):
             return node.id in self.returned
         return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.func.id[:1].isupper()
@@ -185,7 +185,7 @@ class Scope:
         return number
 
     def settled(self, node: ast.AST) -> bool:
-        """Whether a step is only about what functions returned, and so hardly calls the candidate's code."""
+        """Say whether a step is only about what functions returned, and so hardly calls the candidate's code."""
         return {name for name in free_names(node) if self.kind(name) in SAID} <= self.returned
 
     def checked(self, node, uses: list[int], bound: frozenset[str] = NONE):

@@ -350,7 +350,7 @@ def _assigned(target: ast.expr, value: ast.expr) -> str:
 
 
 def _tests(node: ast.FunctionDef) -> bool:
-    """Whether a function tests what it is given: it asserts, and returns nothing."""
+    """Say whether a function tests what it is given: it asserts, and returns nothing."""
     inside = list(ast.walk(node))
     returns = any(isinstance(part, ast.Return) and part.value is not None for part in inside)
     return any(isinstance(part, ast.Assert) for part in inside) and not returns and not node.args.defaults

@@ -80,7 +80,7 @@ def iou(box_bf: np.ndarray, gold_gf: np.ndarray) -> np.ndarray:
 
 
 def inside(point_bf: np.ndarray, gold_gf: np.ndarray) -> np.ndarray:
-    """Whether each point lies in each box, its edge included -> [b g], as numbers."""
+    """Say whether each point lies in each box, its edge included -> [b g], as numbers."""
     above = point_bf[:, None, :] >= gold_gf[None, :, :2]
     below = point_bf[:, None, :] <= gold_gf[None, :, 2:]
     return (above & below).all(axis=2).astype(float)
