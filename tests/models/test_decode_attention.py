@@ -88,6 +88,29 @@ def test_E3_a_row_has_the_same_bits_alone_and_beside_any_others():
         np.testing.assert_array_equal(outcome("kernel", alone), together[own])
 
 
+@pytest.mark.slow
+def test_E3_a_prompt_has_the_same_bits_alone_and_however_wide_it_is_padded():
+    """By the kernel for rows, over the slots of a cache of which the prompt is the last that is filled."""
+    _, k, v, _, _, positions, _, segments = cache_of([50, 160, 90])
+    q = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, 6, 20, 16)), jnp.float32)
+    last = np.array([30, 140, 70])[:, None] + np.arange(20)
+    own = [jnp.take_along_axis(x, last, axis=1) for x in (positions, segments)]
+
+    @jax.jit
+    def attended(q, k, v, position, segment, positions, segments):
+        sight = Sight(position, positions, segment, segments, jnp.int32(UNBOUNDED))
+        return flash_rows(q, k, v, sight, CONFIG, interpret=True, block=32)
+
+    together = attended(q, k[1], v[1], *own, positions, segments)
+    wide = [jnp.pad(x, ((0, 0), (0, 50))) for x in own]
+    found = attended(jnp.pad(q, ((0, 0), (0, 0), (0, 50), (0, 0))), k[1], v[1], *wide, positions, segments)
+    np.testing.assert_array_equal(found[:, :, :20], together)
+    for row in range(ROWS):
+        alone = (x[row : row + 1] for x in (q, k[1], v[1], *own, positions, segments))
+        np.testing.assert_array_equal(attended(*alone)[0], together[row])
+    assert np.abs(together).min() > 0
+
+
 # In a decoder -----------------------------------------------------------------------------------------
 
 
