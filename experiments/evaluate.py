@@ -2,10 +2,14 @@
 
     python -m experiments.evaluate --workdir=runs/quickstart-lookup-0
     python -m experiments.evaluate --workdir=runs/quickstart-lookup-0 --seed=7 --num_tasks=2000 --samples=8
+    python -m experiments.evaluate --workdir=runs/quickstart-lookup-0 --panel
 
 Opens the checkpoints of a run of quickstart or agentflow, and lets the warm start and the checkpoint that was best in
 validation do the same tasks, of kinds that neither has seen. Prints a table and one JSON line, with `pass@k` where
 there are several samples a task.
+
+With `--panel` the tasks are those of the panel: fixed sets, an easy and a hard one of each environment, named by a hash
+of their content and the same on every machine. A planner plays all sets in whose words it speaks.
 """
 
 import json
@@ -15,12 +19,16 @@ from absl import flags
 
 from experiments.cli import app
 from experiments.cli.help import flag_heading
-from flowgrpo.recipes import agent, agent_config, pure
+from flowgrpo.recipes import agent, agent_config, panel, pure
 from flowgrpo.recipes.export import read_config
+from flowgrpo.run.config import RunConfig
 from flowgrpo.types import BadInput
 
 flag_heading("What is run")
 _SEED = flags.DEFINE_integer("seed", 1000, "Seed of the tasks and of the sampling.")
+_PANEL = flags.DEFINE_bool(
+    "panel", False, "Play the fixed sets of the panel, once each task; no other flag counts then."
+)
 flag_heading("Sizes")
 _TASKS = flags.DEFINE_integer("num_tasks", 1000, "Test tasks.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Trajectories of each task.", lower_bound=1)
@@ -28,10 +36,23 @@ flag_heading("Files and resuming")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
 
 
+def print_panel(config: RunConfig, folder: Path) -> None:
+    """Play the panel, print the table and one JSON line."""
+    if not isinstance(config, pure.Config):
+        raise BadInput(f"--panel has sets of the pure environments, and {folder} is a run of another kind")
+    best, found = panel.evaluate_run(config, folder)
+    print(panel.panel_table(found))
+    figures = {label: {"before": before.success, "after": after.success} for label, (before, after) in found.items()}
+    print(json.dumps({"best_update": best, "panel": figures}))
+
+
 def main() -> None:
     """Evaluate, print the table and one JSON line."""
     folder, samples = Path(_WORKDIR.value), _SAMPLES.value
     config = read_config(folder)
+    if _PANEL.value:
+        print_panel(config, folder)
+        return
     sizes = {"seed": _SEED.value, "tasks": _TASKS.value, "samples": samples}
     if isinstance(config, pure.Config):
         best, tested = pure.evaluate(config, folder, **sizes)

@@ -13,10 +13,11 @@ from tiny_env import tiny_env
 import flowgrpo as fg
 from flowgrpo.envs.env import in_words
 from flowgrpo.envs.play import Play
-from flowgrpo.recipes.registry import ENVIRONMENTS
+from flowgrpo.recipes.registry import ENVIRONMENTS, HARDER
 
 N = 1024
-ENVS = {name: make() for name, make in {**ENVIRONMENTS, "tiny": tiny_env}.items()}
+EASIER = {name: make for name, make in ENVIRONMENTS.items() if name not in HARDER}
+ENVS = {name: make() for name, make in {**EASIER, "tiny": tiny_env}.items()}
 PLAYERS = ("oracle", "demonstrations", "random", "garbage")
 TRACES: Counter[tuple[int, str]] = Counter()  # by environment and function
 

@@ -88,10 +88,14 @@ def members() -> dict[str, fg.Algorithm]:
         "reinforce_pp": fg.algorithms.reinforce_pp(beta=0.05, kl_in="reward"),
         "reinforce_pp_baseline": fg.algorithms.reinforce_pp(baseline=fg.algorithms.group_center, beta=0.05, kl="k2"),
         "gigpo": fg.algorithms.gigpo(),
+        "mt_grpo": fg.algorithms.mt_grpo(lam=0.5),
+        "trloo": fg.algorithms.trloo(gamma=0.9),
         "kimi": fg.algorithms.kimi(tau=0.5),
         "ppo": fg.ppo(),
         "ppo_turns": fg.ppo(credit=fg.algorithms.turn_gae, gamma=0.9),
         "dpo": fg.dpo(),
+        "opd": fg.algorithms.opd(outcome=0.5),
+        "opd_dead_only": fg.algorithms.opd(outcome=0.5, dead_only=True),
     }
 
 
@@ -108,6 +112,7 @@ def everything_on(name: str) -> fg.Algorithm:
         "reference_every": 10,
     }
     refused = {"kimi": {*with_kl, "dual_clip"}, "cispo": {"dual_clip"}, "dpo": {*with_kl, "dual_clip", "correction"}}
+    refused |= {"opd": {*with_kl, "reference_every"}}
     honoured = {key: x for key, x in (with_kl | settings).items() if key not in refused.get(name, ())}
     return getattr(fg.algorithms, name)(**honoured, **({"max_tokens": 20} if name == "dr_grpo" else {}))
 

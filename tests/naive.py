@@ -222,6 +222,37 @@ def gigpo(trajectories, omega=1.0, gamma=0.95):
     return token_mean(members, lambda m, t, _: episode[id(m)] + omega * step[id(m), t], beta=0.01)
 
 
+def mt_grpo(trajectories, lam=0.5):
+    (members, adv), final = (taking_part(trajectories), {}), {}
+    for group in by_group(members):
+        paid = {id(m): payments(m) for m in group}
+        final |= zip(map(id, group), zscores([paid[id(m)][-1] for m in group]), strict=True)
+        steps = defaultdict(dict)  # by turn: {trajectory: z-score of its pay, where it goes on after that turn}
+        for t in range(max(len(m["turns"]) for m in group)):
+            onward = [m for m in group if t < len(m["turns"]) - 1]
+            if onward:
+                scores = zscores([paid[id(m)][t] for m in onward])
+                steps[t] = dict(zip(map(id, onward), scores, strict=True))
+        for m in group:
+            last = len(m["turns"]) - 1
+            for t in range(last + 1):
+                later = sum(steps[k][id(m)] for k in range(t, last))
+                adv[id(m), t] = later + (1.0 if t == last else lam) * final[id(m)]
+    return token_mean(members, lambda m, t, _: adv[id(m), t], beta=0.04)
+
+
+def trloo(trajectories, gamma=0.9):
+    members, adv = taking_part(trajectories), {}
+    for group in by_group(members):
+        to_go = {id(m): returns_to_go(payments(m), gamma) for m in group}
+        for t in range(max(len(m["turns"]) for m in group)):
+            there = [m for m in group if t < len(m["turns"])]
+            values = [to_go[id(m)][t] for m in there]
+            alone = len(there) == 1
+            adv |= {(id(m), t): z for m, z in zip(there, [0.0] if alone else others(values), strict=True)}
+    return token_mean(members, lambda m, t, _: adv[id(m), t])
+
+
 def kimi(trajectories, tau=0.5):
     members, adv = credited(trajectories, centred)
 
@@ -281,3 +312,22 @@ def dpo(trajectories, beta=0.1):
             gains = [sum(t["logp"][j] - t["ref"][j] for _, t, _, j in tokens([m])) for m in (best, worst)]
             losses.append(math.log1p(math.exp(-beta * (gains[0] - gains[1]))))
     return mean(losses) if losses else 0.0
+
+
+def opd(trajectories, outcome=0.5, dead_only=False):
+    """The teacher's log-ratio of each token, in a mean over queries, trajectories, turns and tokens."""
+    members, adv = credited(trajectories)
+    dead = {id(m): len({n["outcome"] for n in group}) == 1 for group in by_group(members) for m in group}
+
+    def gain(m, turn, j):
+        taught = turn["ref"][j] - turn["old"][j] if dead[id(m)] or not dead_only else 0.0
+        return math.exp(turn["logp"][j] - turn["old"][j]) * (taught + outcome * adv[id(m)])
+
+    def of_turn(m, turn):
+        return mean([gain(m, turn, j) for j in range(len(turn["slots"]))])
+
+    return -mean_over_groups(members, lambda m: mean([of_turn(m, turn) for turn in m["turns"] if turn["slots"]]))
+
+
+def opd_dead_only(trajectories):
+    return opd(trajectories, dead_only=True)

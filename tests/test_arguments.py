@@ -55,6 +55,9 @@ NUMBERS = {  # constructor -> what is wrong of each argument beside what is no n
     fg.algorithms.dr_grpo: {"max_tokens": COUNT},
     fg.algorithms.cispo: {"clip_high": LEAST_0},
     fg.algorithms.kimi: {"tau": LEAST_0},
+    fg.algorithms.mt_grpo: {"lam": LEAST_0, "clip_high": LEAST_0},
+    fg.algorithms.trloo: {"gamma": SHARE},
+    fg.algorithms.opd: {"outcome": LEAST_0, "entropy_bonus": LEAST_0},
     fg.dpo: {"beta": POSITIVE, "entropy_bonus": LEAST_0},
     fg.lookup: dict.fromkeys(("lies", "skill", "slips"), SHARE)
     | {"entities": (2, 3.5), "relations": (2,), "tools": (1,), "turns_per_hop": COUNT}

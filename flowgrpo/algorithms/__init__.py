@@ -1,13 +1,14 @@
 """The family: every algorithm is *advantages* x *ratio and clip* x *aggregation* + *KL*.
 
 `advantage`, `aggregation` and `loss` hold the shared parts, `options` what they combine with;
-`policy_gradient`, `ppo` and `dpo` hold the constructors.
+`policy_gradient`, `ppo`, `dpo` and `distillation` hold the constructors.
 
 Modules:
 
     advantage        Compute advantages: from outcomes and rewards to one number per trajectory, turn or token
     aggregation      Aggregate: give each token that the policy chose its weight in the loss
     compose          Bind the parts of an algorithm together: a new member of the family is one call of `compose`
+    distillation     Learn from a teacher's word on what the policy itself sampled: `opd` has one number per token
     dpo              DPO on trajectories (Rafailov et al., 2023): `dpo` learns from the best and the worst of each group
     loss             Compute losses: `token_loss` is a weighted sum over the tokens of a batch
     options          Options that the members of the family share, checked once when an algorithm is built
@@ -24,6 +25,7 @@ from flowgrpo.algorithms.advantage import (
     mixed_groups,
     multi_turn_group_advantage,
     return_to_go,
+    turn_index,
 )
 from flowgrpo.algorithms.aggregation import (
     action_mean,
@@ -35,6 +37,7 @@ from flowgrpo.algorithms.aggregation import (
     token_mean,
 )
 from flowgrpo.algorithms.compose import compose, last_turn_only, newest_segment_only
+from flowgrpo.algorithms.distillation import opd
 from flowgrpo.algorithms.dpo import Pairs, dpo, dpo_pairs
 from flowgrpo.algorithms.loss import (
     clip_surrogate,
@@ -54,8 +57,10 @@ from flowgrpo.algorithms.policy_gradient import (
     grpo,
     gspo,
     kimi,
+    mt_grpo,
     outcome_advantage,
     reinforce_pp,
     rloo,
+    trloo,
 )
 from flowgrpo.algorithms.ppo import ppo, token_gae, turn_gae

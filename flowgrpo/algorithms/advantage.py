@@ -185,16 +185,30 @@ def return_to_go(reward_nt: AnyArray, turns_nt: AnyArray, *, gamma: float) -> Ar
 
 
 def anchor_advantage(
-    return_nt: AnyArray, anchor_nt: AnyArray, turns_nt: AnyArray, group_n: AnyArray, valid_n: AnyArray
+    return_nt: AnyArray,
+    anchor_nt: AnyArray,
+    turns_nt: AnyArray,
+    group_n: AnyArray,
+    valid_n: AnyArray,
+    *,
+    normalize: Normalize = group_zscore,
 ) -> Array:
-    """Z-score of the return-to-go among turns of one group that start in the same state (GiGPO) -> adv_nt."""
+    """Normalise the return-to-go among turns of one group with equal anchors, by z-score as GiGPO has it -> adv_nt.
+
+    An anchor is the state before the turn; with `turn_index` it is the turn's place.
+    """
     member_m = (jnp.asarray(turns_nt, bool) & jnp.asarray(valid_n, bool)[:, None]).reshape(-1)
     shape = jnp.shape(anchor_nt)
     group_m = jnp.broadcast_to(dense_ids(group_n)[:, None], shape).reshape(-1)
     # Host integers stay on the host, so that wide ids are not cut.
     anchor_m = (anchor_nt if isinstance(anchor_nt, jax.Array) else np.asarray(anchor_nt)).reshape(-1)
     state_m = dense_ids(group_m, dense_ids(anchor_m))
-    return group_zscore(jnp.asarray(return_nt).reshape(-1), state_m, member_m).reshape(shape)
+    return normalize(jnp.asarray(return_nt).reshape(-1), state_m, member_m).reshape(shape)
+
+
+def turn_index(turns_nt: AnyArray) -> Array:
+    """Number the turns that exist of each trajectory, from 1 -> index_nt."""
+    return jnp.cumsum(jnp.asarray(turns_nt, bool), axis=1, dtype=jnp.int32)
 
 
 # Over time --------------------------------------------------------------------------------------------

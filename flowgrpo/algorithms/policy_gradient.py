@@ -18,11 +18,13 @@ from flowgrpo.algorithms.advantage import (
     anchor_advantage,
     group_center,
     group_zscore,
+    last_turns,
     leave_one_out,
     multi_turn_group_advantage,
     paid_rewards,
     return_to_go,
     row_group_advantage,
+    turn_index,
 )
 from flowgrpo.algorithms.compose import Advantage, compose
 from flowgrpo.algorithms.options import check_clip, read_options, reward_kl
@@ -209,6 +211,65 @@ def gigpo(*, omega=1.0, gamma=0.95, clip_low=0.2, clip_high=0.2, beta=0.01, eps=
         "gigpo",
         (clip_low, clip_high),
         {"beta": beta, **options},
+        advantage=advantage,
+        weigh=weights.token_mean,
+    )
+
+
+def mt_grpo(*, lam=1.0, clip_low=0.2, clip_high=0.2, beta=0.04, eps=1e-6, **options) -> Algorithm:
+    """MT-GRPO (Zeng et al., 2025), for any number of turns: z-scores of what each turn is paid, by the turn's place.
+
+        A_i^t = sum of z_l(r_i^l) over l = t .. T-1  +  lam z(r_i^T),    A_i^T = z(r_i^T)
+
+    with z_l over the trajectories of the group whose l-th turn is not their last, and r_i^T what the last turn is paid:
+    the outcome, where nothing else is. How many means are subtracted depends on when a trajectory stops, so where the
+    policy decides that, its gradient is biased: each further turn is charged the mean pay of turns in its place.
+    `trloo` is not.
+    """
+    check_range("mt_grpo", "lam", lam, 0.0)
+    zscore = partial(group_zscore, eps=eps)
+
+    def advantage(trajectories, outcome_n, valid_n, options) -> Array:
+        acted_nt, group_n = trajectories.acted & valid_n[:, None], trajectories.group
+        last_nt = last_turns(acted_nt)
+        paid_nt = paid_rewards(trajectories, outcome_n) - reward_kl(trajectories, options).sum(axis=2)
+        step_nt = anchor_advantage(
+            paid_nt, turn_index(acted_nt), acted_nt & ~last_nt, group_n, valid_n, normalize=zscore
+        )
+        final_n = zscore(masked.fill(paid_nt, last_nt).sum(axis=1), group_n, valid_n)
+        final_nt = jnp.where(last_nt, 1.0, lam) * final_n[:, None]
+        return masked.fill(return_to_go(step_nt, acted_nt, gamma=1.0) + final_nt, acted_nt)
+
+    return _clipped(
+        "mt_grpo",
+        (clip_low, clip_high),
+        {"beta": beta, **options},
+        advantage=advantage,
+        weigh=weights.token_mean,
+    )
+
+
+def trloo(*, gamma=1.0, clip_low=0.2, clip_high=0.2, **options) -> Algorithm:
+    """TRLOO (Liu et al., 2026, Dr. Kernel): each turn's return, less the mean of the others' at the same turn.
+
+        A_i^t = G_i^t - mean of G_j^t over the other trajectories j of the group that have a turn t
+
+    with G^t = r^t + gamma G^{t+1}. What is subtracted does not depend on the trajectory's own actions, whenever it
+    stops. A trajectory that is alone with its t-th turn has 0 there.
+    """
+    check_range("trloo", "gamma", gamma, 0.0, 1.0)
+
+    def advantage(trajectories, outcome_n, valid_n, options) -> Array:
+        acted_nt = trajectories.acted
+        reward_nt = paid_rewards(trajectories, outcome_n) - reward_kl(trajectories, options).sum(axis=2)
+        return_nt = return_to_go(reward_nt, acted_nt, gamma=gamma)
+        given = (return_nt, turn_index(acted_nt), acted_nt, trajectories.group, valid_n)
+        return anchor_advantage(*given, normalize=leave_one_out)
+
+    return _clipped(
+        "trloo",
+        (clip_low, clip_high),
+        options,
         advantage=advantage,
         weigh=weights.token_mean,
     )

@@ -19,6 +19,7 @@ Modules:
     offline_start      Make the model that the offline agent run begins with
     offline_tasks      Tasks of four domains that need real tools, made here without a file
     pages              Write a page of what a run recorded in `trajectories/`
+    panel              Fixed sets of test tasks, one of each environment and difficulty
     planner            The planner of a hosted run
     pure               The recipe of a run on a pure environment
     registry           Names of members for flags
@@ -42,6 +43,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "finetune",
         "hub",
         "offline_start",
+        "panel",
         "pure",
         "registry",
         "self_verify",

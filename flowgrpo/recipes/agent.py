@@ -335,6 +335,8 @@ def algorithm_of(config: Config) -> Algorithm:
         correction=Correction(config.correction) if config.correction else None,
         max_tokens=most,
     )
+    if algorithm.name == "opd":
+        raise BadInput("--algorithm=opd needs a teacher, which this run has none of: take another")
     if algorithm.targets is not None:
         raise BadInput(f"--algorithm={config.algorithm} needs a critic, which this run has none of: take another")
     return newest_segment_only(algorithm) if config.learn_from == "newest" else algorithm

@@ -33,12 +33,21 @@ from flowgrpo.models.trainable import ActorCritic, acting
 from flowgrpo.parallel.compile_ahead import compile_ahead, jit_quickly
 from flowgrpo.parallel.sharding import critic_axes, decoder_axes, mesh_of, place_state, settle
 from flowgrpo.recipes.hosted import record
-from flowgrpo.recipes.registry import ALGORITHMS, BY_IMPORT, ENVIRONMENTS, falling_optimizer, make_algorithm, make_env
+from flowgrpo.recipes.registry import (
+    ALGORITHMS,
+    BY_IMPORT,
+    ENVIRONMENTS,
+    HARDER,
+    falling_optimizer,
+    make_algorithm,
+    make_env,
+)
 from flowgrpo.rollout import exams
 from flowgrpo.rollout.compiled import shuffled_rewards
 from flowgrpo.rollout.records import Played
 from flowgrpo.rollout.trajectory_view import records_of
 from flowgrpo.run.config import TrainingConfig, make_config, setting
+from flowgrpo.run.run_dir import read_run
 from flowgrpo.run.session import (
     Step,
     Tested,
@@ -106,6 +115,9 @@ class Config(TrainingConfig):
 
     env: str = setting("lookup", f"Any of {', '.join(ENVIRONMENTS)}, or {BY_IMPORT}.", "What is run")
     algorithm: str = setting("flow_grpo", "Member of the family.", "What is run", choices=ALGORITHMS)
+    teacher: str | None = setting(
+        None, "Of opd: the folder of a run of the same environment, whose best planner teaches.", "What is run"
+    )
     control: str = setting(
         "none",
         "Shuffle rewards within groups, imitate on, or credit the last turn only.",
@@ -171,9 +183,11 @@ LENGTHS: dict[tuple[str, str], dict[str, Any]] = {("lookup", "ppo"): {"updates":
 
 def preset(env: str = "lookup", algorithm: str = "flow_grpo", **chosen: Any) -> Config:
     """The settings that fit an environment and an algorithm, with what was chosen in their place."""
-    if env not in PRESETS and ":" not in env:
-        raise fg.BadInput(f"environment {env!r} is unknown; choose from {', '.join(PRESETS)}, or {BY_IMPORT}")
-    fit = PRESETS.get(env, OUTSIDE) | BY_ALGORITHM.get(algorithm, {}) | LENGTHS.get((env, algorithm), {})
+    if env not in ENVIRONMENTS and ":" not in env:
+        raise fg.BadInput(f"environment {env!r} is unknown; choose from {', '.join(ENVIRONMENTS)}, or {BY_IMPORT}")
+    fit = (
+        PRESETS.get(HARDER.get(env, env), OUTSIDE) | BY_ALGORITHM.get(algorithm, {}) | LENGTHS.get((env, algorithm), {})
+    )
     return make_config(Config, fit | chosen | {"env": env, "algorithm": algorithm})
 
 
@@ -225,12 +239,28 @@ def open(config: Config, *, env: fg.Env | None = None, algorithm: fg.Algorithm |
     return Setup(config, env, policy, algorithm, optimizer, sizes, iteration, place, critic)
 
 
+def teacher_params(config: Config) -> Any:
+    """Read the best planner of the run that teaches; one of another environment or shape is refused."""
+    folder = Path(str(config.teacher))
+    there = read_run(folder)
+    if there["recipe"] != NAME:
+        raise fg.BadInput(f"--teacher={folder} is a run of {there['recipe']}: give one of the quickstart")
+    teacher = Config.from_json(there["settings"])
+    for name in ("env", "d", "layers", "head"):
+        own, other = getattr(config, name), getattr(teacher, name)
+        if own != other:
+            raise fg.BadInput(f"--teacher={folder} has {name} {other}, but this run {own}: they must be the same")
+    return acting(open_session(PureWork(open(teacher)), folder).best_params()[1])
+
+
 def decoder_shape(env: fg.Env, config: Config) -> DecoderConfig:
     """A small decoder over the words of an environment."""
     return small_config(len(env.words), d=config.d, layers=config.layers, head=config.head)
 
 
 def _algorithm(config: Config, env: fg.Env) -> fg.Algorithm:
+    if (config.algorithm == "opd") != (config.teacher is not None):
+        raise fg.BadInput("--algorithm=opd and --teacher=RUN go together: give both, or neither")
     algorithm = make_algorithm(
         config.algorithm,
         beta=config.beta,
@@ -313,6 +343,7 @@ class PureWork(TestedWork):
         self._step = loop.three_programs(setup.iteration)
         counts = {"validation": VALIDATION_TASKS, "test": setup.config.test_tasks}
         self._exams = {split: _Exam(setup, self._step, split, count) for split, count in counts.items()}
+        self.teacher = None if setup.config.teacher is None else teacher_params(setup.config)
         super().__init__(
             NAME,
             setup.config,

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -43,16 +44,24 @@ ALGORITHMS = {
     "rloo": fg.algorithms.rloo,
     "reinforce_pp": fg.algorithms.reinforce_pp,
     "gigpo": fg.algorithms.gigpo,
+    "mt_grpo": fg.algorithms.mt_grpo,
+    "trloo": fg.algorithms.trloo,
     "kimi": fg.algorithms.kimi,
     "ppo": fg.ppo,
     "dpo": fg.dpo,
+    "opd": fg.algorithms.opd,
 }
 
-ENVIRONMENTS = {
+ENVIRONMENTS: dict[str, Callable[..., fg.Env]] = {
     "lookup": fg.lookup,
     "arithmetic": fg.arithmetic,
     "maze": fg.maze,
+    # Of these no planner here makes everything right, so that arms of a study can differ.
+    "lookup_hard": partial(fg.lookup, hops=(3, 4)),
+    "arithmetic_hard": partial(fg.arithmetic, turns=9),
+    "maze_hard": partial(fg.maze, width=5, turns=20),
 }
+HARDER = {"lookup_hard": "lookup", "arithmetic_hard": "arithmetic", "maze_hard": "maze"}  # the same words
 
 BY_IMPORT = "MODULE:FUNCTION, which is called without arguments and gives a fg.Env"
 
@@ -112,7 +121,8 @@ def make_env(name: str) -> fg.Env:
 
 
 OWN_CLIP = ("gspo", "cispo", "flow_grpo_released")  # whose bounds are of another kind than a preset's
-UNCLIPPED = ("rloo", "kimi", "dpo")
+UNCLIPPED = ("rloo", "kimi", "dpo", "opd")
+WITHOUT_BETA = ("kimi", "opd")
 
 
 def make_algorithm(
@@ -128,7 +138,7 @@ def make_algorithm(
     """The member of that name with what a preset says, as far as it has such a setting; `more` is for ppo."""
     if name not in ALGORITHMS:
         raise fg.BadInput(f"algorithm {name!r} is unknown; choose from {', '.join(ALGORITHMS)}")
-    options: dict[str, Any] = {} if name == "kimi" else {"beta": beta}
+    options: dict[str, Any] = {} if name in WITHOUT_BETA else {"beta": beta}
     options |= {} if correction is None else {"correction": correction}
     options |= {"clip_high": clip_high} if clip_high and name not in (*OWN_CLIP, *UNCLIPPED) else {}
     options |= {"entropy_bonus": entropy_bonus} if entropy_bonus else {}

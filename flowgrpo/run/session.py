@@ -78,6 +78,7 @@ class Work(ABC):
     trained: Trained = WHOLE  # the part that changes: what a checkpoint holds
     evaluates = True  # whether the command `evaluate` tests such a run on fresh tasks
     keeps_start = True  # whether the start is kept to the end, and is the reference
+    teacher: Any = None  # parameters that are the reference in the place of the start
     remembers = False  # whether checkpoints hold the memory of a master
     memory: RunMemory | None = None  # or that of the run itself, which is one process then
     # Compiles what comes after the imitation for a run like this one, in a thread beside it.
@@ -201,6 +202,7 @@ class Session:
 
     def _start_run(self, params: Any, key: jax.Array) -> loop.Run:
         reference = None if self.work.keeps_start else ()  # the start, or nothing
+        reference = reference if self.work.teacher is None else self.work.teacher
         return loop.start_run(params, self.work.optimizer, key, reference=reference, trained=self.work.trained)
 
     def _whole(self, part: Any) -> Any:

@@ -19,6 +19,7 @@ from flowgrpo.algorithms.advantage import (
     paid_rewards,
     return_to_go,
     row_group_advantage,
+    turn_index,
 )
 
 NORMALIZERS = {
@@ -138,6 +139,59 @@ def test_anchor_advantage_by_hand():
         for groups, expected in (([0, 0], [[-1, 0], [0, 1]]), ([0, 1], [[0, 0], [-root, root]])):
             adv_nt = anchor_advantage(return_nt, anchor_nt, np.ones((2, 2), bool), np.array(groups), np.ones(2, bool))
             np.testing.assert_allclose(adv_nt, expected, atol=1e-5)
+
+
+def paid_trajectories(*payments):
+    """A group of trajectories whose turns are paid like this."""
+    turns = [[fg.Turn([1], [True], [-0.5], reward=reward) for reward in paid] for paid in payments]
+    return fg.collate([fg.Trajectory(own, float(sum(paid)), 0) for own, paid in zip(turns, payments, strict=True)])
+
+
+def test_turn_index_counts_the_turns_that_exist():
+    np.testing.assert_array_equal(turn_index([[1, 1, 0], [1, 0, 1]]), [[1, 2, 2], [1, 1, 2]])
+
+
+def test_mt_grpo_by_hand():
+    """Payments (1, 0), (3, 2) and (4): z-scores of 1 and 3 are -+0.707, of the last ones 0, 2, 4 -1, 0, 1.
+
+    The first turns of two have both, lam times the latter; the last turns have the latter alone.
+    """
+    adv_nt = fg.algorithms.mt_grpo(lam=0.5).advantages(paid_trajectories((1.0, 0.0), (3.0, 2.0), (4.0,)))
+    root = 0.5**0.5
+    np.testing.assert_allclose(adv_nt, [[-root - 0.5, -1.0], [root, 0.0], [1.0, 0.0]], atol=1e-5)
+
+
+def test_mt_grpo_of_outcomes_alone_is_the_broadcast():
+    x = fg.collate([fg.Trajectory([fg.Turn([1], [True], [-0.5])] * n, float(n > 1), 0) for n in (1, 2, 3, 1)])
+    expected_nt = fg.flow_grpo().advantages(x)
+    np.testing.assert_allclose(fg.algorithms.mt_grpo().advantages(x), expected_nt, atol=1e-6)
+
+
+def test_trloo_by_hand():
+    """Returns (1, 0), (5, 2) and (4): less the mean of the others, 1 - 4.5, 5 - 2.5, 4 - 3; then 0 - 2 and 2 - 0."""
+    adv_nt = fg.algorithms.trloo().advantages(paid_trajectories((1.0, 0.0), (3.0, 2.0), (4.0,)))
+    np.testing.assert_allclose(adv_nt, [[-3.5, -2.0], [2.5, 2.0], [1.0, 0.0]], atol=1e-6)
+    alone = fg.algorithms.trloo().advantages(paid_trajectories((1.0, 0.0), (4.0,)))
+    np.testing.assert_allclose(alone, [[-3.0, 0.0], [3.0, 0.0]], atol=1e-6)
+
+
+def test_per_turn_statistics_charge_for_further_turns_and_leave_one_out_does_not():
+    """Stopping pays 0; going on pays 1 and then loses 1: each is worth 0, so the gradient of going on must vanish.
+
+    In expectation over pairs of trajectories of a policy that goes on with p = 1/2 (exact: all four pairs).
+    """
+    stop, go = (0.0,), (1.0, -1.0)
+
+    def push(algorithm):
+        """E[A^1 d log pi(a^1)] of the logit of going on, which is 1/2 for going and -1/2 for stopping."""
+        total = 0.0
+        for pair in ((stop, stop), (stop, go), (go, stop), (go, go)):
+            adv_nt = np.asarray(algorithm.advantages(paid_trajectories(*pair)))
+            total += sum(adv_nt[i, 0] * (0.5 if own == go else -0.5) for i, own in enumerate(pair)) / 4
+        return total
+
+    assert push(fg.algorithms.trloo()) == pytest.approx(0.0, abs=1e-6)
+    assert push(fg.algorithms.mt_grpo()) < -0.1  # a loss of the last turn is seen, its earlier pay is not
 
 
 def test_paid_rewards_sum_to_the_outcome():

@@ -112,7 +112,10 @@ def test_F8_no_advantage_and_no_regulariser_give_no_gradient_and_groups_without_
 
 
 def test_F8_skips_is_false_under_every_regulariser():
-    assert {"dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "dpo", "flow_grpo"} == set(SKIPPING)
+    assert set(SKIPPING) == {
+        *("dr_grpo", "dapo", "gspo", "cispo", "rloo", "trloo", "reinforce_pp", "dpo", "flow_grpo"),
+        *("opd", "opd_dead_only"),
+    }
     assert fg.flow_grpo(beta=0.1, kl_in="reward").skips
     for options in ({"beta": 0.1}, {"entropy_bonus": 0.1}, {"beta": jnp.float32(0.0)}):
         assert not fg.flow_grpo(**{"beta": 0.0, **options}).skips
@@ -135,7 +138,7 @@ SCORED = ("logp_sampled", "logp_old", "logp_ref")
 @each_and_with_all_options
 def test_F6_garbage_in_masked_or_invalid_slots_changes_nothing(name):
     """NaN, infinity or 1e30: the same loss, the same gradient, both finite."""
-    algorithm, clean = FULL[name], make_case(14, invalid=0.3, by_turn=name == "gigpo")
+    algorithm, clean = FULL[name], make_case(14, invalid=0.3, by_turn=name in ("gigpo", "mt_grpo", "trloo"))
     expected = loss_and_slopes(algorithm, clean, batch_of(algorithm, clean.trajectories))
     assert np.isfinite(expected[0])
     assert np.isfinite(expected[1]).all()
@@ -213,20 +216,22 @@ def test_settings_can_be_vmapped(name, setting, values):
 
 # What members say of themselves -----------------------------------------------------------------------
 
-NEEDS = {name: {"logp_ref"} for name in MEMBERS} | {name: set() for name in ("dr_grpo", "dapo", "cispo")}
+NEEDS = {name: {"logp_ref"} for name in MEMBERS} | {name: set() for name in ("dr_grpo", "dapo", "cispo", "trloo")}
 NEEDS |= {name: {"logp_old"} for name in ("gspo", "kimi")}
 NEEDS |= {name: {"logp_ref", "value"} for name in ("ppo", "ppo_turns")}
 BEFORE = {name: NEEDS[name] for name in ("rloo", "reinforce_pp", "ppo", "ppo_turns")}
+BEFORE |= {name: NEEDS[name] for name in ("opd", "opd_dead_only")}
 
 
 @each_member
 def test_members_say_what_they_need(name):
-    algorithm, own = MEMBERS[name], name.removesuffix("_baseline").removesuffix("_turns")
+    algorithm, own = MEMBERS[name], name.removesuffix("_baseline").removesuffix("_turns").removesuffix("_dead_only")
     full, extra = everything_on(own), {"dpo": set(), "kimi": {"logp_old"}}.get(name, {"logp_old", "logp_ref"})
+    refreshed = None if own == "opd" else 10  # its reference is the teacher
     assert algorithm.name == full.name == own
     assert (algorithm.needs, algorithm.before) == (NEEDS[name], BEFORE.get(name, set()))
     assert full.needs == NEEDS[name] | extra | {"entropy"}
-    assert (algorithm.reference_every, full.reference_every) == (None, 10)
+    assert (algorithm.reference_every, full.reference_every) == (None, refreshed)
     assert (algorithm.sums is not None, full.sums is not None) == (name in ("gspo", "kimi", "dpo"), True)
     assert algorithm.whole == ("group" if name == "dpo" else "trajectory")
 
@@ -242,9 +247,12 @@ PUBLISHED = {
     "cispo": {"clip_low": 1.0, "clip_high": 4.0, "eps": 1e-6},
     "reinforce_pp": {"clip_low": 0.2, "clip_high": 0.2, "gamma": 1.0, "baseline": None},
     "gigpo": {"omega": 1.0, "gamma": 0.95, "clip_low": 0.2, "clip_high": 0.2, "beta": 0.01, "eps": 1e-6},
+    "mt_grpo": {"lam": 1.0, "clip_low": 0.2, "clip_high": 0.2, "beta": 0.04, "eps": 1e-6},
+    "trloo": {"gamma": 1.0, "clip_low": 0.2, "clip_high": 0.2},
     "kimi": {"tau": 0.1},
     "ppo": {"credit": fg.algorithms.token_gae, "clip_low": 0.2, "clip_high": 0.2, **PPO},
     "dpo": {"beta": 0.1},
+    "opd": {"outcome": 0.0, "dead_only": False, "eps": 1e-6},
 }
 
 

@@ -14,12 +14,13 @@ from flowgrpo.launch import PLAIN_KERNELS
 from flowgrpo.learner.critic import with_critic
 from flowgrpo.models.trainable import ActorCritic
 from flowgrpo.recipes import pure
+from flowgrpo.recipes.export import read_config
 from flowgrpo.recipes.pages import read_trajectories
 from flowgrpo.recipes.pure import PureWork
 from flowgrpo.recipes.registry import ALGORITHMS, make_algorithm
 from flowgrpo.report.metrics import Metrics
 from flowgrpo.run.kill_series import differences
-from flowgrpo.run.session import Session
+from flowgrpo.run.session import Session, open_session
 from flowgrpo.types import BadInput
 from tests.experiments.conftest import check_refused, last_line, metrics, result
 
@@ -53,6 +54,20 @@ def test_S1_a_run_in_two_parts_ends_as_one_in_a_piece(command, whole, tmp_path):
     assert any(line["grad_norm"] > 0 for line in metrics(whole, "train"))  # there was something to learn
     assert differences(whole, tmp_path) == {}
     assert (result(whole)["resumed_at"], result(tmp_path)["resumed_at"]) == ([], [1])
+
+
+@pytest.mark.slow
+def test_a_finished_run_teaches_another_of_its_shape(command, whole, tmp_path):
+    """The reference of the run is the teacher, whom the planner leaves by its start alone; others are refused."""
+    command("quickstart", f"--workdir={tmp_path}", "--updates=1", *SMALL, "--algorithm=opd", f"--teacher={whole}")
+    config = read_config(tmp_path)
+    teacher = pure.teacher_params(config)
+    session = open_session(pure.PureWork(pure.open(config)), tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, session.run.reference, teacher)
+    assert any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (session.start, teacher)), strict=True))
+    assert metrics(tmp_path, "train")[0]["grad_norm"] > 0
+    with pytest.raises(BadInput, match=r"--teacher=.* has d \d+, but this run \d+: they must be the same"):
+        pure.teacher_params(replace(config, d=2 * config.d))
 
 
 @pytest.mark.slow
@@ -129,7 +144,7 @@ def test_a_loss_that_is_no_number_stops_it_with_the_last_good_checkpoint(tmp_pat
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("env", list(pure.PRESETS))
 def test_every_preset_builds_with_every_algorithm(env, algorithm):
-    setup = pure.open(pure.preset(env, algorithm))
+    setup = pure.open(pure.preset(env, algorithm, teacher="run" if algorithm == "opd" else None))
     named = make_algorithm(algorithm, beta=0.1, clip_high=0.2, max_tokens=9).name
     assert (setup.env.name, setup.algorithm.name) == (env, named)
 
