@@ -100,13 +100,14 @@ class World:
     turns_per_hop: int = 2
     lies: float = 0.5  # how often a wrong tool answers a wrong entity rather than `none`
     skill: float = 0.13  # how often a demonstration knows the right tool; else it takes any
+    pay: float = 0.0  # for each hop that is found out, once; with it rewards come by turn, beside the outcome
     slips: float = 0.05  # how often it answers too early, and how often it takes another relation
 
     def __post_init__(self):
         least = {"entities": 3, "relations": 3, "tools": 2, "turns_per_hop": 1}
         for name, low in least.items():
             check_range("lookup", name, getattr(self, name), low, whole=True)
-        for name in ("lies", "skill", "slips"):
+        for name in ("lies", "skill", "slips", "pay"):
             check_range("lookup", name, getattr(self, name), 0.0, 1.0)
         if not isinstance(self.hops, tuple | list) or len(self.hops) != 2:
             raise BadInput(f"lookup: hops is {self.hops!r}, but must be (fewest, most), such as (2, 3)")
@@ -175,7 +176,7 @@ class World:
         said = jnp.where(done, 0, jnp.where(action.calls, said, ERROR))
         return following.replace(turn=state.turn + 1, done=done, correct=correct), Step(
             observation=Observation(said[None], jnp.where(done, 0, 1)),
-            reward=correct.astype(jnp.float32),
+            reward=correct.astype(jnp.float32) + self.pay * (following.hop - state.hop),
             done=done,
             correct=correct,
             tool=jnp.where(action.calls, action.tool, -1),
@@ -273,6 +274,7 @@ def lookup(**settings) -> Env:
         oracle=world.oracle,
         demonstrate=world.demonstrate,
         answer=world.answer,
+        by_turn=world.pay > 0,
     )
 
 

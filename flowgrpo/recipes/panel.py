@@ -33,7 +33,7 @@ HASHES = {
     "lookup": "15eba46aecec",
     "arithmetic": "b1e8180dd23c",
     "maze": "add646f7432b",
-    "lookup_hard": "c01f4ae30abd",
+    "lookup_hard": "5ddfcd9e468a",
     "arithmetic_hard": "960e27d2966b",
     "maze_hard": "55d5c6093ddc",
 }

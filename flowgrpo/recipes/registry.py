@@ -57,11 +57,11 @@ ENVIRONMENTS: dict[str, Callable[..., fg.Env]] = {
     "arithmetic": fg.arithmetic,
     "maze": fg.maze,
     # Of these no planner here makes everything right, so that arms of a study can differ.
-    "lookup_hard": partial(fg.lookup, hops=(3, 4)),
+    "lookup_hard": partial(fg.lookup, hops=(2, 2), relations=8, tools=8),
     "arithmetic_hard": partial(fg.arithmetic, turns=9),
     "maze_hard": partial(fg.maze, width=5, turns=20),
 }
-HARDER = {"lookup_hard": "lookup", "arithmetic_hard": "arithmetic", "maze_hard": "maze"}  # the same words
+HARDER = {"lookup_hard": "lookup", "arithmetic_hard": "arithmetic", "maze_hard": "maze"}
 
 BY_IMPORT = "MODULE:FUNCTION, which is called without arguments and gives a fg.Env"
 

@@ -2,9 +2,10 @@
 
     STUDIES["credit"]()  ->  Study(question, baseline, arms, changes, worlds)
 
-All of a study's arms start from the same planners, seed by seed, see as many trajectories, and are examined on the same
-tasks. The figures of `credit` were measured; what the others expect is what their formulas say, and is yet to be held
-against 16 seeds. A study of your own is a function like these, called by `compare.run_study(study, folder, ...)`.
+All of a study's arms start from the same planners, seed by seed, see as many trajectories unless the arm says otherwise,
+and are examined on the same tasks. What they were expected to show stands in their docstrings, written before they were
+run; what they showed, over 16 seeds each, in `docs/studies/`. A study of your own is a function like these, called by
+`compare.run_study(study, folder, ...)`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,8 @@ SMALL: dict[str, Any] = {  # a planner and iterations that 16 seeds can have in 
     "clip_high": CLIP_HIGH,
     "decay": 0.2,
 }
-WORLD: dict[str, Mapping[str, Any]] = {"lookup": {"hops": (2, 2)}}  # environments and their settings
+WORLD: dict[str, Mapping[str, Any]] = {"lookup_hard": {}}  # environments and their settings
+SEVERAL: dict[str, Any] = {"mini_batches": 4, "learning_rate": 5e-4}  # gradient steps an update, so that ratios move
 
 
 class Study(NamedTuple):
@@ -86,27 +88,35 @@ def _clipped(low: float, high: float, beta: float = 0.0) -> Arm:
 
 
 def credit() -> Study:
-    """Compare ways to credit an outcome: to every turn, the last one, each turn by its own pay, by state, by a critic.
+    """Compare ways to credit an outcome: to every turn, the last one, each by its place, by its state, by a critic.
 
-    The critic's arm takes four steps an update, so `broadcast, 4 steps` does the same without a critic. Expected (IQM
-    over 16 seeds, from 15 %): the broadcast outcome and GiGPO learn the task, 85 and 88 %, and can't be told apart; the
-    critic comes to 94 %, where four steps without one come to 91 %. Credit for the last turn alone falls to 9 %, since
-    tools are chosen in the turns before; and pay for answered calls is hacked: calls take up all turns, success is 0.
+    Expected: the broadcast learns, credit for the last turn alone doesn't, and pay for answered calls is hacked. A
+    critic and several steps an update are better; credit by state (GiGPO) and by leave-one-out at the same turn (TRLOO)
+    can't be told from the broadcast. Where hops are paid, statistics by the turn's place (MT-GRPO) are biased by when a
+    trajectory stops, and TRLOO is not. The planted bias, which charges for each turn beyond the group's mean, loses.
     """
-    several = {"mini_batches": 4, "learning_rate": 5e-4}
     critic = {"critic": "own", "critic_rate": 1e-3, "gamma": 1.0, "lam": 0.95, "clip_high": 0.2}
+    paid = {"pay": 0.25}
     return Study(
         "Who gets the credit for an outcome?",
         "broadcast",
         {
             "broadcast": Arm(),
-            "broadcast, 4 steps": Arm(changes=several),
+            "broadcast, 4 steps": Arm(changes=SEVERAL),
             "last turn only": Arm(changes={"control": "last_turn"}),
             "per-turn heuristic": Arm(
                 algorithm=partial(member, study_arms.by_turn_zscore), program=study_arms.paid_by_turn
             ),
+            "by the turn's place": Arm(algorithm=partial(member, study_arms.by_place)),
+            "TRLOO": Arm(changes={"algorithm": "trloo"}),
             "GiGPO": Arm(changes={"algorithm": "gigpo"}),
-            "critic (PPO)": Arm(changes={"algorithm": "ppo", **several, **critic}),
+            "critic (PPO), 4 steps": Arm(changes={"algorithm": "ppo", **SEVERAL, **critic}),
+            "planted: a charge by turn": Arm(
+                algorithm=partial(member, partial(study_arms.charged_by_turn, charge=-0.5))
+            ),
+            "hops paid, broadcast": Arm(env=paid),
+            "hops paid, MT-GRPO": Arm(changes={"algorithm": "mt_grpo", "beta": 0.0}, env=paid),
+            "hops paid, TRLOO": Arm(changes={"algorithm": "trloo"}, env=paid),
         },
     )
 
@@ -115,13 +125,16 @@ def statistics() -> Study:
     """Group statistics over trajectories against statistics over turn rows, in which long trajectories count more (F9).
 
     Expected: with unequal numbers of turns the rows' mean is biased, and the difference in success is small where
-    groups are mixed; `released` has the token mean and the clip of AgentFlow's code, too.
+    groups are mixed; `released` has the token mean and the clip of AgentFlow's code, too. Without the deviation, groups
+    with few winners or losers weigh less: slower, at the same rate.
     """
     return Study(
-        "Statistics over trajectories, or over turn rows?",
+        "Which statistics of a group?",
         "trajectories",
         {
             "trajectories": Arm(),
+            "without deviation": Arm(algorithm=partial(member, outcome_advantage(fg.algorithms.group_center))),
+            "leave one out": Arm(algorithm=partial(member, outcome_advantage(fg.algorithms.leave_one_out))),
             "rows": Arm(algorithm=partial(member, outcome_advantage(fg.group_zscore, over=row_group_advantage))),
             "released": Arm(changes={"algorithm": "flow_grpo_released"}),
         },
@@ -147,34 +160,55 @@ def aggregation() -> Study:
 
 
 def clip() -> Study:
-    """Clip and KL, with four steps an update so that ratios move.
+    """Clip widths, with four steps an update so that ratios move.
 
-    Expected: a higher upper bound is at least as good, a tight one slower; KL to the warm start costs success in
-    proportion to its weight, since the warm start is what has to be left.
+    Expected: a higher upper bound is at least as good, a tight one slower.
     """
-    several = {"mini_batches": 4, "learning_rate": 5e-4}
     made = {
         "0.2 / 0.28": _clipped(0.2, 0.28),
         "0.2 / 0.2": _clipped(0.2, 0.2),
         "0.05 / 0.05": _clipped(0.05, 0.05),
         "no clip": _clipped(1.0, 1e9),
-        "KL 0.01": _clipped(0.2, 0.28, 0.01),
-        "KL 0.1": _clipped(0.2, 0.28, 0.1),
     }
-    return Study("How much may a step change?", "0.2 / 0.28", made, SMALL | several)
+    return Study("How much may a step change?", "0.2 / 0.28", made, SMALL | SEVERAL)
+
+
+def kl() -> Study:
+    """Where KL to the warm start is paid, and by which estimator, with four steps an update so that ratios move.
+
+    Expected: every term costs success, since the warm start is what has to be left. k1 in the reward and k2 in the loss
+    have the gradient of the KL, k3 in the loss has another one far from the reference, and a weight by the ratio makes
+    little difference where ratios stay near one.
+    """
+    kinds: dict[str, dict[str, Any]] = {
+        "none": {},
+        "k1 in the reward": {"kl_in": "reward", "kl": "k1"},
+        "k2 in the loss": {"kl": "k2"},
+        "k3 in the loss": {"kl": "k3"},
+        "k2, weighted": {"kl": "k2", "kl_weighted": True},
+        "k3, weighted": {"kl": "k3", "kl_weighted": True},
+    }
+    made = {
+        name: Arm(algorithm=partial(member, OUTCOME, **({"beta": 0.03} if how else {}), **how))
+        for name, how in kinds.items()
+    }
+    return Study("Where is KL paid?", "none", made, SMALL | SEVERAL)
 
 
 def group_size() -> Study:
-    """Trajectories of a query, at the same number of trajectories an update: groups of 2 to 32.
+    """Trajectories of a query: at the same number of trajectories an update, and at the same number of queries.
 
-    Expected: groups of 2 say little about most queries; from 8 on more of a group costs queries and gains nothing.
+    Expected: groups of 2 say little about most queries; at equal trajectories, from 8 on more of a group costs queries
+    and gains nothing; at equal queries more is better, for its price.
     """
-    total = SMALL["queries"] * SMALL["samples"]
-    made = {
+    queries, samples = SMALL["queries"], SMALL["samples"]
+    total = queries * samples
+    equal = {
         f"{size} of {total // size}": Arm(changes={"samples": size, "queries": total // size})
-        for size in (2, 4, 8, 16, 32)
+        for size in (2, 4, 8, 16, 32, 64)
     }
-    return Study("How large is a group?", "8 of 16", made)
+    more = {f"{size} of {queries}": Arm(changes={"samples": size}) for size in (2, 4, 16, 32)}
+    return Study("How large is a group?", f"{samples} of {queries}", equal | more)
 
 
 def turns() -> Study:
@@ -191,17 +225,24 @@ def turns() -> Study:
 
 
 def stale() -> Study:
-    """Data of parameters that are 4 and 16 updates old, with and without the correction for stale samplers.
+    """Data of parameters that are 1 to 8 updates old: uncorrected, capped, masked, and capped by whole actions.
 
-    Expected: 4 updates cost little; at 16 the uncorrected arm learns slower or breaks, and the correction helps where
-    the weights still overlap.
+    Expected: a few updates cost little; at 8 the uncorrected arm learns slower, and corrections help where the weights
+    still overlap.
     """
-    corrected = fg.Correction(cap=2.0)
+    corrections: dict[str, fg.Correction | None] = {
+        "": None,
+        ", capped": fg.Correction(2.0),
+        ", masked": fg.Correction(2.0, mask=True),
+        ", by action": fg.Correction(2.0, "sequence"),
+    }
     arms_of: dict[str, Arm] = {"on policy": Arm(algorithm=partial(member, OUTCOME))}
-    for lag in (4, 16):
+    for lag in (1, 2, 4, 8):
         late = partial(study_arms.stale_sampler, lag=lag)
-        arms_of[f"{lag} late"] = Arm(algorithm=partial(member, OUTCOME), program=late)
-        arms_of[f"{lag} late, corrected"] = Arm(algorithm=partial(member, OUTCOME, correction=corrected), program=late)
+        arms_of |= {
+            f"{lag} late{how}": Arm(algorithm=partial(member, OUTCOME, correction=correction), program=late)
+            for how, correction in corrections.items()
+        }
     return Study("What do stale data cost?", "on policy", arms_of)
 
 
@@ -229,12 +270,13 @@ def _rescored() -> fg.Algorithm:
 
 
 def imitation() -> Study:
-    """Supervised imitation of a stronger planner against Flow-GRPO; as many trajectories an update.
+    """Supervised imitation of a stronger planner, and its word on what the planner itself does, against Flow-GRPO.
 
-    Expected: imitation comes to its teacher's success and no further: the warm start's own demonstrations change
-    nothing, a teacher who knows the right tool half of the time is matched, and only a perfect one leads as far as
-    Flow-GRPO gets from one number a trajectory. The paper reports harm from a stronger planner whose words the student
-    can't fill; here words are few, and there is none.
+    All see as many trajectories an update. Expected: imitation comes to its teacher's success and no further: the warm
+    start's own demonstrations change nothing, a teacher who knows the right tool half of the time is matched, and only
+    a perfect one leads as far as Flow-GRPO gets from one number a trajectory. On-policy distillation (OPD) comes as far
+    as its teacher, sooner; in groups that have no signal it helps Flow-GRPO at the start. The paper reports harm from a
+    stronger planner whose words the student can't fill; here words are few, and there is none.
     """
     return Study(
         "Imitate a stronger planner, or learn from outcomes?",
@@ -244,8 +286,16 @@ def imitation() -> Study:
             "imitates its own": Arm(program=study_arms.imitating),
             "imitates a stronger": Arm(program=partial(study_arms.imitating, skill=0.5)),
             "imitates an oracle": Arm(program=partial(study_arms.imitating, oracle=True)),
+            "OPD from a stronger": _distilled(0.0, skill=0.5),
+            "OPD from an oracle's pupil": _distilled(0.0, oracle=True),
+            "Flow-GRPO + OPD where dead": _distilled(1.0, dead_only=True, skill=0.5),
         },
     )
+
+
+def _distilled(outcome: float, *, dead_only: bool = False, **teacher: Any) -> Arm:
+    algorithm = partial(fg.algorithms.opd, outcome=outcome, dead_only=dead_only)
+    return Arm(algorithm=algorithm, program=partial(study_arms.taught, **teacher))
 
 
 STUDIES: dict[str, Callable[[], Study]] = {
@@ -253,6 +303,7 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "statistics": statistics,
     "aggregation": aggregation,
     "clip": clip,
+    "kl": kl,
     "group_size": group_size,
     "turns": turns,
     "stale": stale,

@@ -19,7 +19,13 @@ from flax import struct
 
 import flowgrpo as fg
 from flowgrpo import loop, masked
-from flowgrpo.algorithms.advantage import anchor_advantage, last_turns
+from flowgrpo.algorithms.advantage import (
+    anchor_advantage,
+    group_center,
+    last_turns,
+    multi_turn_group_advantage,
+    turn_index,
+)
 from flowgrpo.algorithms.options import Options
 from flowgrpo.contracts import Metrics
 from flowgrpo.learner.critic import with_critic
@@ -152,6 +158,20 @@ def _same(run: loop.Run) -> loop.Run:
     return run
 
 
+def taught(setup: pure.Setup, *, steps: int = 200, oracle: bool = False, **teacher: Any) -> ArmProgram:
+    """The reference is a teacher, for `opd`: the start of the arm, after so many steps of imitation of a better planner.
+
+    `teacher` has the settings of the environment whose demonstrations it imitates, or whose `oracle`.
+    """
+    better = imitating(setup, oracle=oracle, **teacher)
+
+    def begin(run: loop.Run) -> loop.Run:
+        scholar, _ = many_updates(better.step, run, updates=steps)
+        return run.replace(reference=scholar.learner.params)
+
+    return ArmProgram(begin, loop.one_program(setup.iteration), _same)
+
+
 class StaleRun(struct.PyTreeNode):
     """A run whose trajectories come from older parameters."""
 
@@ -203,6 +223,21 @@ def _with_pay(played: Trajectories) -> Trajectories:
     at_last_nt = jnp.where(last_turns(turns_nt), jnp.asarray(played.outcome)[:, None], 0.0)
     pay_nt = called_nt.astype(jnp.float32) + at_last_nt
     return played.replace(reward=pay_nt)
+
+
+def by_place(trajectories: Trajectories, outcome_n, valid_n, _options: Options) -> jax.Array:
+    """The z-score of the outcome among the turns of the group in the same place, whoever got there -> adv_nt."""
+    acted_nt = trajectories.acted
+    outcome_nt = jnp.broadcast_to(jnp.asarray(outcome_n)[:, None], acted_nt.shape)
+    return anchor_advantage(outcome_nt, turn_index(acted_nt), acted_nt, trajectories.group, valid_n)
+
+
+def charged_by_turn(trajectories: Trajectories, outcome_n, valid_n, _options: Options, *, charge: float) -> jax.Array:
+    """A planted bias: the broadcast advantage, moved by so much for each turn more than the group's mean -> adv_nt."""
+    acted_nt, group_n = trajectories.acted, trajectories.group
+    adv_nt = multi_turn_group_advantage(outcome_n, acted_nt, group_n, valid_n)
+    more_n = group_center(acted_nt.sum(axis=1).astype(jnp.float32), group_n, valid_n)
+    return masked.fill(adv_nt + charge * more_n[:, None], acted_nt & valid_n[:, None])
 
 
 def by_turn_zscore(trajectories: Trajectories, _outcome_n, valid_n, _options: Options) -> jax.Array:
