@@ -29,7 +29,7 @@ from experiments.cli import app
 from experiments.cli.flags import define_stop_after, stop_after
 from experiments.cli.help import flag_heading
 from flowgrpo import launch
-from flowgrpo.recipes import compare
+from flowgrpo.recipes import compare, study_pages
 from flowgrpo.recipes.studies import STUDIES, chosen_arms
 from flowgrpo.report.metrics import plain_json
 from flowgrpo.run.run_dir import begin_anew, run_folder
@@ -50,6 +50,9 @@ _LANES = flags.DEFINE_integer(
 )
 flag_heading("Files and resuming")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/compare-STUDY by default.")
+_PUBLISH = flags.DEFINE_string(
+    "publish", None, "Folder of pages, as docs/studies, that gets the runs, the picture and the table, too."
+)
 _RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins again.")
 define_stop_after()
 
@@ -69,10 +72,12 @@ def main() -> None:
     seeds = range(_SEED.value, _SEED.value + _SEEDS.value)
     with run_folder(folder, "compare", identity):
         runs = compare.run_study(study, folder, seeds=seeds, chosen=chosen, budget=budget, **own)
-        rows = compare.tabulate_study(study, runs, seeds)
+        rows = study_pages.tabulate_study(study, runs, seeds)
         expected = inspect.getdoc(STUDIES[_STUDY.value]) or ""
-        compare.write_study(folder, study, rows, runs, seeds, expected=expected, name=_STUDY.value)
-    print(f"{study.question}  {(time.monotonic() - began) / 60:.1f} minutes\n\n{compare.table(rows, study)}")
+        study_pages.write_study(folder, study, rows, runs, seeds, expected=expected, name=_STUDY.value)
+        if _PUBLISH.value:
+            study_pages.publish_study(Path(_PUBLISH.value), _STUDY.value, study, runs, seeds)
+    print(f"{study.question}  {(time.monotonic() - began) / 60:.1f} minutes\n\n{study_pages.table(rows, study)}")
     names = f"table.jsonl, table.md, curves.png, curves.svg, {compare.RUNS}"
     print(f"\nwritten to {folder}: {names}; open {folder / 'index.html'}")
     print(json.dumps(plain_json(rows)))

@@ -85,6 +85,7 @@ class Env(NamedTuple):
         anchor          state -> an int32 that is equal where the state is; only gigpo reads it, and needs it
         by_turn         rewards are paid turn by turn, and not only for the outcome
         answer          task -> (tokens, length): the one action that ends it rightly, for reports; None where many do
+        hindsight       task -> tokens that a teacher is told before the prompt, always as many; only sdpo reads it
 
     Tasks of one split share no combination with those of the others.
     """
@@ -101,6 +102,7 @@ class Env(NamedTuple):
     anchor: Callable[..., Array] = lambda _: jnp.int32(0)
     by_turn: bool = False
     answer: Callable[..., tuple] | None = None
+    hindsight: Callable[..., Array] | None = None
 
 
 Params = dict[str, Array]
@@ -175,6 +177,7 @@ class Algorithm(NamedTuple):
     whole: str = "trajectory"  # what a mini-batch must hold whole: "group" where the loss is of pairs
     skips: bool = False  # a zero advantage gives an exactly zero gradient, so such groups can be left out (F8)
     reference_every: int | None = None  # updates after which the reference becomes the current policy
+    hindsight: bool = False  # what scores logp_ref is the policy itself, told Trajectories.hint before the first turn
 
 
 @checked

@@ -159,7 +159,8 @@ def make_iteration(
     """
     if algorithm.name == "gigpo" and env.anchor is Env._field_defaults["anchor"]:
         raise BadInput(f"gigpo compares turns of equal states, but {env.name} has no anchor: give it one")
-    rollout = make_rollout(env, policy, temperature=settings.temperature, narrowest=settings.narrowest)
+    sampling: dict[str, Any] = {"temperature": settings.temperature, "narrowest": settings.narrowest}
+    rollout = make_rollout(env, policy, hints=algorithm.hindsight, **sampling)
     slots = longest(env)
     rest = {"banned": (PAD,), "critic": critic, "trained": trained, "slots": slots}
     learning = make_learning(policy, algorithm, optimizer, settings, **rest)
@@ -221,7 +222,11 @@ def make_learning(
         **sizes,
     )
     score_trajectories = (
-        make_score_trajectories(policy, critic=critic, needs=needs, slots=slots, **scoring, **sizes) if needs else None
+        make_score_trajectories(
+            policy, critic=critic, needs=needs, slots=slots, hindsight=algorithm.hindsight, **scoring, **sizes
+        )
+        if needs
+        else None
     )
     stages = _Stages(algorithm, settings, trained, score_trajectories, learn)
     return Learning(stages.score_trajectories, stages.credit, stages.update)

@@ -8,6 +8,7 @@ of a pytree carries them in its annotation.
     n trajectory    t turn        l token of a turn's context + action
     g group         r row         s position in a row
     p prompt        u position in a prompt that rows share
+    q token of a hint
     d model         h head        k kv-head (and a kept token, in `kept`)
     e head-dim      f ffn         v vocabulary
 """
@@ -212,6 +213,7 @@ class Trajectories(struct.PyTreeNode):
     logp_ref: Float[AnyArray, "n t l"] | None = None  # under the reference
     value: Float[AnyArray, "n t l"] | None = None  # the critic, before the token
     last_value: Float[AnyArray, "n"] | None = None  # the critic, after the last turn
+    hint: Int[AnyArray, "n q"] | None = None  # what a teacher is told before the first turn, where there is one
 
     @property
     def valid(self) -> Bool[jax.Array, "n"]:

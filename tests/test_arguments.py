@@ -57,9 +57,10 @@ NUMBERS = {  # constructor -> what is wrong of each argument beside what is no n
     fg.algorithms.kimi: {"tau": LEAST_0},
     fg.algorithms.mt_grpo: {"lam": LEAST_0, "clip_high": LEAST_0},
     fg.algorithms.trloo: {"gamma": SHARE},
+    fg.algorithms.sdpo: {"outcome": LEAST_0},
     fg.algorithms.opd: {"outcome": LEAST_0, "entropy_bonus": LEAST_0},
     fg.dpo: {"beta": POSITIVE, "entropy_bonus": LEAST_0},
-    fg.lookup: dict.fromkeys(("lies", "skill", "slips"), SHARE)
+    fg.lookup: dict.fromkeys(("lies", "skill", "slips", "pay", "hints"), SHARE)
     | {"entities": (2, 3.5), "relations": (2,), "tools": (1,), "turns_per_hop": COUNT}
     | {"hops": (3, (2,), (3, 2), (0, 1), (1, 2.5), (nan, 3))},
     fg.arithmetic: {"base": (1, 2.5), "turns": (8,)},

@@ -8,7 +8,7 @@ Modules:
     advantage        Compute advantages: from outcomes and rewards to one number per trajectory, turn or token
     aggregation      Aggregate: give each token that the policy chose its weight in the loss
     compose          Bind the parts of an algorithm together: a new member of the family is one call of `compose`
-    distillation     Learn from a teacher's word on what the policy itself sampled: `opd` has one number per token
+    distillation     Learn from a teacher's word on what the policy itself sampled: one number per token
     dpo              DPO on trajectories (Rafailov et al., 2023): `dpo` learns from the best and the worst of each group
     loss             Compute losses: `token_loss` is a weighted sum over the tokens of a batch
     options          Options that the members of the family share, checked once when an algorithm is built
@@ -37,7 +37,7 @@ from flowgrpo.algorithms.aggregation import (
     token_mean,
 )
 from flowgrpo.algorithms.compose import compose, last_turn_only, newest_segment_only
-from flowgrpo.algorithms.distillation import opd
+from flowgrpo.algorithms.distillation import opd, sdpo
 from flowgrpo.algorithms.dpo import Pairs, dpo, dpo_pairs
 from flowgrpo.algorithms.loss import (
     clip_surrogate,

@@ -1,8 +1,9 @@
-"""Learn from a teacher's word on what the policy itself sampled: `opd` has one number per token, and needs no reward.
+"""Learn from a teacher's word on what the policy itself sampled: one number per token, and no need of a reward.
 
     A_i,j = log pi_teacher(a_j | its context) - log pi_old(same)
 
-The teacher is the reference of the run: what scores `logp_ref`. In expectation over what the policy samples, a step
+The teacher is what scores `logp_ref`: with `opd` the reference of the run, with `sdpo` the policy itself, told in
+hindsight what would have helped. In expectation over what the policy samples, a step
 follows the gradient of KL(pi_theta || pi_teacher) of each token's distribution, in the contexts that the policy itself
 comes to.
 """
@@ -30,12 +31,25 @@ def opd(*, outcome=0.0, dead_only: bool = False, eps=1e-6, **options) -> Algorit
     `outcome` is the weight of Flow-GRPO's advantage beside the teacher's. With `dead_only` the teacher speaks in groups
     of equal outcomes alone, from which nothing else can be learned. The weight of a token is that of Flow-GRPO.
     """
-    check_range("opd", "outcome", outcome, 0.0)
+    return _distil("opd", outcome, dead_only, eps, options)
+
+
+def sdpo(*, outcome=0.0, dead_only: bool = False, eps=1e-6, **options) -> Algorithm:
+    """Self-distillation (Hübotter et al., 2026, SDPO): as `opd`, taught by the policy itself in hindsight.
+
+    The teacher is the policy of the update, and reads `Trajectories.hint` before the first turn; the environment says
+    what is in it (`Env.hindsight`). The paper takes the KL over all tokens of the vocabulary, and this the sampled one.
+    """
+    return _distil("sdpo", outcome, dead_only, eps, options)._replace(hindsight=True)
+
+
+def _distil(name: str, outcome, dead_only: bool, eps, options: dict) -> Algorithm:
+    check_range(name, "outcome", outcome, 0.0)
 
     def advantage(trajectories: Trajectories, outcome_n: Array, valid_n: Array, options: Options) -> Array:
         """The teacher's log-ratio of each token, and the group's z-score of the outcome."""
         chosen_ntl = trajectories.actions & valid_n[:, None, None]
-        said_ntl = required(trajectories.logp_ref, "opd", "Trajectories.logp_ref", "the teacher's advantage")
+        said_ntl = required(trajectories.logp_ref, name, "Trajectories.logp_ref", "the teacher's advantage")
         logp_ntl = trajectories.logp_sampled if trajectories.logp_old is None else trajectories.logp_old
         taught_ntl = masked.fill(said_ntl, chosen_ntl) - masked.fill(logp_ntl, chosen_ntl)
         if dead_only:
@@ -45,9 +59,9 @@ def opd(*, outcome=0.0, dead_only: bool = False, eps=1e-6, **options) -> Algorit
         credit_nt = multi_turn_group_advantage(*given, normalize=partial(group_zscore, eps=eps))
         return masked.fill(taught_ntl + outcome * credit_nt[:, :, None], chosen_ntl)
 
-    settings = read_options("opd", options, rejects=KL_OPTIONS)
+    settings = read_options(name, options, rejects=KL_OPTIONS)
     algorithm = compose(
-        "opd",
+        name,
         advantage=advantage,
         weigh=weights.flow_weights,
         surrogate=partial(ratio_surrogate, dual_clip=settings.dual_clip),

@@ -29,7 +29,7 @@ An answer without a tool is right in at most 1 case of 15. What a model makes of
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,7 @@ class LookupTask(struct.PyTreeNode):
     chain: Int[Array, "hop"]  # relations; what is past `hops` is never read
     hops: Int[Array, ""]
     identity: Int[Array, ""]  # tells tasks apart
+    hinted: Any = False  # the question comes after the tools that are right for it
 
 
 class LookupState(struct.PyTreeNode):
@@ -102,12 +103,13 @@ class World:
     skill: float = 0.13  # how often a demonstration knows the right tool; else it takes any
     pay: float = 0.0  # for each hop that is found out, once; with it rewards come by turn, beside the outcome
     slips: float = 0.05  # how often it answers too early, and how often it takes another relation
+    hints: float = 0.0  # share of the tasks that begin with a hint, the right tools, which demonstrations then take
 
     def __post_init__(self):
         least = {"entities": 3, "relations": 3, "tools": 2, "turns_per_hop": 1}
         for name, low in least.items():
             check_range("lookup", name, getattr(self, name), low, whole=True)
-        for name in ("lies", "skill", "slips", "pay"):
+        for name in ("lies", "skill", "slips", "pay", "hints"):
             check_range("lookup", name, getattr(self, name), 0.0, 1.0)
         if not isinstance(self.hops, tuple | list) or len(self.hops) != 2:
             raise BadInput(f"lookup: hops is {self.hops!r}, but must be (fewest, most), such as (2, 3)")
@@ -146,6 +148,7 @@ class World:
             start=_pick(draws[1], self.entities),
             chain=self._deal(draws[2:], hops, split_index(split)),
             hops=hops,
+            hinted=jax.random.uniform(jax.random.fold_in(keys[2], 1)) < self.hints,
             identity=(jax.random.bits(keys[2]) >> 1).astype(jnp.int32),
         )
 
@@ -165,7 +168,16 @@ class World:
         links = jnp.append(task.chain + self.first_relation, QUESTION)
         asked = jnp.where(place < task.hops, links, jnp.where(place == task.hops, QUESTION, 0))
         prompt = jnp.concatenate([task.start[None] + self.first_entity, asked])
-        return state, Observation(prompt, task.hops + 2)
+        if self.hints > 0:
+            hint = self.hindsight(task)
+            after = jnp.concatenate([hint, prompt])
+            prompt = jnp.where(task.hinted, after, jnp.pad(prompt, (0, len(hint))))
+        return state, Observation(prompt, task.hops + 2 + jnp.where(task.hinted, self.hops[1], 0))
+
+    def hindsight(self, task: LookupTask) -> Array:
+        """The right tool for each hop, and `none` for hops that the question doesn't have."""
+        tools = FIRST_TOOL + self.tool_of(task.chain)
+        return jnp.where(jnp.arange(self.hops[1]) < task.hops, tools, NONE)
 
     def step(self, state: LookupState, tokens: Array, length: Array) -> tuple[LookupState, Step]:
         """One action: a call is answered, an answer or the last turn ends the episode."""
@@ -176,7 +188,7 @@ class World:
         said = jnp.where(done, 0, jnp.where(action.calls, said, ERROR))
         return following.replace(turn=state.turn + 1, done=done, correct=correct), Step(
             observation=Observation(said[None], jnp.where(done, 0, 1)),
-            reward=correct.astype(jnp.float32) + self.pay * (following.hop - state.hop),
+            reward=correct.astype(jnp.float32) + self.pay * (following.hop - state.hop).astype(jnp.float32),
             done=done,
             correct=correct,
             tool=jnp.where(action.calls, action.tool, -1),
@@ -242,7 +254,8 @@ class World:
     def demonstrate(self, key: Array, state: LookupState) -> tuple[Array, Array]:
         """A well-formed action of somebody who believes what he is told, and knows the right tool now and then."""
         draws = jax.random.uniform(key, (5,))
-        early, slips, knows = draws[0] < self.slips, draws[1] < self.slips, draws[2] < self.skill
+        early, slips = draws[0] < self.slips, draws[1] < self.slips
+        knows = (draws[2] < self.skill) | state.task.hinted
         relation = jnp.where(slips, _pick(draws[3], self.relations), state.task.chain[state.heard])
         tool = jnp.where(knows, self.tool_of(relation), _pick(draws[4], self.tools))
         call = self._call_tokens(tool, relation, state.told)
@@ -266,7 +279,9 @@ def lookup(**settings) -> Env:
         name="lookup",
         words=world.words,
         tools=_names(TOOLS, "tool", world.tools),
-        sizes=Sizes(prompt=most + 2, observation=1, action=4, turns=world.turns_per_hop * most),
+        sizes=Sizes(
+            prompt=most + 2 + (most if world.hints else 0), observation=1, action=4, turns=world.turns_per_hop * most
+        ),
         make_task=world.make_task,
         reset=world.reset,
         step=absorbing(world.step),
@@ -275,6 +290,7 @@ def lookup(**settings) -> Env:
         demonstrate=world.demonstrate,
         answer=world.answer,
         by_turn=world.pay > 0,
+        hindsight=world.hindsight,
     )
 
 

@@ -9,21 +9,21 @@ their row. Everything is pure, to be jitted by the caller.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from flowgrpo.batching.layouts import rows_by_trajectory, unpack
+from flowgrpo.batching.layouts import filled, rows_by_trajectory, unpack
 from flowgrpo.contracts import Policy, Scores
 from flowgrpo.learner.critic import Valuation
 from flowgrpo.learner.update import Score, make_score, score_rows
 from flowgrpo.models.critic import before
 from flowgrpo.models.trainable import acting, cast
 from flowgrpo.parallel.row_sharding import DeviceMesh
-from flowgrpo.types import BadInput, Batch, Trajectories
+from flowgrpo.types import AnyArray, BadInput, Batch, Trajectories
 
 ScoreTrajectories = Callable[[Any, Any, Trajectories], Trajectories]  # (params, reference_params, trajectories)
 
@@ -39,12 +39,13 @@ def make_score_trajectories(
     chunk: int = 1024,
     slots: int | None = None,
     compute_dtype: Any = None,
+    hindsight: bool = False,
 ) -> ScoreTrajectories:
     """Build `score_trajectories(params, reference_params, trajectories)`, which fills in what is in `needs`.
 
     `reference_params` are read for `logp_ref` only. `slots` are the tokens of the longest trajectory, by default all
     that there is room for; one that is longer gets NaN, so that it can't pass for scored. `compute_dtype` is that of
-    the update.
+    the update. With `hindsight`, `params` are read for `logp_ref`, in contexts that begin with each trajectory's hint.
     """
     if "value" in needs and critic is None:
         raise BadInput(
@@ -55,7 +56,7 @@ def make_score_trajectories(
             f"make_score_trajectories: micro_rows is {micro_rows} and slots {slots}, but both must be at least 1"
         )
     score = make_score(policy, temperature=temperature, banned=banned, chunk=chunk)
-    return _TrajectoryScorer(frozenset(needs), score, critic, micro_rows, slots, compute_dtype, policy.mesh)
+    return _TrajectoryScorer(frozenset(needs), score, critic, micro_rows, slots, compute_dtype, policy.mesh, hindsight)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +68,12 @@ class _TrajectoryScorer:
     slots: int | None
     compute_dtype: Any
     mesh: DeviceMesh
+    hindsight: bool
 
     def __call__(self, params, reference_params, trajectories: Trajectories) -> Trajectories:
+        if "logp_ref" in self.needs and self.hindsight:
+            trajectories = trajectories.replace(logp_ref=self.in_hindsight(params, trajectories))
+            return replace(self, needs=self.needs - {"logp_ref"})(params, reference_params, trajectories)
         nothing_nt = jnp.zeros(trajectories.turns.shape, jnp.float32)
         whole = rows_by_trajectory(trajectories, nothing_nt, nothing_nt)
         batch = jax.tree.map(lambda x_rs: x_rs[:, : self.slots], whole)
@@ -85,6 +90,15 @@ class _TrajectoryScorer:
             found["last_value"] = jnp.where(over_n, jnp.nan, last_n)
         return trajectories.replace(**found)
 
+    def in_hindsight(self, params, trajectories: Trajectories) -> Array:
+        """Score each token as the policy would have chosen it after the trajectory's hint -> logp_ntl."""
+        told, size = with_hint(trajectories), hint_of(trajectories).shape[1]
+        slots = None if self.slots is None else self.slots + size
+        scorer = replace(self, slots=slots, needs=frozenset(("logp_ref",)), hindsight=False)
+        logp_ntl = scorer(params, params, told).logp_ref
+        first_nl = logp_ntl[:, 0, size:]
+        return jnp.concatenate([first_nl[:, None], logp_ntl[:, 1:, :-size]], axis=1)
+
     def rows(self, score: Score, params, batch: Batch) -> Array:
         """Compute a score's `logp` for the rows that hold a chosen token, 0 in the others -> [r s]."""
         params = params if self.compute_dtype is None else cast(params, self.compute_dtype)
@@ -95,6 +109,31 @@ class _TrajectoryScorer:
         """Compute the values after each token, in the place of log-probabilities."""
         assert self.critic is not None
         return Scores(logp=self.critic.look(params, batch.tokens, batch.positions, batch.segments)[1])
+
+
+def hint_of(trajectories: Trajectories) -> Array:
+    """The hints of trajectories, or `BadInput` where they have none."""
+    if trajectories.hint is None:
+        raise BadInput("Trajectories.hint is missing, and scoring in hindsight needs it: roll out with hints=True")
+    return jnp.asarray(trajectories.hint)
+
+
+def with_hint(trajectories: Trajectories) -> Trajectories:
+    """The trajectories whose first context begins with their hint, with as many slots more a turn."""
+    hint_nq = hint_of(trajectories)
+    size = hint_nq.shape[1]
+
+    def moved(x_ntl: AnyArray) -> Array:
+        """Leave room for the hint before the first turn, and as much after each other one."""
+        x_ntl = jnp.asarray(x_ntl)
+        first_ntl = jnp.pad(x_ntl[:, :1], ((0, 0), (0, 0), (size, 0)))
+        return jnp.concatenate([first_ntl, jnp.pad(x_ntl[:, 1:], ((0, 0), (0, 0), (0, size)))], axis=1)
+
+    length_nt, _ = filled(trajectories)
+    wide = {name: moved(getattr(trajectories, name)) for name in ("tokens", "chosen", "logp_sampled", "version")}
+    wide["tokens"] = wide["tokens"].at[:, 0, :size].set(hint_nq)
+    length_nt = jnp.asarray(length_nt).at[:, 0].add(size)
+    return trajectories.replace(**wide, length=length_nt, logp_old=None, logp_ref=None, value=None, hint=None)
 
 
 def _back(x_rs: Array, batch: Batch, shape: tuple[int, ...], over_n: Array) -> Array:

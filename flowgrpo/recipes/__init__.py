@@ -7,7 +7,7 @@ Modules:
     cluster            The recipe of a cluster that trains the agent system
     cluster_config     Settings of a cluster that trains the agent system, and the schedule that they mean
     cluster_trainer    The trainer of a cluster
-    compare            Compare the arms of a study over seeds
+    compare            Run the arms of a study over seeds
     device_checks/     Checks of the device that is there: are its numbers right, and how fast are they
     dry_runs           Tables of what the programs of a run take of a device; no weight is ever made
     export             Read a run again: `read_config` its settings, `read_planner` its checkpoints
@@ -27,6 +27,7 @@ Modules:
     self_verify_tasks  A small model that can do two things, neither of them well: answer questions, and judge answers
     studies            The studies that ship
     study_arms         One arm of a study: what differs from the others flows in
+    study_pages        Show what came of a study
     task_choice        Which tasks a hosted run trains on
 """
 
@@ -48,5 +49,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "registry",
         "self_verify",
         "studies",
+        "study_pages",
     ),
 )

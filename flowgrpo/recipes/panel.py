@@ -30,10 +30,10 @@ from flowgrpo.types import BadInput
 
 SEED, TASKS, SPLIT = 2026, 512, "test"
 HASHES = {
-    "lookup": "15eba46aecec",
+    "lookup": "847da11dad13",
     "arithmetic": "b1e8180dd23c",
     "maze": "add646f7432b",
-    "lookup_hard": "5ddfcd9e468a",
+    "lookup_hard": "eefe8bf4f826",
     "arithmetic_hard": "960e27d2966b",
     "maze_hard": "55d5c6093ddc",
 }

@@ -2,10 +2,10 @@
 
     STUDIES["credit"]()  ->  Study(question, baseline, arms, changes, worlds)
 
-All of a study's arms start from the same planners, seed by seed, see as many trajectories unless the arm says otherwise,
-and are examined on the same tasks. What they were expected to show stands in their docstrings, written before they were
-run; what they showed, over 16 seeds each, in `docs/studies/`. A study of your own is a function like these, called by
-`compare.run_study(study, folder, ...)`.
+All of a study's arms start from the same planners, seed by seed, see as many trajectories unless the arm says
+otherwise, and are examined on the same tasks. What they were expected to show stands in their docstrings, written
+before they were run; what they showed, over 16 seeds each, in `docs/studies/`. A study of your own is a function like
+these, called by `compare.run_study(study, folder, ...)`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -293,6 +293,33 @@ def imitation() -> Study:
     )
 
 
+def hindsight() -> Study:
+    """Learn from oneself in hindsight (SDPO), told which tools were right, against Flow-GRPO and against both together.
+
+    All planners imitated demonstrations half of which begin with such a hint, so that they can read one; questions in
+    training and examinations have none. Expected: what the hinted planner knows is distilled within few updates, since
+    every token is told apart; it can't be better than that planner, and Flow-GRPO beside it goes on from there.
+    """
+
+    def arm(**how: Any) -> Arm:
+        return Arm(env={"hints": 0.0}, exam={"hints": 0.0}, **how)
+
+    def taught(outcome: float, *, dead_only: bool = False) -> Arm:
+        return arm(algorithm=partial(fg.algorithms.sdpo, outcome=outcome, dead_only=dead_only))
+
+    return Study(
+        "What does a planner learn from itself in hindsight?",
+        "Flow-GRPO",
+        {
+            "Flow-GRPO": arm(),
+            "SDPO": taught(0.0),
+            "Flow-GRPO + SDPO": taught(1.0),
+            "Flow-GRPO + SDPO where dead": taught(1.0, dead_only=True),
+        },
+        worlds={"lookup_hard": {"hints": 0.5}},
+    )
+
+
 def _distilled(outcome: float, *, dead_only: bool = False, **teacher: Any) -> Arm:
     algorithm = partial(fg.algorithms.opd, outcome=outcome, dead_only=dead_only)
     return Arm(algorithm=algorithm, program=partial(study_arms.taught, **teacher))
@@ -309,4 +336,5 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "stale": stale,
     "quantised_sampler": quantised_sampler,
     "imitation": imitation,
+    "hindsight": hindsight,
 }

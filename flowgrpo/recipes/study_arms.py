@@ -159,7 +159,7 @@ def _same(run: loop.Run) -> loop.Run:
 
 
 def taught(setup: pure.Setup, *, steps: int = 200, oracle: bool = False, **teacher: Any) -> ArmProgram:
-    """The reference is a teacher, for `opd`: the start of the arm, after so many steps of imitation of a better planner.
+    """The reference is a teacher, for `opd`: the arm's start after so many steps of imitation of a better planner.
 
     `teacher` has the settings of the environment whose demonstrations it imitates, or whose `oracle`.
     """

@@ -51,12 +51,15 @@ class RolloutState(struct.PyTreeNode):
     correct: Bool[Array, "n"]
 
 
-def make_rollout(env: Env, policy: Policy, *, temperature: float = 1.0, narrowest: int | None = None) -> Callable:
+def make_rollout(
+    env: Env, policy: Policy, *, temperature: float = 1.0, narrowest: int | None = None, hints: bool = False
+) -> Callable:
     """`rollout(params, tasks, keys_n, group_n, version=0) -> Trajectories`, to be jitted by the caller.
 
     Tasks and keys have one entry per trajectory. With `narrowest`, the actions of a turn that are left when half have
     ended are decoded in half the width, down to that many (`sampler.decode`): it pays where a few long actions are
-    waited for, and takes a compilation per width. Over the policy's mesh each device rolls out its share.
+    waited for, and takes a compilation per width. With `hints` each trajectory has the hindsight of its task. Over the
+    policy's mesh each device rolls out its share.
     """
     if policy.make_cache is None:
         raise BadInput("the policy has no make_cache, and a rollout needs one")
@@ -64,7 +67,9 @@ def make_rollout(env: Env, policy: Policy, *, temperature: float = 1.0, narrowes
     check_range("make_rollout", "narrowest", narrowest, 1, whole=True, optional=True)
     mesh, policy = policy.mesh, policy if policy.settled is None else policy.settled.alone
     policy = policy._replace(unembed=partial(_unembed, env, policy.unembed))
-    return _Roller(env, policy, mesh, temperature, narrowest)
+    if hints and env.hindsight is None:
+        raise BadInput(f"hints are told in hindsight, and {env.name} has none: give it Env.hindsight")
+    return _Roller(env, policy, mesh, temperature, narrowest, env.hindsight if hints else None)
 
 
 def _unembed(env: Env, unembed: Callable, params, hidden: Array) -> Array:
@@ -116,6 +121,7 @@ class _Roller:
     mesh: DeviceMesh
     temperature: float
     narrowest: int | None
+    hindsight: Callable | None
 
     def __call__(self, params, tasks, keys, group_n, version=0) -> Trajectories:
         given = (tasks, keys)
@@ -123,7 +129,8 @@ class _Roller:
         spoken, ended = (
             self.run(params, given) if self.mesh is None else map_own_rows(self.run, self.mesh, params, given)
         )
-        return _collect(self.env, spoken, ended, group_n, version)
+        played = _collect(self.env, spoken, ended, group_n, version)
+        return played if self.hindsight is None else played.replace(hint=jax.vmap(self.hindsight)(tasks))
 
     def run(self, params, given: tuple) -> tuple[Spoken, tuple[Array, Array]]:
         """All turns of the given (tasks, keys) -> (their record [n t ...], (done_n, correct_n))."""

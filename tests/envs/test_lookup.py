@@ -9,7 +9,7 @@ from env_cases import ENVS, at, batched, keys, play, played, player, repeated, r
 
 import flowgrpo as fg
 from flowgrpo.envs.env import SPLITS, story
-from flowgrpo.envs.lookup import LookupTask, World, calls_right_tool
+from flowgrpo.envs.lookup import FIRST_TOOL, LookupTask, World, calls_right_tool
 from flowgrpo.envs.play import transcript
 from flowgrpo.learner.imitation import act_by_oracle, demonstrate
 from flowgrpo.recipes.pure import tabulate_plays
@@ -203,6 +203,29 @@ def test_demonstrations_choose_tools_nearly_at_chance():
     assert {2, 3, 4, 5, 6} <= set(plays.live.sum(axis=1).tolist())
     wins = plays.state.correct.reshape(-1, 8).sum(axis=1)
     assert np.mean((wins > 0) & (wins < 8)) > 0.6
+
+
+@pytest.mark.slow
+def test_demonstrations_that_are_told_the_right_tools_take_them():
+    """Half of the tasks begin with a hint, and are the tasks of a world without hints otherwise."""
+    env = fg.lookup(hints=0.5, slips=0.0)
+    plays, plain = played(env, "demonstrations"), tasks_of(ENV)
+    hinted = np.asarray(plays.task.hinted)
+    assert 0.4 < hinted.mean() < 0.6
+    np.testing.assert_array_equal(plays.task.facts, plain.facts)
+    assert plays.state.correct[hinted].all()
+    assert plays.state.correct[~hinted].mean() < 0.3
+    first = [WORLD.words[token] for token in np.asarray(plays.prompt.tokens)[np.argmax(hinted)]]
+    assert set(first[:2]) <= set(WORLD.words[FIRST_TOOL : FIRST_TOOL + 4])
+
+
+def test_a_hop_that_is_found_out_is_paid_once():
+    """The oracle is paid for each hop and for the answer; who asks the same again is paid once."""
+    env = fg.lookup(pay=0.25)
+    plays = play(env, player(env, "oracle"), tasks_of(ENV))
+    paid = np.asarray(plays.step.reward).sum(axis=1)
+    np.testing.assert_allclose(paid, 1.0 + 0.25 * np.asarray(plays.task.hops))
+    assert env.by_turn
 
 
 @pytest.mark.slow

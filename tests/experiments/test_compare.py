@@ -1,6 +1,7 @@
 """Studies: tables and pages of known runs; a real study, interrupted, resumed, made larger; bad flags."""
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,8 +12,7 @@ import flowgrpo as fg
 from flowgrpo.evaluation.statistics import iqm
 from flowgrpo.learner.imitation import demonstrate
 from flowgrpo.models.quantised import KINDS, Quantised
-from flowgrpo.recipes import compare as module
-from flowgrpo.recipes import pure, study_arms
+from flowgrpo.recipes import compare, pure, study_arms, study_pages
 from flowgrpo.recipes.compare import read_runs, run_study, study_config
 from flowgrpo.recipes.studies import STUDIES, Study, chosen_arms
 from flowgrpo.recipes.study_arms import Arm
@@ -31,7 +31,14 @@ def known_runs() -> dict:
         "other": {"lookup": [0.6, 0.7, 0.8, 0.9], "maze": [0.4] * 4},
     }
     return {
-        (arm, env, seed): {"updates": [0, 10], "success": [0.2, end], "turns": [4.0, 3.0]}
+        (arm, env, seed): {
+            "arm": arm,
+            "env": env,
+            "seed": seed,
+            "updates": [0, 10],
+            "success": [0.2, end],
+            "turns": [4.0, 3.0],
+        }
         for arm, envs in ends.items()
         for env, own in envs.items()
         for seed, end in enumerate(own)
@@ -39,7 +46,7 @@ def known_runs() -> dict:
 
 
 def test_a_row_has_estimate_interval_and_how_often_it_beats_the_baseline():
-    one, other = module.tabulate_study(TWO, known_runs(), range(4))
+    one, other = study_pages.tabulate_study(TWO, known_runs(), range(4))
     assert (one["iqm"], one["low"], one["high"], one["seeds"], one["start"]) == (0.5, 0.5, 0.5, 4, 0.2)
     assert "beats_baseline" not in one
     assert other["iqm"] == pytest.approx(iqm(np.array([0.6, 0.7, 0.8, 0.9, 0.4, 0.4, 0.4, 0.4])))
@@ -49,8 +56,8 @@ def test_a_row_has_estimate_interval_and_how_often_it_beats_the_baseline():
 
 def test_the_page_needs_nothing_beside_it_and_says_everything(tmp_path):
     study = TWO._replace(question="Is a < b & c?")
-    rows = module.tabulate_study(study, known_runs(), range(4))
-    module.write_study(tmp_path, study, rows, known_runs(), range(4), expected="a < b", name="mine")
+    rows = study_pages.tabulate_study(study, known_runs(), range(4))
+    study_pages.write_study(tmp_path, study, rows, known_runs(), range(4), expected="a < b", name="mine")
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {"curves.png", "curves.svg", "index.html", "table.jsonl", "table.md"}
     page = (tmp_path / "index.html").read_text()
@@ -62,8 +69,35 @@ def test_the_page_needs_nothing_beside_it_and_says_everything(tmp_path):
     assert [line["arm"] for line in lines] == ["one", "other"]
     assert {"arm", "iqm", "low", "high", "seeds"} <= set(lines[0])
     pictures = [(tmp_path / name).read_bytes() for name in ("curves.svg", "table.md")]
-    module.write_study(tmp_path, study, rows, known_runs(), range(4), expected="a < b", name="mine")
+    study_pages.write_study(tmp_path, study, rows, known_runs(), range(4), expected="a < b", name="mine")
     assert [(tmp_path / name).read_bytes() for name in ("curves.svg", "table.md")] == pictures
+
+
+def test_a_study_is_published_in_its_page_which_has_a_place_for_the_table(tmp_path):
+    page = tmp_path / "mine.md"
+    page.write_text(f"# Mine\n{study_pages.BEGIN}\nold\n{study_pages.END}\nAnswer: yes.\n")
+    study_pages.publish_study(tmp_path, "mine", TWO, known_runs(), range(4))
+    table = study_pages.table(study_pages.tabulate_study(TWO, known_runs(), range(4)), TWO)
+    assert page.read_text() == f"# Mine\n{study_pages.BEGIN}\n{table}\n{study_pages.END}\nAnswer: yes.\n"
+    assert study_pages.read_published(tmp_path / "mine.jsonl") == known_runs()
+    assert (tmp_path / "mine.svg").exists()
+    with pytest.raises(fg.BadInput, match=r"other\.md must be a page with one line <!-- table -->"):
+        study_pages.publish_study(tmp_path, "other", TWO, known_runs(), range(4))
+
+
+PUBLISHED = sorted(Path("docs/studies").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_a_published_table_is_that_of_the_runs_beside_it(path):
+    """Sixteen seeds of every arm of the study as it ships, and the page shows their table and picture."""
+    study, runs = STUDIES[path.stem](), study_pages.read_published(path)
+    assert {(arm, env, seed) for arm in study.arms for env in study.worlds for seed in range(16)} == runs.keys()
+    table = study_pages.table(study_pages.tabulate_study(study, runs, range(16)), study)
+    page = path.with_suffix(".md").read_text()
+    assert f"{study_pages.BEGIN}\n{table}\n{study_pages.END}" in page
+    for part in (f"({path.stem}.svg)", f"--study={path.stem}", "## Who claims what", "## Answer", study.question):
+        assert part in page, part
 
 
 @pytest.mark.parametrize("name", list(STUDIES))
@@ -154,8 +188,8 @@ def asked(monkeypatch) -> list:
         asked.append((arm.changes["samples"], np.asarray(begun).tolist()))
         return [{"success": [0.0, 1.0]}] * len(begun)
 
-    monkeypatch.setattr(module, "begin_all", lambda _settings, _world, seeds, **_: np.array(seeds))
-    monkeypatch.setattr(module, "run_arm", run_arm)
+    monkeypatch.setattr(compare, "begin_all", lambda _settings, _world, seeds, **_: np.array(seeds))
+    monkeypatch.setattr(compare, "run_arm", run_arm)
     return asked
 
 

@@ -117,6 +117,27 @@ def test_F3_micro_batches_and_devices_change_nothing():
             np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=1e-5, err_msg=name)
 
 
+def test_in_hindsight_the_policy_scores_each_token_as_if_the_first_context_began_with_the_hint():
+    hint_nq = np.random.default_rng(0).integers(1, 50, (len(bare(3).group), 2))
+    trajectories, params = bare(3).replace(hint=hint_nq), init(jax.random.key(8))
+    scorer = score_trajectories(needs=frozenset({"logp_ref"}), critic=None, hindsight=True)
+    found = scorer(params, None, trajectories)
+    expected_ntl, told = np.zeros(trajectories.tokens.shape), 0
+    for n in range(len(hint_nq)):
+        for places in sequences(trajectories, n):
+            hint = hint_nq[n] if places[0][0] == 0 else hint_nq[n, :0]
+            tokens = np.array([*hint, *(trajectories.tokens[n, t, i] for t, i in places)])
+            logp_sv, told = logp_after(params, tokens), told + len(hint)
+            for s, (t, i) in enumerate(places, len(hint)):
+                if s and trajectories.chosen[n, t, i]:
+                    expected_ntl[n, t, i] = logp_sv[s - 1, tokens[s]]
+    assert told == hint_nq.size
+    np.testing.assert_allclose(found.logp_ref, expected_ntl, atol=1e-5)
+    np.testing.assert_array_equal(found.hint, hint_nq)
+    with pytest.raises(fg.BadInput, match="Trajectories.hint is missing, and scoring in hindsight needs it: roll out"):
+        scorer(params, None, bare(3))
+
+
 def test_only_what_is_needed_is_scored():
     trajectories, params = bare(3), params_of("own")
     values = score_trajectories(needs=frozenset({"value"}))(params, None, trajectories)

@@ -1,0 +1,184 @@
+"""Show what came of a study: a table with intervals, a picture, a page, and what `docs/studies` keeps of it.
+
+    rows = tabulate_study(study, runs, seeds)                         a row for each arm
+    write_study(folder, study, rows, runs, seeds, ...)                files to look at
+    publish_study(Path("docs/studies"), name, study, runs, seeds)     runs, picture, and the table in the study's page
+
+The method is rliable's (`evaluation.statistics`): interquartile means over runs, bootstrapped intervals, and the chance
+that a run of one arm scores higher than one of another.
+"""
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowgrpo.evaluation.statistics import interval, iqm, probability_of_improvement
+from flowgrpo.files import write_whole
+from flowgrpo.recipes.studies import Study
+from flowgrpo.report.metrics import plain_json, read_metrics
+from flowgrpo.report.plots import COLOURS, DASHES, MARKERS, over_updates, save
+from flowgrpo.types import BadInput
+
+RunResults = Mapping[tuple[str, str, int], Mapping[str, Any]]
+KEPT = ("arm", "env", "seed", "updates", "success", "turns")  # of a run's line, in the documentation
+BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+
+
+def tabulate_study(study: Study, runs: RunResults, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for each arm: the interquartile mean of its success with its interval, and how often it beats the
+    baseline."""
+    base_se = _scores(runs, study.baseline, study.worlds, seeds)
+    rows = []
+    for name in study.arms:
+        own_se = _scores(runs, name, study.worlds, seeds)
+        low, high = interval(iqm, own_se)
+        row = {"arm": name, "iqm": iqm(own_se), "low": low, "high": high, "seeds": len(seeds)}
+        row |= {"start": iqm(_scores(runs, name, study.worlds, seeds, at=0))}
+        row |= {"turns": float(np.mean([runs[name, env, seed]["turns"][-1] for env in study.worlds for seed in seeds]))}
+        if name != study.baseline:
+            beats = interval(probability_of_improvement, own_se, base_se)
+            row |= {"beats_baseline": probability_of_improvement(own_se, base_se)}
+            row |= dict(zip(("beats_low", "beats_high"), beats, strict=True))
+        rows.append(row)
+    return rows
+
+
+def _scores(
+    runs: RunResults, arm: str, worlds: Sequence[str] | Mapping, seeds: Sequence[int], at: int = -1
+) -> np.ndarray:
+    """Success on test tasks as [seeds, environments], at the last examination or another."""
+    return np.array([[runs[arm, env, seed]["success"][at] for env in worlds] for seed in seeds])
+
+
+def table(rows: Sequence[Mapping[str, Any]], study: Study) -> str:
+    """The table in Markdown, which reads well in a terminal, too."""
+    cells = [_head(study), *(_cells(row) for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in cells]
+    lines = ["| " + " | ".join(line) + " |" for line in aligned]
+    rule = "|" + "|".join("-" * (width + 1) + ("-" if i == 0 else ":") for i, width in enumerate(widths)) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _head(study: Study) -> tuple[str, ...]:
+    return ("arm", "success (IQM)", "95 % interval", f"beats {study.baseline}", "warm start", "turns", "seeds")
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    beats = (
+        ""
+        if "beats_baseline" not in row
+        else (f"{row['beats_baseline']:.2f} ({row['beats_low']:.2f} to {row['beats_high']:.2f})")
+    )
+    numbers = (f"{row['iqm']:.1%}", f"{row['low']:.1%} to {row['high']:.1%}", beats, f"{row['start']:.1%}")
+    return (row["arm"], *numbers, f"{row['turns']:.2f}", str(row["seeds"]))
+
+
+# Files ------------------------------------------------------------------------------------------------
+
+
+def write_study(
+    folder: Path,
+    study: Study,
+    rows: Sequence[Mapping[str, Any]],
+    runs: RunResults,
+    seeds: Sequence[int],
+    *,
+    expected: str,
+    name: str,
+) -> None:
+    """Everything that a reader looks at; each file is there when it is whole."""
+    figure = _draw(study, rows, runs, seeds)
+    for suffix in ("png", "svg"):
+        save(figure, folder / f"curves.{suffix}")
+    write_whole(folder / "table.jsonl", "".join(json.dumps(plain_json(row)) + "\n" for row in rows))
+    write_whole(folder / "table.md", table(rows, study) + "\n")
+    text = _page(study, rows, (folder / "curves.svg").read_text(), expected=expected, name=name)
+    write_whole(folder / "index.html", text)
+
+
+def _draw(study: Study, rows: Sequence[Mapping[str, Any]], runs: RunResults, seeds: Sequence[int]) -> Any:
+    """Interquartile means with their intervals, and over the updates."""
+    from matplotlib.figure import Figure  # here, because it is heavy
+
+    figure = Figure(figsize=(10.5, max(3.4, 0.42 * len(rows) + 1.4)), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
+    for index, row in enumerate(rows):
+        style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        left.plot([row["low"], row["high"]], [index, index], color=style["color"], linewidth=6, alpha=0.35)
+        left.plot([row["iqm"]], [index], **style, markersize=7)
+        at, mean, low, high = _curve(runs, row["arm"], study.worlds, seeds)
+        right.plot(at, mean, **style, linestyle=DASHES[index % len(DASHES)], markersize=4, label=row["arm"])
+        right.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    left.axvline(np.mean([row["start"] for row in rows]), color="#888888", linewidth=1, linestyle=":")
+    left.set_yticks(range(len(rows)), [row["arm"] for row in rows])
+    left.invert_yaxis()
+    left.set_xlabel("success on test tasks (IQM, 95 %); dotted: warm start")
+    over_updates(right)
+    right.set_ylabel("success on test tasks (IQM)")
+    right.set_ylim(-0.02, 1.02)
+    left.set_xlim(-0.02, 1.02)
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    right.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _curve(runs: RunResults, arm: str, worlds: Mapping, seeds: Sequence[int]) -> tuple[list[int], list, list, list]:
+    """Updates, the interquartile mean at each, and its interval."""
+    at = runs[arm, next(iter(worlds)), seeds[0]]["updates"]
+    seen = [_scores(runs, arm, worlds, seeds, at=index) for index in range(len(at))]
+    bands = [interval(iqm, one, resamples=400) for one in seen]
+    return at, [iqm(one) for one in seen], [low for low, _ in bands], [high for _, high in bands]
+
+
+STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:64rem;margin:2.5rem auto;padding:0 1rem}
+body{color:#1a1a1a;background:#fff}
+table{border-collapse:collapse;margin:1.2rem 0}th,td{padding:.3rem .9rem;border-bottom:1px solid #ddd;text-align:right}
+th:first-child,td:first-child{text-align:left}
+pre{background:#f5f5f5;padding:.8rem;overflow:auto}
+svg{max-width:100%;height:auto}"""
+
+
+def _page(study: Study, rows: Sequence[Mapping[str, Any]], picture: str, *, expected: str, name: str) -> str:
+    """One HTML file that needs nothing beside it."""
+    lines = ["".join(f"<th>{html.escape(cell)}</th>" for cell in _head(study))]
+    lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row)) for row in rows]
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(study.question)}</title>'
+        f"<style>{STYLE}</style><h1>{html.escape(study.question)}</h1>"
+        f"<table>{body}</table>{picture[picture.index('<svg') :]}"
+        f"<h2>Expected</h2><p>{html.escape(expected)}</p>"
+        "<p>Success on test tasks after the last update. IQM: the mean of the middle half of the runs; intervals: "
+        "percentile bootstrap, with replacement within each environment; beats: the chance that a run scores higher "
+        "than one of the baseline, a tie counting half.</p>"
+        f"<pre>python -m experiments.compare --study={html.escape(name)}</pre></html>\n"
+    )
+
+
+# In the documentation -----------------------------------------------------------------------------------
+
+
+def read_published(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """Read the runs that stand in a documentation's folder, by arm, environment and seed."""
+    return {(line["arm"], line["env"], line["seed"]): line for line in read_metrics(path)}
+
+
+def publish_study(docs: Path, name: str, study: Study, runs: RunResults, seeds: Sequence[int]) -> None:
+    """Write a study's runs and picture into a folder, and its table into the page there that has a place for it."""
+    page = docs / f"{name}.md"
+    if not page.exists() or page.read_text().count(BEGIN) != 1 or page.read_text().count(END) != 1:
+        raise BadInput(f"{page} must be a page with one line {BEGIN} and one {END} after it: the table goes between")
+    rows = tabulate_study(study, runs, seeds)
+    own = [runs[arm, env, seed] for arm in study.arms for env in study.worlds for seed in seeds]
+    lines = [json.dumps({field: line[field] for field in KEPT}) + "\n" for line in own]
+    write_whole(docs / f"{name}.jsonl", "".join(lines))
+    save(_draw(study, rows, runs, seeds), docs / f"{name}.svg")
+    before, rest = page.read_text().split(BEGIN)
+    write_whole(page, f"{before}{BEGIN}\n{table(rows, study)}\n{END}{rest.split(END)[1]}")
