@@ -22,6 +22,7 @@ from flowgrpo.recipes import pure, study_arms
 from flowgrpo.recipes.registry import ENVIRONMENTS
 from flowgrpo.recipes.studies import Study
 from flowgrpo.recipes.study_arms import Arm
+from flowgrpo.report.health import warnings_of
 from flowgrpo.report.metrics import plain_json, read_metrics
 from flowgrpo.report.progress import Progress
 from flowgrpo.run.time_budget import ENDLESS, OutOfTime, TimeBudget
@@ -145,4 +146,14 @@ def _line_of(index: int, at: list[int], seen: Sequence[study_arms.ArmFigures]) -
     names = seen[-1].figures
     by_update = {name: np.concatenate([one.figures[name][index] for one in seen[1:]]) for name in names}
     tests = {"success": [one.success[index] for one in seen], "turns": [one.turns[index] for one in seen]}
-    return {"updates": at, **tests, "train": by_update}
+    return {"updates": at, **tests, "train": by_update, "warnings": first_warnings(by_update)}
+
+
+def first_warnings(by_update: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """Say at which update a run would first have been warned of what (`report.health`)."""
+    names, count = list(by_update), len(next(iter(by_update.values()), ()))
+    lines = ({"update": i + 1} | {name: float(by_update[name][i]) for name in names} for i in range(count))
+    first: dict[str, int] = {}
+    for warning in warnings_of(lines):
+        first.setdefault(warning["warning"], warning["update"])
+    return first

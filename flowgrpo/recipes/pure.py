@@ -134,6 +134,9 @@ class Config(TrainingConfig):
     )
     test_tasks: int = setting(1000, "Test tasks of the final table.", "Sizes", at_least=1, may_differ=True)
     learning_rate: float = setting(1e-3, "Of the reinforcement phase.", "Learning", at_least=0.0)
+    optimizer: str = setting(
+        "adamw", "Of the planner: AdamW, or Muon for its matrices.", "Learning", choices=("adamw", "muon")
+    )
     mini_batches: int = setting(1, "Gradient steps of an epoch.", "Learning", at_least=1)
     epochs: int = setting(1, "Times that the trajectories of an update are learned from.", "Learning", at_least=1)
     beta: float = setting(0.0, "Weight of the KL term.", "Learning", at_least=0.0)
@@ -212,7 +215,8 @@ def open(config: Config, *, env: fg.Env | None = None, algorithm: fg.Algorithm |
     policy = make_policy(decoder, unroll=True)
     algorithm = _algorithm(config, env) if algorithm is None else algorithm
     steps = config.decay_updates * config.mini_batches * config.epochs
-    optimizer = falling_optimizer(config.learning_rate, steps, config.decay)
+    own = {"matrices": matrices(decoder)} if config.optimizer == "muon" else {}
+    optimizer = falling_optimizer(config.learning_rate, steps, config.decay, **own)
     critic = None
     if algorithm.targets is not None:  # a critic starts from what the policy knows
         if config.critic == "shared":

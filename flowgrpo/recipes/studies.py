@@ -211,6 +211,44 @@ def group_size() -> Study:
     return Study("How large is a group?", f"{samples} of {queries}", equal | more)
 
 
+COLLAPSING: dict[str, Any] = {"updates": 160, "learning_rate": 4e-3, "mini_batches": 4}
+
+
+def collapse() -> Study:
+    """Learn too fast, so that policies collapse: with an entropy bonus throughout, in the first half, in the second.
+
+    Expected: without a bonus entropy is gone before success falls, and what the first action says of its task falls
+    with it; an early bonus keeps both, a late one comes too late. The table of warnings says which comes first.
+    """
+    half = COLLAPSING["updates"] // 2
+    bonus = partial(study_arms.with_bonus, bonus=0.02)
+    return Study(
+        "What comes before a collapse, and when does a bonus help?",
+        "no bonus",
+        {
+            "no bonus": Arm(program=partial(study_arms.with_bonus, bonus=0.0)),
+            "bonus": Arm(program=bonus),
+            "bonus, first half": Arm(program=partial(bonus, last=half - 1)),
+            "bonus, second half": Arm(program=partial(bonus, first=half)),
+        },
+        SMALL | COLLAPSING,
+    )
+
+
+def optimizer() -> Study:
+    """AdamW against Muon's orthogonal steps (Jordan et al., 2024) for the planner's matrices, at three rates each.
+
+    Expected: a policy gradient is noisy and of low rank, so steps that weigh its directions alike learn faster at a rate
+    that suits them, or amplify noise; the papers on Muon report pretraining, and this is open.
+    """
+    made = {
+        f"{name} {rate:g}": Arm(changes={"optimizer": kind, "learning_rate": rate})
+        for name, kind in (("AdamW", "adamw"), ("Muon", "muon"))
+        for rate in (5e-4, 1e-3, 2e-3)
+    }
+    return Study("AdamW or Muon for a policy gradient?", "AdamW 0.001", made)
+
+
 def turns() -> Study:
     """Turns in training against turns allowed in evaluation: `1 -> 2` is trained with one a hop, examined with two.
 
@@ -332,6 +370,8 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "clip": clip,
     "kl": kl,
     "group_size": group_size,
+    "collapse": collapse,
+    "optimizer": optimizer,
     "turns": turns,
     "stale": stale,
     "quantised_sampler": quantised_sampler,

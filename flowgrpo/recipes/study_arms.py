@@ -21,7 +21,9 @@ import flowgrpo as fg
 from flowgrpo import loop, masked
 from flowgrpo.algorithms.advantage import (
     anchor_advantage,
+    dense_ids,
     group_center,
+    group_sum,
     last_turns,
     multi_turn_group_advantage,
     turn_index,
@@ -39,7 +41,10 @@ from flowgrpo.rollout.exams import make_exam
 from flowgrpo.run.config import make_config
 from flowgrpo.types import Trajectories
 
-FIGURES = ("success", "turns", "tool_errors", "entropy", "mixed_groups", "clip_high_fraction", "kl_old")  # by update
+FIGURES = (  # by update
+    *("success", "turns", "tool_errors", "entropy", "mixed_groups", "zero_signal_groups"),
+    *("clip_high_fraction", "kl_old", "task_information"),
+)
 
 
 class ArmProgram(NamedTuple):
@@ -170,6 +175,38 @@ def taught(setup: pure.Setup, *, steps: int = 200, oracle: bool = False, **teach
         return run.replace(reference=scholar.learner.params)
 
     return ArmProgram(begin, loop.one_program(setup.iteration), _same)
+
+
+def with_bonus(setup: pure.Setup, *, bonus: float, first: int = 0, last: int = 2**31 - 1) -> ArmProgram:
+    """An entropy bonus in updates `first` to `last`, and `task_information` among the figures of every update.
+
+    A bonus that may come stands in the algorithm from the start, so that entropy is that of all tokens, signal or not.
+    """
+
+    def step(run: loop.Run) -> tuple[loop.Run, Metrics]:
+        here = (run.update >= first) & (run.update <= last)
+        algorithm = fg.flow_grpo(beta=0.0, clip_high=setup.config.clip_high, entropy_bonus=jnp.where(here, bonus, 0.0))
+        iteration = loop.make_iteration(setup.env, setup.policy, algorithm, setup.optimizer, setup.sizes)
+        played = iteration.rollout(run)
+        run, metrics = loop.one_program(iteration._replace(play=lambda *_: played, judge=None))(run)
+        return run, metrics | {"task_information": task_information(played)}
+
+    return ArmProgram(_same, step, _same)
+
+
+def task_information(played: Trajectories) -> jax.Array:
+    """Estimate the mutual information between task and first action in nats, from counts (RAGEN-2, 2026).
+
+    0 where first actions don't depend on the task; as groups are small, it is estimated too high.
+    """
+    first_nl = jnp.where(played.actions[:, 0], played.tokens[:, 0], 0)
+    action_n, group_n, valid_n = dense_ids(*first_nl.T), dense_ids(played.group), played.valid
+    one_n = jnp.ones(len(action_n))
+    both_n, own_n, of_group_n = (
+        group_sum(one_n, id_n, valid_n) for id_n in (dense_ids(action_n, group_n), action_n, group_n)
+    )
+    ratio_n = masked.fill(both_n * valid_n.sum(dtype=jnp.float32) / (own_n * of_group_n), valid_n, 1.0)
+    return masked.mean(jnp.log(ratio_n), valid_n)
 
 
 class StaleRun(struct.PyTreeNode):

@@ -24,8 +24,9 @@ from flowgrpo.report.plots import COLOURS, DASHES, MARKERS, over_updates, save
 from flowgrpo.types import BadInput
 
 RunResults = Mapping[tuple[str, str, int], Mapping[str, Any]]
-KEPT = ("arm", "env", "seed", "updates", "success", "turns")  # of a run's line, in the documentation
+KEPT = ("arm", "env", "seed", "updates", "success", "turns", "warnings")  # of a run's line, in the documentation
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+WARNED, WARNED_END = "<!-- warnings -->", "<!-- end of warnings -->"  # where a page has a place for them, too
 
 
 def tabulate_study(study: Study, runs: RunResults, seeds: Sequence[int]) -> list[dict[str, Any]]:
@@ -62,6 +63,18 @@ def table(rows: Sequence[Mapping[str, Any]], study: Study) -> str:
     lines = ["| " + " | ".join(line) + " |" for line in aligned]
     rule = "|" + "|".join("-" * (width + 1) + ("-" if i == 0 else ":") for i, width in enumerate(widths)) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def warning_table(study: Study, runs: RunResults, seeds: Sequence[int]) -> str:
+    """Tabulate which warnings came in how many runs of each arm, and in the median at which update."""
+    lines = ["| arm | warnings: runs of all, update in the median |", "|---|---|"]
+    for arm in study.arms:
+        own = [runs[arm, env, seed].get("warnings", {}) for env in study.worlds for seed in seeds]
+        at = {name: sorted(one[name] for one in own if name in one) for name in {name for one in own for name in one}}
+        told = sorted((float(np.median(updates)), name, len(updates)) for name, updates in at.items())
+        cells = [f"`{name}` {count} of {len(own)}, {median:.0f}" for median, name, count in told]
+        lines.append(f"| {arm} | {'; '.join(cells) or 'none'} |")
+    return "\n".join(lines)
 
 
 def _head(study: Study) -> tuple[str, ...]:
@@ -171,14 +184,21 @@ def read_published(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
 
 
 def publish_study(docs: Path, name: str, study: Study, runs: RunResults, seeds: Sequence[int]) -> None:
-    """Write a study's runs and picture into a folder, and its table into the page there that has a place for it."""
+    """Write a study's runs and picture into a folder, and its tables into the page there that has a place for them."""
     page = docs / f"{name}.md"
-    if not page.exists() or page.read_text().count(BEGIN) != 1 or page.read_text().count(END) != 1:
+    text = page.read_text() if page.exists() else ""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise BadInput(f"{page} must be a page with one line {BEGIN} and one {END} after it: the table goes between")
     rows = tabulate_study(study, runs, seeds)
     own = [runs[arm, env, seed] for arm in study.arms for env in study.worlds for seed in seeds]
-    lines = [json.dumps({field: line[field] for field in KEPT}) + "\n" for line in own]
+    lines = [json.dumps({field: line[field] for field in KEPT if field in line}) + "\n" for line in own]
     write_whole(docs / f"{name}.jsonl", "".join(lines))
     save(_draw(study, rows, runs, seeds), docs / f"{name}.svg")
-    before, rest = page.read_text().split(BEGIN)
-    write_whole(page, f"{before}{BEGIN}\n{table(rows, study)}\n{END}{rest.split(END)[1]}")
+    text = filled(text, BEGIN, END, table(rows, study))
+    write_whole(page, filled(text, WARNED, WARNED_END, warning_table(study, runs, seeds)) if WARNED in text else text)
+
+
+def filled(text: str, begin: str, end: str, table: str) -> str:
+    """The text with a table between two lines, in the place of what stands there."""
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"

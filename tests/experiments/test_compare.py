@@ -85,6 +85,30 @@ def test_a_study_is_published_in_its_page_which_has_a_place_for_the_table(tmp_pa
         study_pages.publish_study(tmp_path, "other", TWO, known_runs(), range(4))
 
 
+def test_a_run_says_at_which_update_it_would_have_been_warned_first():
+    """Entropy is gone from the eleventh update on; the window is five updates."""
+    by_update = {"success": np.full(30, 0.2), "entropy": np.where(np.arange(30) < 10, 0.5, 1e-4)}
+    assert compare.first_warnings(by_update) == {"entropy_falls": 13, "entropy": 15}
+    assert compare.first_warnings({}) == {}
+    runs = {("one", "lookup", seed): {"warnings": {"entropy": 10 + seed} if seed else {}} for seed in range(4)}
+    study = TWO._replace(arms={"one": Arm()}, worlds={"lookup": {}})
+    assert study_pages.warning_table(study, runs, range(4)).splitlines()[2] == "| one | `entropy` 3 of 4, 12 |"
+
+
+def test_task_information_is_that_of_counts():
+    """Each of two tasks has an action of its own: log 2; all do the same, or groups mix both alike: 0."""
+    group_n = np.repeat([0, 1], 4)
+
+    def information(first_n):
+        turns = [fg.Turn([9, word], [False, True], [0.0, -1.0]) for word in first_n]
+        played = fg.collate([fg.Trajectory([turn], 1.0, int(g)) for turn, g in zip(turns, group_n, strict=True)])
+        return float(study_arms.task_information(played))
+
+    assert information([5, 5, 5, 5, 6, 6, 6, 6]) == pytest.approx(np.log(2), abs=1e-6)
+    assert information([5] * 8) == pytest.approx(0.0, abs=1e-6)
+    assert information([5, 5, 6, 6] * 2) == pytest.approx(0.0, abs=1e-6)
+
+
 PUBLISHED = sorted(Path("docs/studies").glob("*.jsonl"))
 
 

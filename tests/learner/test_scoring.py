@@ -134,7 +134,9 @@ def test_in_hindsight_the_policy_scores_each_token_as_if_the_first_context_began
     assert told == hint_nq.size
     np.testing.assert_allclose(found.logp_ref, expected_ntl, atol=1e-5)
     np.testing.assert_array_equal(found.hint, hint_nq)
-    with pytest.raises(fg.BadInput, match="Trajectories.hint is missing, and scoring in hindsight needs it: roll out"):
+    with pytest.raises(
+        fg.BadInput, match=r"Trajectories\.hint is missing, and scoring in hindsight needs it: roll out"
+    ):
         scorer(params, None, bare(3))
 
 
