@@ -36,6 +36,7 @@ SMALL: dict[str, Any] = {  # a planner and iterations that 16 seeds can have in 
     "decay": 0.2,
 }
 WORLD: dict[str, Mapping[str, Any]] = {"lookup_hard": {}}  # environments and their settings
+EASY: dict[str, Mapping[str, Any]] = {"lookup": {"hops": (2, 2)}}
 SEVERAL: dict[str, Any] = {"mini_batches": 4, "learning_rate": 5e-4}  # gradient steps an update, so that ratios move
 
 
@@ -238,8 +239,8 @@ def collapse() -> Study:
 def optimizer() -> Study:
     """AdamW against Muon's orthogonal steps (Jordan et al., 2024) for the planner's matrices, at three rates each.
 
-    Expected: a policy gradient is noisy and of low rank, so steps that weigh its directions alike learn faster at a rate
-    that suits them, or amplify noise; the papers on Muon report pretraining, and this is open.
+    Expected: a policy gradient is noisy and of low rank, so steps that weigh its directions alike learn faster at a
+    rate that suits them, or amplify noise; the papers on Muon report pretraining, and this is open.
     """
     made = {
         f"{name} {rate:g}": Arm(changes={"optimizer": kind, "learning_rate": rate})
@@ -298,7 +299,7 @@ def quantised_sampler() -> Study:
         sampler = partial(study_arms.quantised_rollouts, kind=kind)
         arms_of[f"{kind}, corrected"] = Arm(algorithm=partial(member, OUTCOME, correction=corrected), program=sampler)
         arms_of[kind] = Arm(algorithm=_rescored, program=sampler)
-    return Study("What does a quantised sampler cost?", "full precision", arms_of)
+    return Study("What does a quantised sampler cost?", "full precision", arms_of, worlds=EASY)
 
 
 def _rescored() -> fg.Algorithm:

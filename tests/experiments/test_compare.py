@@ -250,11 +250,13 @@ def test_the_command_runs_arms_of_each_kind_and_refuses_another_study(tmp_path):
     flags = (f"--workdir={tmp_path}", "--num_seeds=1", "--examine_every=1", "--test_tasks=8", "--cpu_devices=1")
     ran = run_module("tests.experiments.tiny_study", "--study=tiny", *flags)
     assert ran.returncode == 0, ran.stderr
-    assert [row["arm"] for row in last_line(ran)] == ["broadcast", "late", "imitates"]
-    assert "| imitates  |" in ran.stdout
+    assert [row["arm"] for row in last_line(ran)] == ["broadcast", "late", "taught", "in hindsight"]
+    assert "| taught       |" in ran.stdout
     assert (tmp_path / "index.html").exists()
     for (arm, _, _), line in read_runs(tmp_path).items():
         assert (line["updates"], len(line["success"])) == ([0, 1, 2], 3)
-        assert {len(figures) for figures in line["train"].values()} == (set() if arm == "imitates" else {2})
+        assert {len(figures) for figures in line["train"].values()} == {2}
+        assert ("task_information" in line["train"]) == (arm == "broadcast")
+        assert line["warnings"] == {}  # of two updates nothing can be said
     other = run_command("compare", "--study=clip", "--arms=no clip", *flags, check=False)
     check_refused(other, 'holds another run: study: there "tiny", here "clip"')

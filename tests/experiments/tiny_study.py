@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import flowgrpo as fg
 from experiments.cli import app
 from flowgrpo import launch
 from flowgrpo.recipes import studies, study_arms
@@ -12,14 +13,17 @@ from flowgrpo.recipes.study_arms import Arm
 def tiny() -> Study:
     """Say whether it runs. Expected: yes."""
     late = Arm(
-        algorithm=studies.stale().arms["4 late, corrected"].algorithm, program=partial(study_arms.stale_sampler, lag=2)
+        algorithm=studies.stale().arms["4 late, capped"].algorithm, program=partial(study_arms.stale_sampler, lag=2)
     )
+    taught = Arm(algorithm=fg.algorithms.opd, program=partial(study_arms.taught, steps=1, oracle=True))
+    hindsight = Arm(algorithm=fg.algorithms.sdpo, env={"hints": 0.0}, exam={"hints": 0.0})
+    watched = Arm(program=partial(study_arms.with_bonus, bonus=0.01, last=0))
     return Study(
         "Does it run?",
         "broadcast",
-        {"broadcast": Arm(), "late": late, "imitates": Arm(program=partial(study_arms.imitating, oracle=True))},
+        {"broadcast": watched, "late": late, "taught": taught, "in hindsight": hindsight},
         changes={"updates": 2, "warm_steps": 2, "d": 32, "layers": 1, "queries": 2, "samples": 4, "warm_rows": 8},
-        worlds={"lookup": {"hops": (1, 1)}},
+        worlds={"lookup": {"hops": (1, 1), "hints": 0.5}},
     )
 
 
