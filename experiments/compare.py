@@ -30,9 +30,10 @@ from experiments.cli.flags import define_stop_after, stop_after
 from experiments.cli.help import flag_heading
 from flowgrpo import launch
 from flowgrpo.recipes import compare, study_pages
-from flowgrpo.recipes.studies import STUDIES, chosen_arms
+from flowgrpo.recipes.studies import STUDIES, Study, chosen_arms
 from flowgrpo.report.metrics import plain_json
 from flowgrpo.run.run_dir import begin_anew, run_folder
+from flowgrpo.types import BadInput
 
 flag_heading("What is run")
 _STUDY = flags.DEFINE_enum("study", "credit", list(STUDIES), "What is compared.")
@@ -53,14 +54,42 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/compare
 _PUBLISH = flags.DEFINE_string(
     "publish", None, "Folder of pages, as docs/studies, that gets the runs, the picture and the table, too."
 )
+_CHECK = flags.DEFINE_string(
+    "check", None, "Folder of published runs: run --seed of one arm again, the baseline by default, and compare."
+)
+_UNTIL = flags.DEFINE_integer("until", None, "Of --check: end after so many updates.", lower_bound=1)
 _RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins again.")
 define_stop_after()
+
+
+def check(study: Study, folder: Path) -> None:
+    """Run one seed of one arm again, and hold its curve against the published one; raise where it is another."""
+    path, arm, env = (
+        folder / f"{_STUDY.value}.jsonl",
+        next(iter(_ARMS.value or [study.baseline])),
+        next(iter(study.worlds)),
+    )
+    published = study_pages.read_published(path)[arm, env, _SEED.value]["success"]
+    found = compare.run_again(study, arm, env, _SEED.value, until=_UNTIL.value)
+    line = {
+        "study": _STUDY.value,
+        "arm": arm,
+        "seed": _SEED.value,
+        "published": published[: len(found)],
+        "found": found,
+    }
+    print(json.dumps(line))
+    if found != published[: len(found)]:
+        raise BadInput(f"{path}: {arm}, seed {_SEED.value}, came out differently here: {found}; bits need the machine")
 
 
 def main() -> None:
     """Run what is missing, make the table and the page."""
     began, budget = time.monotonic(), stop_after()
     study = chosen_arms(STUDIES[_STUDY.value](), _ARMS.value)
+    if _CHECK.value:
+        check(study, Path(_CHECK.value))
+        return
     folder = Path(_WORKDIR.value or f"runs/compare-{_STUDY.value}")
     asked = {"updates": _UPDATES.value, "warm_steps": _WARM.value}
     chosen = {name: value for name, value in asked.items() if value is not None}

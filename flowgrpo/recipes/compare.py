@@ -119,9 +119,13 @@ def run_arm(
     every: int,
     tasks: int,
     tell: Callable[..., None],
+    until: int | None = None,
 ) -> list[dict[str, Any]]:
-    """One arm with all its seeds: for each of them its curve on test tasks, and its figures by update."""
-    updates = config.updates
+    """One arm with all its seeds: for each of them its curve on test tasks, and its figures by update.
+
+    With `until` it ends after so many updates, as it would have come there.
+    """
+    updates = config.updates if until is None else min(until, config.updates)
     steps = [min(every, updates - done) for done in range(0, updates, every)]
     parts = {size: study_arms.parts_of(arm, config, world, updates=size, tasks=tasks) for size in dict.fromkeys(steps)}
     advance = {size: each(one.advance) for size, one in parts.items()}
@@ -135,6 +139,18 @@ def run_arm(
         tell(sum(steps[: index + 1]), _mean(seen[-1]), total=updates)
     at = np.cumsum([0, *steps]).tolist()
     return [_line_of(seed, at, seen) for seed in range(len(seen[0].success))]
+
+
+def run_again(
+    study: Study, arm: str, env: str, seed: int, *, every: int = 10, tasks: int = 256, until: int | None = None
+) -> list[float]:
+    """Run one seed of an arm again, alone -> its success at each examination."""
+    config, world, progress = study_config(study, env, {}), study.worlds[env], Progress(0)
+    each = partial(over_seeds, lanes=1)
+    begun = begin_all(config, world, [seed], each=each, progress=progress)
+    tell = partial(progress.show, f"{env}, {arm}, seed {seed}")
+    sizes: dict[str, Any] = {"every": every, "tasks": tasks, "until": until}
+    return plain_json(run_arm(study.arms[arm], config, world, begun, each=each, tell=tell, **sizes)[0]["success"])
 
 
 def _mean(seen: study_arms.ArmFigures) -> dict[str, float]:

@@ -11,6 +11,7 @@ that a run of one arm scores higher than one of another.
 import html
 import json
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ import numpy as np
 
 from flowgrpo.evaluation.statistics import interval, iqm, probability_of_improvement
 from flowgrpo.files import write_whole
+from flowgrpo.launch import processor
 from flowgrpo.recipes.studies import Study
 from flowgrpo.report.metrics import plain_json, read_metrics
 from flowgrpo.report.plots import COLOURS, DASHES, MARKERS, over_updates, save
+from flowgrpo.run.run_dir import machine
 from flowgrpo.types import BadInput
 
 RunResults = Mapping[tuple[str, str, int], Mapping[str, Any]]
 KEPT = ("arm", "env", "seed", "updates", "success", "turns", "warnings")  # of a run's line, in the documentation
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+MACHINES = "machines.json"  # what each study was run on
 WARNED, WARNED_END = "<!-- warnings -->", "<!-- end of warnings -->"  # where a page has a place for them, too
 
 
@@ -194,8 +198,17 @@ def publish_study(docs: Path, name: str, study: Study, runs: RunResults, seeds: 
     lines = [json.dumps({field: line[field] for field in KEPT if field in line}) + "\n" for line in own]
     write_whole(docs / f"{name}.jsonl", "".join(lines))
     save(_draw(study, rows, runs, seeds), docs / f"{name}.svg")
+    noted = json.loads((docs / MACHINES).read_text()) if (docs / MACHINES).exists() else {}
+    write_whole(docs / MACHINES, json.dumps(noted | {name: processor_of_bits()}, indent=1, sort_keys=True) + "\n")
     text = filled(text, BEGIN, END, table(rows, study))
     write_whole(page, filled(text, WARNED, WARNED_END, warning_table(study, runs, seeds)) if WARNED in text else text)
+
+
+def processor_of_bits() -> str:
+    """Name what the bits of a run depend on: the kind of device, its widest vectors, and the version of XLA."""
+    told = processor()
+    wide = "AVX-512" if "avx512f" in told.get("flags", "").split() else "no AVX-512"
+    return f"{machine()['device_kind']}, {wide}, jaxlib {version('jaxlib')}"
 
 
 def filled(text: str, begin: str, end: str, table: str) -> str:

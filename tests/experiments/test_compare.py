@@ -10,6 +10,7 @@ from commands import run_module
 
 import flowgrpo as fg
 from flowgrpo.evaluation.statistics import iqm
+from flowgrpo.launch import PLAIN_KERNELS
 from flowgrpo.learner.imitation import demonstrate
 from flowgrpo.models.quantised import KINDS, Quantised
 from flowgrpo.recipes import compare, pure, study_arms, study_pages
@@ -243,6 +244,21 @@ def test_a_study_whose_time_is_over_ends_before_its_next_arm(asked, tmp_path, ca
     said = "the time budget of 9h is over; the same command goes on with the arm other"
     assert capsys.readouterr().err.endswith(f"{said}\n")
     assert len(run_study(study, tmp_path, seeds=[0])) == 2
+
+
+@pytest.mark.slow
+def test_a_published_run_comes_out_again_to_the_bit(monkeypatch):
+    """The warm start, ten updates and two examinations of 256 tasks, with the flags of users."""
+    made_on = json.loads(Path("docs/studies/machines.json").read_text())["credit"]
+    here = study_pages.processor_of_bits()
+    if made_on != here:
+        pytest.skip(f"bits depend on the processor: the study was run on {made_on}, and this is {here}")
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.delenv(PLAIN_KERNELS[0], raising=False)
+    flags = ("--study=credit", "--check=docs/studies", "--until=10", "--cpu_devices=1")
+    found = last_line(run_module("experiments.compare", *flags))
+    assert len(found["found"]) == 2
+    assert found["found"] == found["published"]
 
 
 @pytest.mark.slow
