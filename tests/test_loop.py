@@ -184,6 +184,11 @@ def test_gigpo_needs_an_anchor():
         loop.make_iteration(env, POLICY, fg.algorithms.gigpo(), OPTIMIZER, SIZES)
 
 
+def test_self_distillation_needs_hindsight():
+    with pytest.raises(fg.BadInput, match=r"hints are told in hindsight, and tiny has none: give it Env\.hindsight"):
+        loop.make_iteration(ENV, POLICY, fg.algorithms.sdpo(), OPTIMIZER, SIZES)
+
+
 def test_pairs_are_not_parted_by_mini_batches():
     with pytest.raises(fg.BadInput, match="dpo needs its groups whole, and packing parts them: set mini_batches to 1"):
         loop.make_iteration(ENV, POLICY, fg.dpo(), OPTIMIZER, loop.Settings(mini_batches=2))

@@ -95,7 +95,7 @@ class _TrajectoryScorer:
         told, size = with_hint(trajectories), hint_of(trajectories).shape[1]
         slots = None if self.slots is None else self.slots + size
         scorer = replace(self, slots=slots, needs=frozenset(("logp_ref",)), hindsight=False)
-        logp_ntl = scorer(params, params, told).logp_ref
+        logp_ntl = jnp.asarray(scorer(params, params, told).logp_ref)
         first_nl = logp_ntl[:, 0, size:]
         return jnp.concatenate([first_nl[:, None], logp_ntl[:, 1:, :-size]], axis=1)
 

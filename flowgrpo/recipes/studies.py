@@ -175,11 +175,11 @@ def clip() -> Study:
 
 
 def kl() -> Study:
-    """Where KL to the warm start is paid, and by which estimator, with four steps an update so that ratios move.
+    """Pay KL to the warm start in the reward or in the loss, by three estimators.
 
-    Expected: every term costs success, since the warm start is what has to be left. k1 in the reward and k2 in the loss
-    have the gradient of the KL, k3 in the loss has another one far from the reference, and a weight by the ratio makes
-    little difference where ratios stay near one.
+    Four steps an update make ratios move. Expected: every term costs success, since the warm start is what has to be
+    left. k1 in the reward and k2 in the loss have the gradient of the KL, k3 in the loss has another one far from the
+    reference, and a weight by the ratio makes little difference where ratios stay near one.
     """
     kinds: dict[str, dict[str, Any]] = {
         "none": {},

@@ -200,8 +200,10 @@ def publish_study(docs: Path, name: str, study: Study, runs: RunResults, seeds: 
     save(_draw(study, rows, runs, seeds), docs / f"{name}.svg")
     noted = json.loads((docs / MACHINES).read_text()) if (docs / MACHINES).exists() else {}
     write_whole(docs / MACHINES, json.dumps(noted | {name: processor_of_bits()}, indent=1, sort_keys=True) + "\n")
-    text = filled(text, BEGIN, END, table(rows, study))
-    write_whole(page, filled(text, WARNED, WARNED_END, warning_table(study, runs, seeds)) if WARNED in text else text)
+    text = insert_table(text, BEGIN, END, table(rows, study))
+    write_whole(
+        page, insert_table(text, WARNED, WARNED_END, warning_table(study, runs, seeds)) if WARNED in text else text
+    )
 
 
 def processor_of_bits() -> str:
@@ -211,7 +213,7 @@ def processor_of_bits() -> str:
     return f"{machine()['device_kind']}, {wide}, jaxlib {version('jaxlib')}"
 
 
-def filled(text: str, begin: str, end: str, table: str) -> str:
+def insert_table(text: str, begin: str, end: str, table: str) -> str:
     """The text with a table between two lines, in the place of what stands there."""
     before, rest = text.split(begin)
     return f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"

@@ -5,6 +5,7 @@ from itertools import product
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import flowgrpo as fg
 
@@ -82,3 +83,14 @@ def test_opd_dead_only_speaks_where_outcomes_are_equal():
     np.testing.assert_allclose(adv_ntl[3:], (x.logp_ref - x.logp_old)[3:], atol=1e-6)
     both_ntl = np.asarray(fg.algorithms.opd(dead_only=True, outcome=1.0).advantages(x))
     np.testing.assert_allclose(both_ntl[:3, 0, 0], [2 / 3**0.5, -1 / 3**0.5, -1 / 3**0.5], atol=1e-5)
+
+
+def test_sdpo_is_opd_taught_by_the_policy_in_hindsight():
+    x = played(table(1), table(2))
+    opd, sdpo = fg.algorithms.opd(outcome=0.5), fg.algorithms.sdpo(outcome=0.5)
+    np.testing.assert_array_equal(sdpo.advantages(x), opd.advantages(x))
+    assert (opd.hindsight, sdpo.hindsight, sdpo.before) == (False, True, {"logp_ref"})
+    with pytest.raises(
+        fg.BadInput, match=r"sdpo: Trajectories\.logp_ref is missing, and the teacher's advantage needs it"
+    ):
+        sdpo.advantages(x.replace(logp_ref=None))

@@ -11,11 +11,11 @@ from flowgrpo.recipes.registry import ALGORITHMS, make_algorithm, make_env
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_can_be_named_in_both_kinds_of_run(name):
-    parts = pure.open(pure.preset("lookup", name))
+    parts = pure.open(pure.preset("lookup", name, teacher="run" if name == "opd" else None))
     assert parts.algorithm.name == make_algorithm(name, beta=0.1, clip_high=0.2, max_tokens=9).name
     config = agent_config.preset(algorithm=name, beta=0.01)
-    if name == "ppo":
-        with pytest.raises(fg.BadInput, match="--algorithm=ppo needs a critic"):
+    if name in ("ppo", "opd"):
+        with pytest.raises(fg.BadInput, match=f"--algorithm={name} needs a (critic|teacher)"):
             agent.algorithm_of(config)
     else:
         assert agent.algorithm_of(config).name == parts.algorithm.name
@@ -42,7 +42,7 @@ def test_an_environment_from_outside_is_one_that_a_function_gives():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("chess", "'chess' is unknown; choose from lookup, arithmetic, maze, or MODULE:FUNCTION"),
+        ("chess", "'chess' is unknown; choose from lookup, arithmetic, maze, lookup_hard,"),
         ("tiny_envy:tiny_env", "can't be imported: No module named 'tiny_envy'"),
         ("tiny_env:", "names a module and nothing in it: write MODULE:NAME"),
         ("tiny_env:chess", "can't be imported: module 'tiny_env' has no attribute 'chess'"),
