@@ -347,7 +347,8 @@ class PureWork(TestedWork):
         self._step = loop.three_programs(setup.iteration)
         counts = {"validation": VALIDATION_TASKS, "test": setup.config.test_tasks}
         self._exams = {split: _Exam(setup, self._step, split, count) for split, count in counts.items()}
-        self.teacher = None if setup.config.teacher is None else teacher_params(setup.config)
+        if setup.config.teacher is not None and folder is not None:  # to look at a run, its checkpoint has enough
+            self.teacher = teacher_params(setup.config)
         super().__init__(
             NAME,
             setup.config,

@@ -125,6 +125,20 @@ def test_a_published_table_is_that_of_the_runs_beside_it(path):
         assert part in page, part
 
 
+def test_the_readme_shows_rows_of_the_published_table():
+    """Name, IQM, interval and how often it beats the baseline, as the page of the study has them."""
+    section = Path("README.md").read_text().split("### Who gets the credit")[1].split("\n![")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "% to " in line]
+    page = Path("docs/studies/credit.md").read_text()
+    published = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        published[cells[0]] = [cell for cell in cells[1:4] if cell]
+    assert len(rows) == 8
+    for name, *cells in rows:
+        assert [cell for cell in cells if cell] == published[name], name
+
+
 @pytest.mark.parametrize("name", list(STUDIES))
 def test_every_study_is_built_and_says_what_to_expect(name):
     study = STUDIES[name]()

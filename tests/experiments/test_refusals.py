@@ -181,6 +181,7 @@ BAD_INPUT = [
     ("chat", "--model=x --temperature=0", "--temperature=0.0 must be greater than 0; greedy is --top_k=1"),
     ("chat", "--model=x --top_k=65", "--top_k=65 must be from 1 to 64"),
     ("chat", "--model=x --top_p=0", "--top_p=0.0 must be greater than 0"),
+    ("compare", "--check=nowhere", "--check=nowhere: nowhere/credit.jsonl has no run of broadcast with seed 0"),
     ("family", "--algorithms=grp", "'grp' is unknown; choose from flow_grpo,"),
     ("family", "--rewards=1,0", "--rewards has 2 entries and --turns 4"),
     ("family", "--rewards=a,b,c,d", "--rewards=a,b,c,d must be a comma-separated list of floats"),
