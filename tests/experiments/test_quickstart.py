@@ -59,7 +59,15 @@ def test_S1_a_run_in_two_parts_ends_as_one_in_a_piece(command, whole, tmp_path):
 @pytest.mark.slow
 def test_a_finished_run_teaches_another_of_its_shape(command, whole, tmp_path):
     """The reference of the run is the teacher, whom the planner leaves by its start alone; others are refused."""
-    command("quickstart", f"--workdir={tmp_path}", "--updates=1", *SMALL, "--algorithm=opd", f"--teacher={whole}")
+    command(
+        "quickstart",
+        f"--workdir={tmp_path}",
+        "--updates=1",
+        "--seed=1",
+        *SMALL,
+        "--algorithm=opd",
+        f"--teacher={whole}",
+    )
     config = read_config(tmp_path)
     teacher = pure.teacher_params(config)
     session = open_session(pure.PureWork(pure.open(config)), tmp_path)
