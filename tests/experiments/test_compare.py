@@ -10,7 +10,7 @@ from commands import run_module
 
 import flowgrpo as fg
 from flowgrpo.evaluation.statistics import iqm
-from flowgrpo.launch import PLAIN_KERNELS
+from flowgrpo.launch import ONE_THREAD, PLAIN_KERNELS
 from flowgrpo.learner.imitation import demonstrate
 from flowgrpo.models.quantised import KINDS, Quantised
 from flowgrpo.recipes import compare, pure, study_arms, study_pages
@@ -267,7 +267,7 @@ def test_a_published_run_comes_out_again_to_the_bit(monkeypatch):
     here = study_pages.processor_of_bits()
     if made_on != here:
         pytest.skip(f"bits depend on the processor: the study was run on {made_on}, and this is {here}")
-    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("XLA_FLAGS", ONE_THREAD)  # as the studies were run, on one core
     monkeypatch.delenv(PLAIN_KERNELS[0], raising=False)
     flags = ("--study=credit", "--check=docs/studies", "--until=10", "--cpu_devices=1")
     found = last_line(run_module("experiments.compare", *flags))

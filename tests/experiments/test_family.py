@@ -19,7 +19,7 @@ def test_default_run_shows_the_difference_between_paper_and_released_code(comman
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"opd"}))  # whose teacher is the planner here
 def test_every_algorithm_pushes_wins_up_and_losses_down(name):
     trajectories = family.make_group([1.0, 0.0, 0.0], [2, 1, 3], 4)
     rows = family.credit_of(family.build(name, 4, [2, 1, 3]), trajectories)

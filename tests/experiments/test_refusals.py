@@ -145,7 +145,7 @@ BAD_INPUT = [
     ("self_verify", "--lora_rank=4", "--lora_rank needs --model"),
     ("self_verify", f"{GIVEN} --workdir=run --noresume --model=mute", "put a chat_template.jinja there"),
     ("quickstart", "--workdir=own.py/run --updates=4", "can't be made"),
-    ("quickstart", "--env=chess", "'chess' is unknown; choose from lookup, arithmetic, maze, or MODULE:FUNCTION"),
+    ("quickstart", "--env=chess", "'chess' is unknown; choose from lookup, arithmetic, maze, lookup_hard,"),
     ("quickstart", "--env=nowhere:env", "environment 'nowhere:env' can't be imported: No module named 'nowhere'"),
     ("quickstart", "--env=own:NUMBER", "environment 'own:NUMBER' gave 3, which is no fg.Env"),
     ("quickstart", "--mesh=data=3", "data=3"),
