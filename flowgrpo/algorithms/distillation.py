@@ -47,7 +47,7 @@ def _distil(name: str, outcome, dead_only: bool, eps, options: dict) -> Algorith
     check_range(name, "outcome", outcome, 0.0)
 
     def advantage(trajectories: Trajectories, outcome_n: Array, valid_n: Array, options: Options) -> Array:
-        """The teacher's log-ratio of each token, and the group's z-score of the outcome."""
+        """Add the teacher's log-ratio of each token to the group's z-score of the outcome."""
         chosen_ntl = trajectories.actions & valid_n[:, None, None]
         said_ntl = required(trajectories.logp_ref, name, "Trajectories.logp_ref", "the teacher's advantage")
         logp_ntl = trajectories.logp_sampled if trajectories.logp_old is None else trajectories.logp_old

@@ -27,9 +27,9 @@ from flowgrpo.algorithms.advantage import (
     turn_index,
 )
 from flowgrpo.algorithms.compose import Advantage, compose
-from flowgrpo.algorithms.options import check_clip, read_options, reward_kl
+from flowgrpo.algorithms.options import Options, check_clip, read_options, reward_kl
 from flowgrpo.contracts import Algorithm
-from flowgrpo.types import check_range
+from flowgrpo.types import Trajectories, check_range
 
 # Advantages -------------------------------------------------------------------------------------------
 
@@ -43,6 +43,11 @@ def outcome_advantage(normalize: Normalize, over=multi_turn_group_advantage, **s
         return over(*given, normalize=partial(normalize, **settings))
 
     return advantage
+
+
+def _turn_rewards(trajectories: Trajectories, outcome_n: Array, options: Options) -> Array:
+    """Compute what each turn is paid, less its KL where the reward pays for it -> reward_nt."""
+    return paid_rewards(trajectories, outcome_n) - reward_kl(trajectories, options).sum(axis=2)
 
 
 # Members ----------------------------------------------------------------------------------------------
@@ -203,7 +208,7 @@ def gigpo(*, omega=1.0, gamma=0.95, clip_low=0.2, clip_high=0.2, beta=0.01, eps=
     def advantage(trajectories, outcome_n, valid_n, options) -> Array:
         episode = by_outcome(trajectories, outcome_n, valid_n, options)
         acted_nt = trajectories.acted
-        reward_nt = paid_rewards(trajectories, outcome_n) - reward_kl(trajectories, options).sum(axis=2)
+        reward_nt = _turn_rewards(trajectories, outcome_n, options)
         return_nt = return_to_go(reward_nt, acted_nt, gamma=gamma)
         return episode + omega * anchor_advantage(return_nt, trajectories.anchor, acted_nt, trajectories.group, valid_n)
 
@@ -232,7 +237,7 @@ def mt_grpo(*, lam=1.0, clip_low=0.2, clip_high=0.2, beta=0.04, eps=1e-6, **opti
     def advantage(trajectories, outcome_n, valid_n, options) -> Array:
         acted_nt, group_n = trajectories.acted & valid_n[:, None], trajectories.group
         last_nt = last_turns(acted_nt)
-        paid_nt = paid_rewards(trajectories, outcome_n) - reward_kl(trajectories, options).sum(axis=2)
+        paid_nt = _turn_rewards(trajectories, outcome_n, options)
         step_nt = anchor_advantage(
             paid_nt, turn_index(acted_nt), acted_nt & ~last_nt, group_n, valid_n, normalize=zscore
         )
@@ -261,7 +266,7 @@ def trloo(*, gamma=1.0, clip_low=0.2, clip_high=0.2, **options) -> Algorithm:
 
     def advantage(trajectories, outcome_n, valid_n, options) -> Array:
         acted_nt = trajectories.acted
-        reward_nt = paid_rewards(trajectories, outcome_n) - reward_kl(trajectories, options).sum(axis=2)
+        reward_nt = _turn_rewards(trajectories, outcome_n, options)
         return_nt = return_to_go(reward_nt, acted_nt, gamma=gamma)
         given = (return_nt, turn_index(acted_nt), acted_nt, trajectories.group, valid_n)
         return anchor_advantage(*given, normalize=leave_one_out)

@@ -111,7 +111,7 @@ def _difficulty(task: Task, field: str) -> float:
 
 
 def open_at(update: int, updates: int, count: int) -> int:
-    """How many of the tasks may be drawn in an update of so many: a share that grows linearly from `FIRST` to all."""
+    """Say how many tasks may be drawn in an update of so many: a share that grows linearly from `FIRST` to all."""
     if updates < 1 or update < 0:
         raise BadInput(f"update {update} of {updates} is none: a curriculum takes at least 1, counted from 0")
     grown = min(update / (WHOLE_AT * updates), 1.0)

@@ -270,7 +270,7 @@ def apply_template(
 
 
 def _is_shown(message: Mapping[str, Any]) -> bool:
-    """Whether the message's content must show: it is text, and doesn't stand beside calls that are shown instead."""
+    """Say whether the message's content must show: it is text, and no calls beside it are shown instead."""
     return isinstance(message.get("content"), str) and message["content"].strip() != "" and "tool_calls" not in message
 
 

@@ -175,7 +175,7 @@ class World:
         return state, Observation(prompt, task.hops + 2 + jnp.where(task.hinted, self.hops[1], 0))
 
     def hindsight(self, task: LookupTask) -> Array:
-        """The right tool for each hop, and `none` for hops that the question doesn't have."""
+        """Name the right tool for each hop, and `none` for hops that the question doesn't have."""
         tools = FIRST_TOOL + self.tool_of(task.chain)
         return jnp.where(jnp.arange(self.hops[1]) < task.hops, tools, NONE)
 

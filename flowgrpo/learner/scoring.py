@@ -112,14 +112,14 @@ class _TrajectoryScorer:
 
 
 def hint_of(trajectories: Trajectories) -> Array:
-    """The hints of trajectories, or `BadInput` where they have none."""
+    """Read the hints of trajectories; raise `BadInput` where they have none."""
     if trajectories.hint is None:
         raise BadInput("Trajectories.hint is missing, and scoring in hindsight needs it: roll out with hints=True")
     return jnp.asarray(trajectories.hint)
 
 
 def with_hint(trajectories: Trajectories) -> Trajectories:
-    """The trajectories whose first context begins with their hint, with as many slots more a turn."""
+    """Begin the first context of each trajectory with its hint, in as many slots more a turn."""
     hint_nq = hint_of(trajectories)
     size = hint_nq.shape[1]
 

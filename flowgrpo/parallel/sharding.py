@@ -160,7 +160,7 @@ def state_shardings(abstract_state: Any, mesh: Mesh, axes_of: Any, *, trained: T
 
 
 def _find(known: Mapping[tuple, str], path: tuple, x: Any, mesh: Mesh) -> PartitionSpec:
-    """How the array at a place of a state is divided: as the parameter with the longest place that is part of it."""
+    """Divide the array at a place of a state: as the parameter with the longest place that is part of it."""
     for length in range(len(path), 0, -1):
         for start in range(len(path) - length + 1):
             axes = known.get(path[start : start + length])

@@ -22,6 +22,7 @@ Modules:
     panel              Fixed sets of test tasks, one of each environment and difficulty
     planner            The planner of a hosted run
     pure               The recipe of a run on a pure environment
+    pure_config        Settings of a run on a pure environment
     registry           Names of members for flags
     self_verify        The recipe of self-verification
     self_verify_tasks  A small model that can do two things, neither of them well: answer questions, and judge answers

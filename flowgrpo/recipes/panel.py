@@ -51,7 +51,7 @@ class PanelSet(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name with its hash, by which figures are cited."""
+        """Name the set with its hash, as figures are cited."""
         return f"{self.name}@{self.digest}"
 
 
@@ -125,7 +125,7 @@ def evaluate_run(config: pure.Config, folder: Path) -> tuple[int | None, dict[st
 
 
 def panel_table(found: dict[str, list[Evaluation]]) -> str:
-    """The table before / after, a line a set."""
+    """Tabulate before and after, a line a set."""
     head = f"{'set':36}{'warm start':>28}{'trained':>28}"
     lines = [
         f"{label:36}" + "".join(f"{f'{x.success:.1%} ({x.success_low:.1%} to {x.success_high:.1%})':>28}" for x in both)

@@ -197,7 +197,7 @@ def kl() -> Study:
 
 
 def group_size() -> Study:
-    """Trajectories of a query: at the same number of trajectories an update, and at the same number of queries.
+    """Vary the trajectories of a query, at as many trajectories an update and at as many queries.
 
     Expected: groups of 2 say little about most queries; at equal trajectories, from 8 on more of a group costs queries
     and gains nothing; at equal queries more is better, for its price.

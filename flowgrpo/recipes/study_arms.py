@@ -164,7 +164,7 @@ def _same(run: loop.Run) -> loop.Run:
 
 
 def taught(setup: pure.Setup, *, steps: int = 200, oracle: bool = False, **teacher: Any) -> ArmProgram:
-    """The reference is a teacher, for `opd`: the arm's start after so many steps of imitation of a better planner.
+    """Learn from a teacher, for `opd`: the arm's start after so many steps of imitation of a better planner.
 
     `teacher` has the settings of the environment whose demonstrations it imitates, or whose `oracle`.
     """
@@ -178,7 +178,7 @@ def taught(setup: pure.Setup, *, steps: int = 200, oracle: bool = False, **teach
 
 
 def with_bonus(setup: pure.Setup, *, bonus: float, first: int = 0, last: int = 2**31 - 1) -> ArmProgram:
-    """An entropy bonus in updates `first` to `last`, and `task_information` among the figures of every update.
+    """Pay an entropy bonus in updates `first` to `last`, and watch `task_information` in every update.
 
     A bonus that may come stands in the algorithm from the start, so that entropy is that of all tokens, signal or not.
     """
@@ -263,14 +263,14 @@ def _with_pay(played: Trajectories) -> Trajectories:
 
 
 def by_place(trajectories: Trajectories, outcome_n, valid_n, _options: Options) -> jax.Array:
-    """The z-score of the outcome among the turns of the group in the same place, whoever got there -> adv_nt."""
+    """Take the z-score of the outcome among the turns of the group in the same place -> adv_nt."""
     acted_nt = trajectories.acted
     outcome_nt = jnp.broadcast_to(jnp.asarray(outcome_n)[:, None], acted_nt.shape)
     return anchor_advantage(outcome_nt, turn_index(acted_nt), acted_nt, trajectories.group, valid_n)
 
 
 def charged_by_turn(trajectories: Trajectories, outcome_n, valid_n, _options: Options, *, charge: float) -> jax.Array:
-    """A planted bias: the broadcast advantage, moved by so much for each turn more than the group's mean -> adv_nt."""
+    """Plant a bias: move the broadcast advantage for each turn more than the group's mean -> adv_nt."""
     acted_nt, group_n = trajectories.acted, trajectories.group
     adv_nt = multi_turn_group_advantage(outcome_n, acted_nt, group_n, valid_n)
     more_n = group_center(acted_nt.sum(axis=1).astype(jnp.float32), group_n, valid_n)

@@ -34,8 +34,7 @@ WARNED, WARNED_END = "<!-- warnings -->", "<!-- end of warnings -->"  # where a 
 
 
 def tabulate_study(study: Study, runs: RunResults, seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for each arm: the interquartile mean of its success with its interval, and how often it beats the
-    baseline."""
+    """Make a row for each arm: the interquartile mean of its success, its interval, how often it beats the baseline."""
     base_se = _scores(runs, study.baseline, study.worlds, seeds)
     rows = []
     for name in study.arms:
@@ -60,7 +59,7 @@ def _scores(
 
 
 def table(rows: Sequence[Mapping[str, Any]], study: Study) -> str:
-    """The table in Markdown, which reads well in a terminal, too."""
+    """Write the table in Markdown, which reads well in a terminal, too."""
     cells = [_head(study), *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in cells]
@@ -214,6 +213,6 @@ def processor_of_bits() -> str:
 
 
 def insert_table(text: str, begin: str, end: str, table: str) -> str:
-    """The text with a table between two lines, in the place of what stands there."""
+    """Put a table between two lines of a text, in the place of what stands there."""
     before, rest = text.split(begin)
     return f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"

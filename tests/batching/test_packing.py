@@ -123,7 +123,7 @@ def test_without_any_weight_or_chosen_token_the_batch_is_all_padding():
 
 
 def slow_best_fit(lengths: list[int], row_length: int) -> list[int]:
-    """How full each row gets where items are placed one by one, longest first, into the fullest that takes them."""
+    """Fill rows where items are placed one by one, longest first, into the fullest that takes them."""
     rooms = []
     for length in sorted(lengths, reverse=True):
         taking = [room for room in rooms if room >= length]

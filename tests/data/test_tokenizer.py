@@ -271,7 +271,7 @@ def test_how_unusual_templates_close_a_turn(texts, name, template, said, end):
 
 
 def test_templates_may_refuse_the_content_or_the_lack_of_a_message(texts):
-    """Whether messages show is found out with other content; the role that is named is the last that is wrong."""
+    """Find out whether messages show with other content; the role that is named is the last that is wrong."""
     check = '{% if messages[-1].content[:1] not in "{x" %}{{ raise_exception("no JSON") }}{% endif %}'
     text, asked = load_text(texts["gemma"].source, template=check + GEMMA), says("user", '{"a": 7}')
     assert list(start(text, [asked]).tokens) == render(text, [asked])

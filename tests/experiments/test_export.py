@@ -16,7 +16,7 @@ from flowgrpo.models.hf import load_model, save_model
 from flowgrpo.models.lora import Adapted, init_adapter, lora_policy
 from flowgrpo.models.peft import load_adapter
 from flowgrpo.models.trainable import ADAPTER, ActorCritic
-from flowgrpo.recipes import agent_config, pure
+from flowgrpo.recipes import agent_config, pure, pure_config
 from flowgrpo.recipes.agent import START
 from flowgrpo.recipes.export import base_model, export, export_adapter, llama
 from flowgrpo.recipes.offline_start import write_model
@@ -181,7 +181,7 @@ def test_transformers_computes_the_same_from_an_exported_quickstart(of_words, tm
     assert np.abs(found - logits(policy, params)).max() < 1e-4
 
 
-@pytest.mark.parametrize("env", list(pure.PRESETS))
+@pytest.mark.parametrize("env", list(pure_config.PRESETS))
 def test_the_shape_of_every_preset_is_that_of_a_llama(env):
     config = pure.preset(env)
     decoder = pure.decoder_shape(make_env(env), config)

@@ -13,7 +13,7 @@ from flowgrpo import loop
 from flowgrpo.launch import PLAIN_KERNELS
 from flowgrpo.learner.critic import with_critic
 from flowgrpo.models.trainable import ActorCritic
-from flowgrpo.recipes import pure
+from flowgrpo.recipes import pure, pure_config
 from flowgrpo.recipes.export import read_config
 from flowgrpo.recipes.pages import read_trajectories
 from flowgrpo.recipes.pure import PureWork
@@ -150,22 +150,22 @@ def test_a_loss_that_is_no_number_stops_it_with_the_last_good_checkpoint(tmp_pat
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("env", list(pure.PRESETS))
+@pytest.mark.parametrize("env", list(pure_config.PRESETS))
 def test_every_preset_builds_with_every_algorithm(env, algorithm):
     setup = pure.open(pure.preset(env, algorithm, teacher="run" if algorithm == "opd" else None))
     named = make_algorithm(algorithm, beta=0.1, clip_high=0.2, max_tokens=9).name
     assert (setup.env.name, setup.algorithm.name) == (env, named)
 
 
-@pytest.mark.parametrize("env", list(pure.PRESETS))
+@pytest.mark.parametrize("env", list(pure_config.PRESETS))
 def test_flow_grpo_is_what_an_environment_gets(env):
     assert pure.preset(env).algorithm == "flow_grpo"
 
 
-@pytest.mark.parametrize("name", list(pure.BY_ALGORITHM))
+@pytest.mark.parametrize("name", list(pure_config.BY_ALGORITHM))
 def test_what_fits_an_algorithm_is_taken_unless_something_else_is_chosen(name):
     config = pure.preset("lookup", name, learning_rate=0.5)
-    assert config == replace(config, **{**pure.BY_ALGORITHM[name], "learning_rate": 0.5})
+    assert config == replace(config, **{**pure_config.BY_ALGORITHM[name], "learning_rate": 0.5})
     assert pure.open(config).algorithm.name == name
 
 

@@ -128,7 +128,7 @@ def test_M2_packed_rows_equal_separate_ones(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_M2_causality_and_isolation_by_gradient(name):
-    """Which position depends on which, by the gradient of its hidden state: exact zeros where it does not."""
+    """Find which position depends on which, by the gradient of its hidden state: exact zeros where it does not."""
     config, segments_s = CONFIGS[name], np.array([1, 1, 1, 1, 1, 1, 0, 2, 2, 2, 2, 0], np.int32)
     policy, params, s = make_policy(config), random_params(config), np.arange(12, dtype=np.int32)
 

@@ -5,7 +5,7 @@ import pytest
 from family_cases import batch_of, make_case, scores_of
 
 import flowgrpo as fg
-from flowgrpo.recipes import agent, agent_config, pure
+from flowgrpo.recipes import agent, agent_config, pure, pure_config
 from flowgrpo.recipes.registry import ALGORITHMS, make_algorithm, make_env
 
 
@@ -36,7 +36,7 @@ def test_a_preset_does_not_change_bounds_of_another_kind(name, same):
 
 def test_an_environment_from_outside_is_one_that_a_function_gives():
     assert make_env("tiny_env:tiny_env").name == "tiny"
-    assert pure.preset("tiny_env:tiny_env", updates=3).d == pure.OUTSIDE["d"]
+    assert pure.preset("tiny_env:tiny_env", updates=3).d == pure_config.OUTSIDE["d"]
 
 
 @pytest.mark.parametrize(

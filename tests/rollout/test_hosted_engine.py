@@ -91,7 +91,7 @@ def test_E2_the_compiled_rollout_and_the_hosted_one_are_the_same(name, record_pr
 
 
 def parting_margin(n: int, mine, compiled, keys, heard: Listening, policy, params) -> float:
-    """How near the first token in which trajectory n differs was to another one."""
+    """Measure how near the first token in which trajectory n differs was to another one."""
     one, two = mine, compiled
     t, slot = np.argwhere(one.tokens[n] != two.tokens[n])[0]
     assert one.chosen[n, t, slot]

@@ -29,7 +29,7 @@ def zygote(pid):
 
 
 def ended(pid):
-    """Whether a process is gone, or has nobody yet who buries it."""
+    """Say whether a process is gone, or has nobody yet who buries it."""
     return stat(pid)[0] in ("gone", "Z")
 
 

@@ -33,7 +33,7 @@ class Host(NamedTuple):
     servers: list[socket.socket]
 
     def goes_on(self):
-        """Whether the worker is the same, and nothing is below it but its zygote and the child that waits."""
+        """Say whether the worker is the same, and nothing is below it but its zygote and the child that waits."""
         (only,) = self.sandbox._idle[()]
         assert only.pid == self.known["WORKER_PID"], "the worker was lost"
         wait_until(lambda: len(family(only.pid)) == 2)

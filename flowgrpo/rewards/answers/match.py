@@ -113,7 +113,7 @@ def numeric(task: Task, gold: str, answer: str, *, close: Close = rounded) -> Sc
 
 
 def same_number(task: Task, gold: Number, answer: Number, *, close: Close = rounded) -> bool:
-    """Whether two numbers are close; if the question asks for percent, one sign of it may be missing or too much."""
+    """Say if two numbers are close; if the question asks for percent, one sign of it may be missing or too much."""
     if close(gold, answer):
         return True
     asked = any(word in task.query.lower() for word in ("percent", "per cent", "%"))

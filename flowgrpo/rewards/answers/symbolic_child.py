@@ -50,7 +50,7 @@ def compare(gold: str, answer: str) -> str:
 
 
 def _rounds(gold: str, given: list) -> bool:
-    """Whether gold is a decimal of three digits and two places, or more, and an exact value is that when rounded."""
+    """Say if gold is a decimal of three digits and two places, or more, and an exact value is that when rounded."""
     import sympy
 
     whole, _, places = gold.strip("$ -").partition(".")

@@ -238,7 +238,7 @@ def _builtin(name: str):
 
 
 def agree(value, expected, tolerance: float) -> bool:
-    """Whether a value is what JSON expects: lists match tuples, a float is met within the tolerance, True is not 1."""
+    """Say if a value is what JSON expects: lists match tuples, a float is met within tolerance, True is not 1."""
     if isinstance(expected, list):
         listed = type(value) in (list, tuple) and len(value) == len(expected)
         return listed and all(agree(one, other, tolerance) for one, other in zip(value, expected, strict=True))
