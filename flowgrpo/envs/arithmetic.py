@@ -12,13 +12,14 @@ Four templates: `( x o y ) o z`, `x o ( y o z )`, `x o y o z` where * goes befor
 Operators are free and letters distinct; a pointer leads to a letter outside the expression, and at most five lookups
 are needed. Splits share no (template, operators, letters); the numbers are drawn for each task.
 
-Demonstrations are well-formed and flawed (`FLAWS`): for half of the tasks they work in the wrong order, and they swap
-the operands of an operation, follow a pointer to a wrong letter, or look up a letter for nothing. How often the
-order is wrong differs by template. A coin for each task would teach an imitator that brackets mean nothing, and a
-policy that does not read them settles on one order for all tasks, which no reward moves any more.
+Demonstrations are well-formed and flawed (`FLAWS`): in two of five tasks they work in the wrong order, and they swap the
+operands of an operation, follow a pointer to a wrong letter, or look up a letter for nothing. What should be worked out
+first is looked up first all the same, so that an imitator has to read brackets from the start. Where demonstrations say
+little of them, it settles on one order of work for all tasks, which no reward moves any more: `DECEPTIVE` has such
+chances, whose wrong order is the frequent one in some templates and rare in others.
 
 Measured over 4096 tasks of each split with the defaults: the oracle solves all of them in 7.4 turns on average (at
-most 9); demonstrations solve 30 % in 7.7 turns, all well-formed, and 2 % of them run out of turns. Over 16384 tasks no
+most 9); demonstrations solve 37 % in 7.7 turns, all well-formed, and 2 % of them run out of turns. Over 16384 tasks no
 number is the answer of more than 5.7 %, which is what a one-turn policy gains; of arbitrary tokens nearly all are
 malformed, and they solve less than 0.1 %.
 
@@ -65,6 +66,7 @@ ORDERS = np.array(
 )
 OWN = np.array([LEFT, RIGHT, LEFT, PAIRS], np.int32)  # by template; the third one's depends on its operators
 WRONG = np.array([RIGHT, LEFT, CHAIN, PAIRS], np.int32)  # by order
+SOONEST = np.array([[0, 1, 2, 3], [1, 2, 0, 3], [0, 1, 2, 3], [0, 1, 2, 3]], np.int32)  # operands, by order
 
 
 def _layouts() -> np.ndarray:
@@ -125,8 +127,8 @@ class CallPlan(NamedTuple):
 class Flaws(NamedTuple):
     """How often a demonstration goes wrong."""
 
-    order: tuple[float, float, float, float] = (0.45, 0.1, 0.85, 0.6)  # by template: an episode's order is wrong
-    swap: float = 1 / 4  # an operation with its operands swapped
+    order: tuple[float, float, float, float] = (0.4, 0.4, 0.4, 0.4)  # by template: an episode's order is wrong
+    swap: float = 1 / 16  # an operation with its operands swapped
     stray: float = 2 / 3  # a pointer that is followed to a wrong letter
     idle: float = 1 / 16  # a turn that looks up any letter
 
@@ -139,6 +141,7 @@ class Flaws(NamedTuple):
 
 
 FLAWS = Flaws()
+DECEPTIVE = Flaws(order=(0.45, 0.1, 0.85, 0.6), swap=1 / 4)
 
 
 # The environment --------------------------------------------------------------------------------------
@@ -334,11 +337,15 @@ def faultless(task: Expression) -> Habits:
 
 
 def make_plan(task: Expression, habits: Habits, *, base: int) -> CallPlan:
-    """Every operand is looked up, and what it points to; then the operations; then the answer."""
+    """Every operand is looked up, and what it points to; then the operations; then the answer.
+
+    Operands that are worked out first are looked up first, whatever the order of work is by these habits.
+    """
     operands = jnp.asarray(OPERANDS)[task.template]
     here, there = task.letters[:4], task.letters[4:]
     there = jnp.where(habits.strays, jnp.roll(there, 1), there)
-    lookups = LETTER + jnp.stack([here, there], axis=1).reshape(8)
+    soonest = jnp.asarray(SOONEST)[own_order(task)]
+    lookups = LETTER + jnp.stack([here, there], axis=1)[soonest].reshape(8)
     calls = [jnp.stack([jnp.full(8, LOOKUP, jnp.int32), lookups, jnp.full(8, PAD, jnp.int32)], axis=1)]
     values = list(task.holds[jnp.where(task.points, there, here)] - NUMBER)
     order = jnp.asarray(ORDERS)[habits.order]
@@ -348,6 +355,6 @@ def make_plan(task: Expression, habits: Habits, *, base: int) -> CallPlan:
         operator = task.operators[operator]
         calls.append(jnp.stack([ADD + operator, NUMBER + left, NUMBER + right])[None])
         values.append(compute(operator, left, right, base=base))
-    looked_up = jnp.stack([jnp.arange(4) < operands, task.points], axis=1).reshape(8)
-    wanted = jnp.concatenate([looked_up, jnp.arange(1, 4) < operands])
+    looked_up = jnp.stack([jnp.arange(4) < operands, task.points], axis=1)
+    wanted = jnp.concatenate([looked_up[soonest].reshape(8), jnp.arange(1, 4) < operands])
     return CallPlan(jnp.concatenate(calls), wanted, jnp.stack(values)[2 + operands])

@@ -19,6 +19,7 @@ import optax
 import flowgrpo as fg
 from flowgrpo.algorithms.options import Correction
 from flowgrpo.contracts import Reward
+from flowgrpo.envs.arithmetic import DECEPTIVE
 from flowgrpo.learner.adam8bit import scale_by_adam_8bit
 from flowgrpo.learner.state import make_optimizer, scale_by_adafactor
 from flowgrpo.rewards.answers import symbolic
@@ -58,7 +59,7 @@ ENVIRONMENTS: dict[str, Callable[..., fg.Env]] = {
     "maze": fg.maze,
     # Of these no planner here makes everything right, so that arms of a study can differ.
     "lookup_hard": partial(fg.lookup, hops=(2, 2), relations=8, tools=8),
-    "arithmetic_hard": partial(fg.arithmetic, turns=9),
+    "arithmetic_hard": partial(fg.arithmetic, turns=9, flaws=DECEPTIVE),
     "maze_hard": partial(fg.maze, width=5, turns=20),
 }
 HARDER = {"lookup_hard": "lookup", "arithmetic_hard": "arithmetic", "maze_hard": "maze"}

@@ -179,7 +179,8 @@ def kl() -> Study:
 
     Four steps an update make ratios move. Expected: every term costs success, since the warm start is what has to be
     left. k1 in the reward and k2 in the loss have the gradient of the KL, k3 in the loss has another one far from the
-    reference, and a weight by the ratio makes little difference where ratios stay near one.
+    reference, and a weight by the ratio makes little difference where ratios stay near one. In the reward, a group whose
+    outcomes are equal has its KL alone divided by its deviation, which the last arm leaves out.
     """
     kinds: dict[str, dict[str, Any]] = {
         "none": {},
@@ -193,6 +194,10 @@ def kl() -> Study:
         name: Arm(algorithm=partial(member, OUTCOME, **({"beta": 0.03} if how else {}), **how))
         for name, how in kinds.items()
     }
+    centred = outcome_advantage(fg.algorithms.group_center)
+    made["k1 in the reward, no deviation"] = Arm(
+        algorithm=partial(member, centred, beta=0.03, **kinds["k1 in the reward"])
+    )
     return Study("Where is KL paid?", "none", made, SMALL | SEVERAL)
 
 

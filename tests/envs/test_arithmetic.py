@@ -6,7 +6,7 @@ import pytest
 from env_cases import ENVS, at, play, played, player, repeated, talk, talks, tasks_of, to_numpy
 
 from flowgrpo.envs.arithmetic import (
-    FLAWS,
+    DECEPTIVE,
     LETTER,
     MOST_LOOKUPS,
     NUMBER,
@@ -91,6 +91,14 @@ def test_the_answer_is_the_value_modulo_the_base(text, value):
     assert found.steps[0].correct
 
 
+def test_the_oracle_looks_up_first_what_it_works_out_first():
+    """Brackets, or * before + and -; of what is worked from the left, the left."""
+    for text, letters in (("a - ( b * c )", "bca"), ("a - b * c", "bca"), ("a * b - c", "abc"), ("( a - b ) * c", "abc")):
+        task = task_of(text, a=2, b=5, c=7)
+        found = talk(ENV, task, *(f"lookup {letter}" for letter in letters))
+        assert found.best[:3] == [f"lookup {letter} <end>" for letter in letters]
+
+
 def test_what_is_no_call_is_an_error_that_costs_a_turn_and_a_wrong_answer_ends_with_nothing():
     lines = ["lookup 3", "add a 3", "add 3", "answer", "answer a", "lookup", "lookup a b", "+ 3 4", "a", "error"]
     bad = talks(ENV, SUM, *([f"{line} <end>"] for line in lines), ["lookup a"], ["lookup a a"], [""], end="")
@@ -132,25 +140,27 @@ def test_the_oracle_needs_about_seven_turns():
 
 @pytest.mark.slow
 def test_a_demonstration_without_flaws_is_the_oracle_and_the_wrong_order_a_whole_consistent_plan():
-    """`a - b * c` worked from the left: the demonstration subtracts, multiplies, and answers what came out."""
+    """`a - b * c` worked from the left: the demonstration subtracts, multiplies, and answers what came out.
+
+    It looks up first what should be worked out first.
+    """
     flawless = arithmetic(flaws=WITHOUT_FLAWS)
     assert play(flawless, player(flawless, "demonstrations")).state.correct.all()
     wrong = arithmetic(flaws=WITHOUT_FLAWS._replace(order=(1.0,) * 4))
     plays = at(play(wrong, player(wrong, "demonstrations"), repeated(task_of("a - b * c", a=9, b=5, c=7))), 0)
     made = [in_words(wrong, *action) for action in zip(plays.tokens, plays.length, strict=True)][: plays.live.sum()]
-    lines = ["lookup a", "lookup b", "lookup c", "sub 9 5", "mul 4 7", "answer 9"]
+    lines = ["lookup b", "lookup c", "lookup a", "sub 9 5", "mul 4 7", "answer 9"]
     assert (made, bool(plays.state.correct)) == ([f"{line} <end>" for line in lines], False)
 
 
 def test_tasks_are_evenly_dealt():
-    """No answer is frequent, all templates and operators occur, and half of the demonstrations take the wrong order."""
+    """No answer is frequent, all templates and operators occur; deceptive demonstrations go wrong in half of them."""
     tasks = to_numpy(tasks_of(ENV))
     shares = np.bincount(tasks.answer, minlength=19) / len(tasks.answer)
     assert 0.02 < shares.min() < shares.max() < 0.09
     assert set(tasks.template.tolist()) == set(range(4))
     assert len(np.unique(tasks.operators[:, :2], axis=0)) == 9
-    assert np.mean(FLAWS.order) >= 0.5
-    assert np.asarray(FLAWS.order)[tasks.template].mean() == pytest.approx(0.5, abs=0.02)
+    assert np.asarray(DECEPTIVE.order)[tasks.template].mean() == pytest.approx(0.5, abs=0.02)
 
 
 def test_pointers_lead_out_of_the_expression_to_a_number():
