@@ -345,7 +345,8 @@ def algorithm_of(config: Config) -> Algorithm:
 def optimizer_of(config: Config) -> optax.GradientTransformation:
     """The optimizer, with the fall of its rate, and in float16 with a scale of the loss."""
     base = base_of(config.optimizer)
-    falling = falling_optimizer(config.learning_rate, config.decay_updates, config.decay, base=base)
+    steps = config.decay_updates * config.mini_batches
+    falling = falling_optimizer(config.learning_rate, steps, config.decay, base=base)
     return optimizer_for(config.dtype, falling)
 
 

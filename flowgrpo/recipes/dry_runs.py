@@ -46,6 +46,7 @@ def hosted_job(config: Config) -> Workload:
         rows=config.queries * config.samples * turns,
         length=config.context_tokens,
         micro_rows=config.micro_rows,
+        mini_batches=config.mini_batches,
         slots=config.slots,
         prompt=config.context_tokens - config.max_tokens,
         steps=config.steps,

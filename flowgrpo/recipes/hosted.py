@@ -67,6 +67,7 @@ class HostedConfig(PlannerConfig):
     learning_rate: float = setting(1e-3, "Of the reinforcement phase.", "Learning", at_least=0.0)
     beta: float = setting(0.0, "Weight of the KL term; at 0 it is not measured.", "Learning", at_least=0.0)
     clip_high: float = setting(0.28, "Upper bound of the ratio, above 1.", "Learning", at_least=0.0)
+    mini_batches: int = setting(1, "Gradient steps of an update.", "Learning", at_least=1)
     micro_rows: int = setting(8, "Rows that go through the model together.", "Learning", at_least=1)
     warm_rate: float = setting(3e-3, "Learning rate of the imitation.", "Learning", at_least=0.0)
     warm_rows: int = setting(16, "Rows of a step of imitation.", "Learning", at_least=1)
@@ -138,6 +139,7 @@ def sizes_of(config: HostedConfig, planner: Planner) -> loop.Settings:
         queries=config.queries,
         samples=config.samples,
         temperature=config.temperature,
+        mini_batches=config.mini_batches,
         micro_rows=config.micro_rows,
         compute_dtype=planner.compute_dtype,
     )
