@@ -177,7 +177,7 @@ class Algorithm(NamedTuple):
     whole: str = "trajectory"  # what a mini-batch must hold whole: "group" where the loss is of pairs
     skips: bool = False  # a zero advantage gives an exactly zero gradient, so such groups can be left out (F8)
     reference_every: int | None = None  # updates after which the reference becomes the current policy
-    hindsight: bool = False  # what scores logp_ref is the policy itself, told Trajectories.hint before the first turn
+    hindsight: bool = False  # the reference is told Trajectories.hint before the first turn
 
 
 @checked

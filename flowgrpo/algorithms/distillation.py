@@ -2,10 +2,9 @@
 
     A_i,j = log pi_teacher(a_j | its context) - log pi_old(same)
 
-The teacher is what scores `logp_ref`: with `opd` the reference of the run, with `sdpo` the policy itself, told in
-hindsight what would have helped. In expectation over what the policy samples, a step
-follows the gradient of KL(pi_theta || pi_teacher) of each token's distribution, in the contexts that the policy itself
-comes to.
+The teacher is the reference of the run, which with `sdpo` is told in hindsight what would have helped. In expectation
+over what the policy samples, a step follows the gradient of KL(pi_theta || pi_teacher) of each token's distribution, in
+the contexts that the policy itself comes to.
 """
 
 from functools import partial
@@ -22,7 +21,7 @@ from flowgrpo.algorithms.options import Options, read_options
 from flowgrpo.contracts import Algorithm
 from flowgrpo.types import Trajectories, check_range
 
-KL_OPTIONS = ("beta", "kl", "kl_in", "kl_weighted", "reference_every")  # whose reference would be the teacher
+KL_OPTIONS = ("beta", "kl", "kl_in", "kl_weighted")  # whose reference would be the teacher
 
 
 def opd(*, outcome=0.0, dead_only: bool = False, eps=1e-6, **options) -> Algorithm:
@@ -31,19 +30,21 @@ def opd(*, outcome=0.0, dead_only: bool = False, eps=1e-6, **options) -> Algorit
     `outcome` is the weight of Flow-GRPO's advantage beside the teacher's. With `dead_only` the teacher speaks in groups
     of equal outcomes alone, from which nothing else can be learned. The weight of a token is that of Flow-GRPO.
     """
-    return _distil("opd", outcome, dead_only, eps, options)
+    return _distil("opd", outcome, dead_only, eps, read_options("opd", options, rejects=(*KL_OPTIONS, "reference_every")))
 
 
 def sdpo(*, outcome=0.0, dead_only: bool = False, eps=1e-6, **options) -> Algorithm:
     """Self-distillation (Hübotter et al., 2026, SDPO): as `opd`, taught by the policy itself in hindsight.
 
-    The teacher is the policy of the update, and reads `Trajectories.hint` before the first turn; the environment says
-    what is in it (`Env.hindsight`). The paper takes the KL over all tokens of the vocabulary, and this the sampled one.
+    The teacher is the reference, which is what the policy began as, or with `reference_every=1` the policy of the
+    update. It reads `Trajectories.hint` before the first turn; the environment says what is in it (`Env.hindsight`).
+    The paper takes the KL over all tokens of the vocabulary, and this the sampled one.
     """
-    return _distil("sdpo", outcome, dead_only, eps, options)._replace(hindsight=True)
+    settings = read_options("sdpo", options, rejects=KL_OPTIONS)
+    return _distil("sdpo", outcome, dead_only, eps, settings)._replace(hindsight=True)
 
 
-def _distil(name: str, outcome, dead_only: bool, eps, options: dict) -> Algorithm:
+def _distil(name: str, outcome, dead_only: bool, eps, settings: Options) -> Algorithm:
     check_range(name, "outcome", outcome, 0.0)
 
     def advantage(trajectories: Trajectories, outcome_n: Array, valid_n: Array, options: Options) -> Array:
@@ -59,7 +60,6 @@ def _distil(name: str, outcome, dead_only: bool, eps, options: dict) -> Algorith
         credit_nt = multi_turn_group_advantage(*given, normalize=partial(group_zscore, eps=eps))
         return masked.fill(taught_ntl + outcome * credit_nt[:, :, None], chosen_ntl)
 
-    settings = read_options(name, options, rejects=KL_OPTIONS)
     algorithm = compose(
         name,
         advantage=advantage,

@@ -45,7 +45,7 @@ def make_score_trajectories(
 
     `reference_params` are read for `logp_ref` only. `slots` are the tokens of the longest trajectory, by default all
     that there is room for; one that is longer gets NaN, so that it can't pass for scored. `compute_dtype` is that of
-    the update. With `hindsight`, `params` are read for `logp_ref`, in contexts that begin with each trajectory's hint.
+    the update. With `hindsight`, contexts begin with each trajectory's hint where `logp_ref` is scored.
     """
     if "value" in needs and critic is None:
         raise BadInput(
@@ -72,7 +72,7 @@ class _TrajectoryScorer:
 
     def __call__(self, params, reference_params, trajectories: Trajectories) -> Trajectories:
         if "logp_ref" in self.needs and self.hindsight:
-            trajectories = trajectories.replace(logp_ref=self.in_hindsight(params, trajectories))
+            trajectories = trajectories.replace(logp_ref=self.in_hindsight(reference_params, trajectories))
             return replace(self, needs=self.needs - {"logp_ref"})(params, reference_params, trajectories)
         nothing_nt = jnp.zeros(trajectories.turns.shape, jnp.float32)
         whole = rows_by_trajectory(trajectories, nothing_nt, nothing_nt)
@@ -90,12 +90,12 @@ class _TrajectoryScorer:
             found["last_value"] = jnp.where(over_n, jnp.nan, last_n)
         return trajectories.replace(**found)
 
-    def in_hindsight(self, params, trajectories: Trajectories) -> Array:
-        """Score each token as the policy would have chosen it after the trajectory's hint -> logp_ntl."""
+    def in_hindsight(self, reference_params, trajectories: Trajectories) -> Array:
+        """Score each token as the reference would have chosen it after the trajectory's hint -> logp_ntl."""
         told, size = with_hint(trajectories), hint_of(trajectories).shape[1]
         slots = None if self.slots is None else self.slots + size
         scorer = replace(self, slots=slots, needs=frozenset(("logp_ref",)), hindsight=False)
-        logp_ntl = jnp.asarray(scorer(params, params, told).logp_ref)
+        logp_ntl = jnp.asarray(scorer(None, reference_params, told).logp_ref)
         first_nl = logp_ntl[:, 0, size:]
         return jnp.concatenate([first_nl[:, None], logp_ntl[:, 1:, :-size]], axis=1)
 

@@ -85,11 +85,12 @@ def test_opd_dead_only_speaks_where_outcomes_are_equal():
     np.testing.assert_allclose(both_ntl[:3, 0, 0], [2 / 3**0.5, -1 / 3**0.5, -1 / 3**0.5], atol=1e-5)
 
 
-def test_sdpo_is_opd_taught_by_the_policy_in_hindsight():
+def test_sdpo_is_opd_taught_in_hindsight():
     x = played(table(1), table(2))
     opd, sdpo = fg.algorithms.opd(outcome=0.5), fg.algorithms.sdpo(outcome=0.5)
     np.testing.assert_array_equal(sdpo.advantages(x), opd.advantages(x))
     assert (opd.hindsight, sdpo.hindsight, sdpo.before) == (False, True, {"logp_ref"})
+    assert fg.algorithms.sdpo(reference_every=1).reference_every == 1
     with pytest.raises(
         fg.BadInput, match=r"sdpo: Trajectories\.logp_ref is missing, and the teacher's advantage needs it"
     ):

@@ -117,11 +117,11 @@ def test_F3_micro_batches_and_devices_change_nothing():
             np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=1e-5, err_msg=name)
 
 
-def test_in_hindsight_the_policy_scores_each_token_as_if_the_first_context_began_with_the_hint():
+def test_in_hindsight_the_reference_scores_each_token_as_if_the_first_context_began_with_the_hint():
     hint_nq = np.random.default_rng(0).integers(1, 50, (len(bare(3).group), 2))
     trajectories, params = bare(3).replace(hint=hint_nq), init(jax.random.key(8))
     scorer = score_trajectories(needs=frozenset({"logp_ref"}), critic=None, hindsight=True)
-    found = scorer(params, None, trajectories)
+    found = scorer(None, params, trajectories)
     expected_ntl, told = np.zeros(trajectories.tokens.shape), 0
     for n in range(len(hint_nq)):
         for places in sequences(trajectories, n):
@@ -137,7 +137,7 @@ def test_in_hindsight_the_policy_scores_each_token_as_if_the_first_context_began
     with pytest.raises(
         fg.BadInput, match=r"Trajectories\.hint is missing, and scoring in hindsight needs it: roll out"
     ):
-        scorer(params, None, bare(3))
+        scorer(None, params, bare(3))
 
 
 def test_only_what_is_needed_is_scored():
