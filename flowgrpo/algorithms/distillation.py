@@ -30,7 +30,8 @@ def opd(*, outcome=0.0, dead_only: bool = False, eps=1e-6, **options) -> Algorit
     `outcome` is the weight of Flow-GRPO's advantage beside the teacher's. With `dead_only` the teacher speaks in groups
     of equal outcomes alone, from which nothing else can be learned. The weight of a token is that of Flow-GRPO.
     """
-    return _distil("opd", outcome, dead_only, eps, read_options("opd", options, rejects=(*KL_OPTIONS, "reference_every")))
+    settings = read_options("opd", options, rejects=(*KL_OPTIONS, "reference_every"))
+    return _distil("opd", outcome, dead_only, eps, settings)
 
 
 def sdpo(*, outcome=0.0, dead_only: bool = False, eps=1e-6, **options) -> Algorithm:

@@ -12,11 +12,11 @@ Four templates: `( x o y ) o z`, `x o ( y o z )`, `x o y o z` where * goes befor
 Operators are free and letters distinct; a pointer leads to a letter outside the expression, and at most five lookups
 are needed. Splits share no (template, operators, letters); the numbers are drawn for each task.
 
-Demonstrations are well-formed and flawed (`FLAWS`): in two of five tasks they work in the wrong order, and they swap the
-operands of an operation, follow a pointer to a wrong letter, or look up a letter for nothing. What should be worked out
-first is looked up first all the same, so that an imitator has to read brackets from the start. Where demonstrations say
-little of them, it settles on one order of work for all tasks, which no reward moves any more: `DECEPTIVE` has such
-chances, whose wrong order is the frequent one in some templates and rare in others.
+Demonstrations are well-formed and flawed (`FLAWS`): in two of five tasks they work in the wrong order, and they swap
+the operands of an operation, follow a pointer to a wrong letter, or look up a letter for nothing. What should be worked
+out first is looked up first all the same, so that an imitator has to read brackets from the start. Where demonstrations
+say little of them, it settles on one order of work for all tasks, which no reward moves any more: `DECEPTIVE` has such
+chances, whose wrong order is frequent in some templates and rare in others.
 
 Measured over 4096 tasks of each split with the defaults: the oracle solves all of them in 7.4 turns on average (at
 most 9); demonstrations solve 37 % in 7.7 turns, all well-formed, and 2 % of them run out of turns. Over 16384 tasks no

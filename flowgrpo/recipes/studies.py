@@ -179,8 +179,8 @@ def kl() -> Study:
 
     Four steps an update make ratios move. Expected: every term costs success, since the warm start is what has to be
     left. k1 in the reward and k2 in the loss have the gradient of the KL, k3 in the loss has another one far from the
-    reference, and a weight by the ratio makes little difference where ratios stay near one. In the reward, a group whose
-    outcomes are equal has its KL alone divided by its deviation, which the last arm leaves out.
+    reference, and a weight by the ratio makes little difference where ratios stay near one. The last arm was added when
+    k1 in the reward had lost: in groups of equal outcomes a z-score brings KL alone to unit size, and without it not.
     """
     kinds: dict[str, dict[str, Any]] = {
         "none": {},

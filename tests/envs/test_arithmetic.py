@@ -93,7 +93,8 @@ def test_the_answer_is_the_value_modulo_the_base(text, value):
 
 def test_the_oracle_looks_up_first_what_it_works_out_first():
     """Brackets, or * before + and -; of what is worked from the left, the left."""
-    for text, letters in (("a - ( b * c )", "bca"), ("a - b * c", "bca"), ("a * b - c", "abc"), ("( a - b ) * c", "abc")):
+    expected = {"a - ( b * c )": "bca", "a - b * c": "bca", "a * b - c": "abc", "( a - b ) * c": "abc"}
+    for text, letters in expected.items():
         task = task_of(text, a=2, b=5, c=7)
         found = talk(ENV, task, *(f"lookup {letter}" for letter in letters))
         assert found.best[:3] == [f"lookup {letter} <end>" for letter in letters]
