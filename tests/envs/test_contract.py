@@ -24,7 +24,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "arithmetic": Case(jax.jit(jax.vmap(combination)), (0.25, 0.35), guess=0.06),
+    "arithmetic": Case(jax.jit(jax.vmap(combination)), (0.3, 0.4), guess=0.06),
     "lookup": Case(
         lambda tasks: np.where(np.arange(3) < np.asarray(tasks.hops)[:, None], tasks.chain, -1), (0.12, 0.25), 1 / 15
     ),
