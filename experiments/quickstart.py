@@ -11,8 +11,9 @@ has seen, and shows one of them before and after. The same command goes on where
 
 Runs on any CPU, offline. Expected of `lookup` on two cores: 40 seconds, in which the success on test tasks rises from
 15 to 99 %, and the share of calls to the right of four tools from 32 % to 99 %. `arithmetic` takes 18 minutes of one
-core, and rises from 19 to 98 % (seed 0); `maze` comes to 48 or 55 %. On `lookup` every control stays where the warm start was. There
-`--algorithm=ppo` comes to 99 % in 75 updates, and `--algorithm=dpo` in 150 (seed 0): 182 and 124 seconds of one core.
+core, and rises from 19 to 98 % (seed 0); `maze` comes to 48 or 55 %. On `lookup` every control stays where the warm
+start was. There `--algorithm=ppo` comes to 99 % in 75 updates, and `--algorithm=dpo` in 150 (seed 0): 182 and 124
+seconds of one core.
 """
 
 import json
