@@ -294,9 +294,8 @@ def quantised_sampler() -> Study:
     """Data of a sampler whose layers are quantised, with and without min(pi_old / mu, 2) on each token.
 
     In each pair of arms the trainer scores `logp_old` again in full precision; without the correction nothing says that
-    tokens came from another distribution. Expected, and seen (docs/compare.md): with int8 all arms end alike, as its
-    logits are within 3 % of their spread; with nf4, within 30 %, going without costs success, and the correction wins
-    it back.
+    tokens came from another distribution. Expected: with int8 all arms end alike, as its logits are within 3 % of their
+    spread; with nf4, within 30 %, going without costs success, and the correction wins it back.
     """
     corrected = fg.Correction(cap=2.0)
     arms_of: dict[str, Arm] = {"full precision": Arm(algorithm=partial(member, OUTCOME))}
