@@ -75,6 +75,7 @@ def member(advantage: Advantage, weigh: Weigh = weights.flow_weights, **options:
 
 
 OUTCOME = outcome_advantage(fg.group_zscore)
+CENTRED = outcome_advantage(fg.algorithms.group_center)
 
 
 def _weighed(weigh: Weigh) -> Arm:
@@ -134,7 +135,7 @@ def statistics() -> Study:
         "trajectories",
         {
             "trajectories": Arm(),
-            "without deviation": Arm(algorithm=partial(member, outcome_advantage(fg.algorithms.group_center))),
+            "without deviation": Arm(algorithm=partial(member, CENTRED)),
             "leave one out": Arm(algorithm=partial(member, outcome_advantage(fg.algorithms.leave_one_out))),
             "rows": Arm(algorithm=partial(member, outcome_advantage(fg.group_zscore, over=row_group_advantage))),
             "released": Arm(changes={"algorithm": "flow_grpo_released"}),
@@ -194,9 +195,8 @@ def kl() -> Study:
         name: Arm(algorithm=partial(member, OUTCOME, **({"beta": 0.03} if how else {}), **how))
         for name, how in kinds.items()
     }
-    centred = outcome_advantage(fg.algorithms.group_center)
     made["k1 in the reward, no deviation"] = Arm(
-        algorithm=partial(member, centred, beta=0.03, **kinds["k1 in the reward"])
+        algorithm=partial(member, CENTRED, beta=0.03, **kinds["k1 in the reward"])
     )
     return Study("Where is KL paid?", "none", made, SMALL | SEVERAL)
 
