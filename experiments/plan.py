@@ -131,7 +131,7 @@ def _row_of(candidate: Candidate) -> dict[str, Any]:
 
 
 def _reason(candidate: Candidate, memory: float) -> str:
-    """Why a candidate does not fit."""
+    """Say why a candidate does not fit."""
     stages = {"update": candidate.update, "decode": candidate.decode}
     name, parts = max(stages.items(), key=lambda x: sum(x[1].values()))
     most = sorted(parts.items(), key=lambda x: -x[1])[:3]

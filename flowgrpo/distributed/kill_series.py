@@ -144,7 +144,7 @@ def _start(command: Sequence[str], folder: Path, log: Path) -> subprocess.Popen:
 def _await(
     process: subprocess.Popen, folder: Path, what: str, *, since: float, worker: str | None = None
 ) -> float | None:
-    """When a line of this kind was written; None where the run ended before."""
+    """Wait for a line of this kind, and say when it was written; None where the run ended before."""
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         over = process.poll() is not None

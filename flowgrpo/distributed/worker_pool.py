@@ -254,7 +254,7 @@ class WorkerPool:
     # Deadlines ----------------------------------------------------------------------------------------
 
     def refusal(self, what: str) -> str:
-        """Why this is not to be judged any more; "" where it is."""
+        """Say why this is not to be judged any more; "" where it is."""
         late = self.late[what] >= REFUSED_AFTER
         return f"the reward did not return within {self.shape.judge_seconds:g} s" if late else ""
 

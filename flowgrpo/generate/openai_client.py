@@ -47,7 +47,7 @@ class _Job:
 
     @property
     def ends_at(self) -> float | None:
-        """When its deadline is; None where it has none."""
+        """Say when its deadline is; None where it has none."""
         return None if self.request.deadline is None else self.begun + self.request.deadline
 
 

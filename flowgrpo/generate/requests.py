@@ -84,11 +84,11 @@ class Job:
 
     @property
     def limit(self) -> str:
-        """Why a job ends that has no room left."""
+        """Say why a job ends that has no room left."""
         return "length" if len(self.logp_sampled) >= self.request.max_tokens else "budget"
 
     def ending(self, now: float) -> str:
-        """Why the job must end whatever it has; empty where it need not."""
+        """Say why the job must end whatever it has; empty where it need not."""
         if self.future.cancelled():
             return "cancelled"
         return "timeout" if self.ends_at is not None and now > self.ends_at else ""

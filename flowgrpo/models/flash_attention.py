@@ -84,7 +84,7 @@ def _lay(sight: Sight, rows: int, block: int) -> _Laid:
 
 
 def _fill(x: Array, keep: Array, block: int, wide: int) -> Array:
-    """Whole blocks of a head dimension that the kernels take, with zeros where nothing is to be kept."""
+    """Fill up to a head dimension that the kernels take, with zeros where nothing is to be kept."""
     x = jnp.where(keep[:, None, :, None], x, jnp.zeros((), x.dtype))
     return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % block), (0, wide - x.shape[3])])
 

@@ -42,7 +42,7 @@ def splash_rows(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfi
 
 
 def _fill(x: Array, segment: Array) -> Array:
-    """Whole blocks of [r _ s e], with zeros in padding."""
+    """Fill up to whole blocks of [r _ s e], with zeros in padding."""
     x = jnp.where(segment[:, None, :, None] > 0, x, jnp.zeros((), x.dtype))
     return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % BLOCKS[-1]), (0, -x.shape[3] % LANES)])
 

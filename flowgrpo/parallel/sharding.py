@@ -484,7 +484,7 @@ def mesh_of(text: str | None) -> Mesh | None:
 
 
 def place_state(tree: Any, mesh: Mesh | None, axes: Any) -> Any:
-    """Whatever holds parameters with these axis letters, each array where the mesh has it."""
+    """Place whatever holds parameters with these axis letters, each array where the mesh has it."""
     if mesh is None or not divides(mesh):
         return share(tree, mesh)
     return place_on_devices(tree, state_shardings(tree, mesh, axes))

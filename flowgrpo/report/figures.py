@@ -343,7 +343,7 @@ def _bars(axis: Any, rows: Sequence[Line]) -> None:
 
 
 def _timeline(axis: Any, rows: Sequence[Line]) -> None:
-    """When each stage ran, second by second from the first of these updates on."""
+    """Show when each stage ran, second by second from the first of these updates on."""
     names = [name for name in STAGES if any(line.get(f"{name}_seconds") for line in rows)]
     now = 0.0
     for line in rows:

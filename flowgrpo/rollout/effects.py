@@ -144,7 +144,7 @@ def note_deadline_stop(fired: FiredDeadlines, key: Sequence[int], late: Deadline
 
 
 def unjudged(fired: FiredDeadlines, keys: Sequence[Sequence[int]]) -> str | None:
-    """Why the trajectories of these keys had no verdict, if that was so."""
+    """Say why the trajectories of these keys had no verdict, if that was so."""
     return fired.find(["unjudged", *keys])
 
 

@@ -150,7 +150,7 @@ def started(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen]:
 
 
 def count_lines(path: Path) -> int:
-    """Whole lines of a file that may not be there yet."""
+    """Count the whole lines of a file that may not be there yet."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
