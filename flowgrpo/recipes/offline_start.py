@@ -4,9 +4,11 @@
     script_imitation(model, env, do, config)             the warm start on demonstrations of the real tools
     demonstrate_script(env, text, tasks, do, seed=0)     trajectories whose actions are to be imitated
 
-A script knows what is right (`metadata["steps"]` and `["final"]`), and at every action slips with the chances in
-`ScriptFlaws`: it names a tool that is wrong or doesn't exist, damages a command, forgets the form, answers too early or
-wrongly. Nothing in a demonstration says which of its actions were slips. That is left to training.
+A script knows what is right (`metadata["steps"]` and `["final"]`), and slips with the chances in `ScriptFlaws`: it
+misreads the query (`metadata["misread"]`), names a tool that is wrong or doesn't exist, damages a command, forgets the
+form, answers too early or wrongly. Most slips are of what to do. An answer is copied from what the tools said in nine
+of ten cases, also after a misreading: a planner that never learned to copy has nothing that a reward could strengthen.
+Nothing in a demonstration says which of its actions were slips. That is left to training.
 """
 
 import json
@@ -47,9 +49,9 @@ class ScriptFlaws:
     wrong_tool: float = 0.18  # a step by another tool, or by one that doesn't exist
     damaged: float = 0.12  # a step whose command has lost something
     formless: float = 0.06  # an action without its form
-    early: float = 0.15  # an answer before the last step
-    wrong_sign: float = 0.12  # a step that computes or looks up something else
-    wrong_answer: float = 0.22  # at the end
+    early: float = 0.2  # an answer before the last step
+    misread: float = 0.35  # all steps and the answer of another query
+    wrong_answer: float = 0.1  # at the end
     wrong_drawing: float = 0.60
 
 
@@ -60,16 +62,18 @@ def action(tool: str, context: str) -> str:
 
 def script(task: Task, random: Random, flaws: ScriptFlaws) -> Iterator[str]:
     """Actions for a task, one after the other; the last is the answer."""
-    for tool, context in task.metadata["steps"]:  # type: ignore[union-attr]
+    steps, final = task.metadata["steps"], str(task.metadata["final"])
+    if random.random() < flaws.misread:
+        steps, final = task.metadata["misread"]  # type: ignore[misc]
+    for tool, context in steps:  # type: ignore[union-attr]
         while random.random() < flaws.wrong_tool + flaws.damaged + flaws.formless:
             yield _slip(tool, context, random, flaws)
         if random.random() < flaws.early:
-            yield action("answer", _wrong(task, random))
+            yield action("answer", _wrong(final, task.domain, random))
             return
-        context = _other(context, random) if random.random() < flaws.wrong_sign else context
         yield action(tool, context)
-    slips = random.random() < (flaws.wrong_answer if task.metadata["steps"] else flaws.wrong_drawing)
-    yield action("answer", _wrong(task, random) if slips else str(task.metadata["final"]))
+    slips = random.random() < (flaws.wrong_answer if steps else flaws.wrong_drawing)
+    yield action("answer", _wrong(final, task.domain, random) if slips else final)
 
 
 def _slip(tool: str, context: str, random: Random, flaws: ScriptFlaws) -> str:
@@ -86,22 +90,9 @@ def _slip(tool: str, context: str, random: Random, flaws: ScriptFlaws) -> str:
     return context
 
 
-def _other(context: str, random: Random) -> str:
-    """A command that gives something else."""
-    for sign in random.permutation(["+", "-", "*"]):
-        if f" {sign} " in context:
-            return context.replace(f" {sign} ", random.choice([f" {x} " for x in "+-*" if x != sign]), 1)
-    digits = [i for i, letter in enumerate(context) if letter.isdigit()]
-    if digits:
-        i = digits[int(random.integers(len(digits)))]
-        return context[:i] + str((int(context[i]) + int(random.integers(1, 10))) % 10) + context[i + 1 :]
-    return context.split()[0]
-
-
-def _wrong(task: Task, random: Random) -> str:
-    """An answer that is not the right one."""
-    final = str(task.metadata["final"])
-    if task.domain == "search":  # another name of the same kind
+def _wrong(final: str, domain: str, random: Random) -> str:
+    """An answer that is not this one."""
+    if domain == "search":  # another name of the same kind
         own = next(names for names in (TOWNS, LANDS, TRADES, WARES) if final in names)
         others = [other for other in own if other != final]
         return others[int(random.integers(len(others)))]

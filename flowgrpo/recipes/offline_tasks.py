@@ -7,13 +7,15 @@
     drawing       "Draw a red square with sides of 10 pixels, …"         drawing commands
 
 A task carries what a planner that knows everything would do: `metadata["steps"]`, pairs of tool and context, and
-`metadata["final"]`, its answer. Only demonstrations read them. In the order of a hash, every combination (wording and
+`metadata["final"]`, its answer; and in `metadata["misread"]` the steps and the answer of one that takes the query for
+another about the same things. Only demonstrations read them. In the order of a hash, every combination (wording and
 operators, kind of value and operator, question and entity, thing to draw) is dealt to one split, so that no test task
 is of a combination that training has seen, though each of its parts was seen.
 """
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -89,6 +91,13 @@ STYLES: Mapping[str, Callable[[str, str], str]] = {
 }
 
 
+def _misread_signs(random: np.random.Generator, combination: Combination) -> Combination:
+    """Take one of the two operations for another one."""
+    at = 1 + int(random.integers(2))
+    other = _pick(random, [sign for sign in SIGNS if sign != combination[at]])
+    return *combination[:at], other, *combination[at + 1 :]
+
+
 def _mathematics(random: np.random.Generator, combination: Combination) -> Made:
     style, one, two = combination
     a, b, c = (int(x) for x in random.integers(11, 100, 3))
@@ -115,11 +124,19 @@ VALUES: Mapping[str, tuple[str, str]] = {  # what is asked for, and the expressi
     "total": ("the sum of {numbers}", "sum({numbers})"),
     "reverse": ("{number} read backwards", "int('{number}'[::-1])"),
 }
+CONFUSED = {"letters": "count", "digits": "reverse", "largest": "total"}  # both ways: they are about the same things
+CONFUSED |= {other: one for one, other in CONFUSED.items()}
 OPERATIONS = {"plus": "+", "minus": "-", "times": "*"}
 REQUESTS = {
     "write": "Write f(x) that returns x {operation} {asked}.",
     "define": "Define a function f of x: x {operation} {asked}.",
 }
+
+
+def _misread_value(random: np.random.Generator, combination: Combination) -> Combination:  # noqa: ARG001
+    """Take what is asked for, for what else may be asked about the same things."""
+    style, kind, operation = combination
+    return style, CONFUSED[kind], operation
 
 
 def _code(random: np.random.Generator, combination: Combination) -> Made:
@@ -142,6 +159,14 @@ def _code(random: np.random.Generator, combination: Combination) -> Made:
 
 
 # Questions ----------------------------------------------------------------------------------------------
+
+OF_PEOPLE = ("trade", "town", "land", "ware")
+
+
+def _misread_question(random: np.random.Generator, combination: Combination) -> Combination:
+    """Take the question for another one about the same person; of a town there is one question only."""
+    kind, name = combination
+    return (kind if kind == "capital" else _pick(random, [one for one in OF_PEOPLE if one != kind])), name
 
 
 def _search(random: np.random.Generator, combination: Combination) -> Made:  # noqa: ARG001
@@ -174,7 +199,7 @@ def _drawing(seed: int, index: int, split: str) -> Task:
         id=f"drawing-{split}-{seed}-{index}",
         query=f"Draw {thing.words}.",
         domain="drawing",
-        metadata={**task.metadata, "steps": [], "final": final},
+        metadata={**task.metadata, "steps": [], "final": final, "misread": ([], final)},
     )
 
 
@@ -190,6 +215,11 @@ MAKERS: Mapping[str, Callable[[np.random.Generator, Combination], Made]] = {
     "code": _code,
     "search": _search,
 }
+MISREAD: Mapping[str, Callable[[np.random.Generator, Combination], Combination]] = {
+    "mathematics": _misread_signs,
+    "code": _misread_value,
+    "search": _misread_question,
+}
 DOMAINS = (*MAKERS, "drawing")
 
 
@@ -200,7 +230,7 @@ def combinations(domain: str, split: str) -> list[Combination]:
     every = {
         "mathematics": product(STYLES, SIGNS, SIGNS),
         "code": product(REQUESTS, VALUES, OPERATIONS),
-        "search": [*product(("trade", "town", "land", "ware"), people), *product(("capital",), towns)],
+        "search": [*product(OF_PEOPLE, people), *product(("capital",), towns)],
     }[domain]
     # By bytes that are the same in every process and version.
     dealt = sorted(every, key=lambda one: hashlib.sha256(repr((domain, *one)).encode()).digest())
@@ -222,8 +252,11 @@ def _task(seed: int, index: int, split: str, domain: str) -> Task:
         return _drawing(seed, index, split)
     random = np.random.default_rng([seed, index, list(SPLITS).index(split), DOMAINS.index(domain)])
     pool = combinations(domain, split)
-    query, answer, steps, final, more = MAKERS[domain](random, pool[int(random.integers(len(pool)))])
-    metadata = {**more, "steps": list(steps), "final": final}
+    combination = pool[int(random.integers(len(pool)))]
+    same = deepcopy(random)  # the same things in a query that is misread
+    query, answer, steps, final, more = MAKERS[domain](random, combination)
+    _, _, misread_steps, misread_final, _ = MAKERS[domain](same, MISREAD[domain](random, combination))
+    metadata = {**more, "steps": list(steps), "final": final, "misread": (list(misread_steps), misread_final)}
     return Task(f"{domain}-{split}-{seed}-{index}", query, (answer,), domain, metadata)
 
 

@@ -1,7 +1,6 @@
 """The offline tasks: their splits, what solves them, and what the demonstrations of them are like."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import numpy as np
@@ -34,6 +33,7 @@ from flowgrpo.tools.toolset import toolset
 from flowgrpo.types import BadInput
 
 FLAWLESS = ScriptFlaws(0, 0, 0, 0, 0, 0, 0)
+MISREADS = replace(FLAWLESS, misread=1)
 
 
 @pytest.fixture(scope="module")
@@ -87,20 +87,38 @@ def test_what_is_unknown_is_refused(given, said):
         make_tasks(**({"seed": 0, "start": 0, "count": 1, "split": "train"} | given))
 
 
+def played(world, tasks, flaws):
+    """(trajectories of the script with these slips, their answers, what they are paid)."""
+    text, env, do, reward = world
+    records = [play_script(env, text, do, task, script(task, np.random.default_rng(0), flaws)) for task in tasks]
+    last = [record.turns[-1] for record in records]
+    outputs = [text.decode(turn.tokens[turn.chosen][:-1]).split("Context: ", 1)[1] for turn in last]
+    return records, outputs, [scored.value for scored in reward.many(tasks, outputs)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_script_without_slips_solves_every_task_with_the_real_tools(world, split):
-    text, env, do, reward = world
     tasks = make_tasks(11, 0, 40, split)
-    outputs, turns = [], []
-    for task in tasks:
-        said = partial(script, task, np.random.default_rng(0), FLAWLESS)
-        record = play_script(env, text, do, task, said())
-        turns.append(len(record.turns))
-        outputs.append(text.decode(record.turns[-1].tokens[record.turns[-1].chosen][:-1]).split("Context: ", 1)[1])
-    values = [scored.value for scored in reward.many(tasks, outputs)]
+    records, _, values = played(world, tasks, FLAWLESS)
     assert values == [1.0] * len(tasks)
-    assert turns == [len(task.metadata["steps"]) + 1 for task in tasks]
+    assert [len(record.turns) for record in records] == [len(task.metadata["steps"]) + 1 for task in tasks]
+
+
+@pytest.mark.slow
+def test_who_misreads_a_query_answers_what_the_tools_said_and_is_wrong(world):
+    """An answer that no tool has said could not be copied from one, which is what demonstrations have to show."""
+    text, _, _, _ = world
+    tasks = [task for task in make_tasks(11, 0, 80, "train") if task.domain != "drawing"]
+    records, outputs, values = played(world, tasks, MISREADS)
+    finals = [task.metadata["misread"][1] for task in tasks]
+    assert outputs == finals
+    solved = [value == 1.0 for value in values]
+    assert solved == [task.metadata["final"] == final for task, final in zip(tasks, finals, strict=True)]
+    assert sum(solved) < len(tasks) / 10
+    for record, output in zip(records, outputs, strict=True):
+        heard = text.decode(record.turns[-1].tokens[~record.turns[-1].chosen])
+        assert output.split()[-1] in heard
 
 
 @pytest.mark.slow
@@ -126,7 +144,7 @@ def test_demonstrations_slip_and_say_what_they_are_in_exact_ids(world):
     assert 0.3 < np.mean([any(context in words for context in right) for words in spoken]) < 0.9
 
 
-def testshuffled_batches_visit_every_row_before_any_comes_again():
+def test_shuffled_batches_visit_every_row_before_any_comes_again():
     import flowgrpo as fg
 
     turn = fg.Turn(np.arange(1, 5), np.array([False, False, True, True]), np.zeros(4, np.float32))
