@@ -6,9 +6,9 @@
 
 A script knows what is right (`metadata["steps"]` and `["final"]`), and slips with the chances in `ScriptFlaws`: it
 misreads the query (`metadata["misread"]`), names a tool that is wrong or doesn't exist, damages a command, forgets the
-form, answers too early or wrongly. Most slips are of what to do. An answer is copied from what the tools said in nine
-of ten cases, also after a misreading: a planner that never learned to copy has nothing that a reward could strengthen.
-Nothing in a demonstration says which of its actions were slips. That is left to training.
+form, answers too early or wrongly. Most slips are of what to do. An answer after the last step is what the tools said,
+in nine of ten cases, also after a misreading: a planner that never learned to copy has nothing that a reward could
+strengthen. Nothing in a demonstration says which of its actions were slips. That is left to training.
 """
 
 import json
@@ -56,12 +56,12 @@ class ScriptFlaws:
 
 
 def action(tool: str, context: str) -> str:
-    """An action of a planner in its form."""
+    """Write an action of a planner in its form."""
     return f"Tool: {tool}\nContext: {context}"
 
 
 def script(task: Task, random: Random, flaws: ScriptFlaws) -> Iterator[str]:
-    """Actions for a task, one after the other; the last is the answer."""
+    """Yield the actions for a task, one after the other; the last is the answer."""
     steps, final = task.metadata["steps"], str(task.metadata["final"])
     if random.random() < flaws.misread:
         steps, final = task.metadata["misread"]  # type: ignore[misc]
@@ -77,7 +77,7 @@ def script(task: Task, random: Random, flaws: ScriptFlaws) -> Iterator[str]:
 
 
 def _slip(tool: str, context: str, random: Random, flaws: ScriptFlaws) -> str:
-    """A step that brings nothing."""
+    """Make up a step that brings nothing."""
     chances = np.array([flaws.wrong_tool, flaws.damaged, flaws.formless])
     kind = random.choice(3, p=chances / chances.sum())
     if kind == 0:
@@ -91,7 +91,7 @@ def _slip(tool: str, context: str, random: Random, flaws: ScriptFlaws) -> str:
 
 
 def _wrong(final: str, domain: str, random: Random) -> str:
-    """An answer that is not this one."""
+    """Make up an answer that is not this one."""
     if domain == "search":  # another name of the same kind
         own = next(names for names in (TOWNS, LANDS, TRADES, WARES) if final in names)
         others = [other for other in own if other != final]
