@@ -36,7 +36,10 @@ def check_role(name: str, who: str) -> None:
 class Config(HostedConfig, ChoiceConfig):
     """Settings of a run on the agent system; the defaults are those of the offline run, see `preset`."""
 
-    updates: int = setting(100, "Updates of the reinforcement phase.", "Sizes", at_least=0, may_differ=True)
+    updates: int = setting(50, "Updates of the reinforcement phase.", "Sizes", at_least=0, may_differ=True)
+    learning_rate: float = setting(5e-4, "Of the reinforcement phase.", "Learning", at_least=0.0)
+    mini_batches: int = setting(4, "Gradient steps of an update.", "Learning", at_least=1)
+    temperature: float = setting(0.8, "Of the planner's words.", "Sampling", at_least=0.0)
     corpus: str | None = setting(
         None, "What search looks through: a .jsonl, .txt or .md file, or a folder.", "What is run"
     )
@@ -69,9 +72,9 @@ class Config(HostedConfig, ChoiceConfig):
         0.2, "Share of the learning rate that is left after decay_updates.", "Learning", at_least=0.0, at_most=1.0
     )
     # Not `updates`, so that a run that is made longer goes on as if all updates had been asked for at once.
-    decay_updates: int = setting(100, "Updates in which the learning rate falls.", "Learning", at_least=1)
+    decay_updates: int = setting(50, "Updates in which the learning rate falls.", "Learning", at_least=1)
     warm_steps: int = setting(800, "Steps of imitation at most, in the offline run.", "Learning", at_least=0)
-    demonstrations: int = setting(4000, "How many are imitated, in the offline run.", "Learning", at_least=0)
+    demonstrations: int = setting(8000, "How many are imitated, in the offline run.", "Learning", at_least=0)
     correction: float = setting(0.0, "Bound of the correction for stale tokens; 0: none.", None, at_least=0.0)
     learn_from: str = setting("all", "Versions whose tokens are in the loss.", None, choices=("all", "newest"))
     tool_seconds: float = setting(10.0, "Of a call of a tool.", "Sampling", at_least=0.1)
@@ -95,6 +98,7 @@ class Config(HostedConfig, ChoiceConfig):
 # With a model: the settings of the paper (AgentFlow, arXiv:2510.05592).
 PAPER: dict[str, Any] = {
     "learning_rate": 1e-6,
+    "mini_batches": 1,
     "beta": 0.001,
     "clip_high": 0.2,
     "temperature": 0.5,

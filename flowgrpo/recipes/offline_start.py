@@ -155,6 +155,14 @@ TEMPLATE = (
 )
 Cut = Callable[[], Any]  # a pre-tokenizer of the package tokenizers
 SHAPE: Mapping[str, Any] = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "head_dim": 32}
+# A layer that sees a token and the three before it makes copying easy to learn: the layers above find what was said
+# after the words that were written last.
+COPYING: Mapping[str, Any] = SHAPE | {
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "use_sliding_window": True,
+    "sliding_window": 4,
+    "max_window_layers": 0,
+}
 
 
 def _words() -> Any:
@@ -285,7 +293,7 @@ def write_start(folder: Path, make_env: Callable[..., HostEnv], do: Do, config: 
     beside = folder.with_name(f".{folder.name}-whole")
     shutil.rmtree(beside, ignore_errors=True)
     spoken = ["".join(text.decode(turn.tokens) for turn in talk.turns) for talk in talks]
-    write_model(beside, [*queries, *spoken, *entries], seed=config.seed)
+    write_model(beside, [*queries, *spoken, *entries], seed=config.seed, shape=COPYING)
     note_made(beside, made)
     beside.replace(folder)
     shutil.rmtree(first)

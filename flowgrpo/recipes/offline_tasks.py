@@ -63,7 +63,7 @@ def world() -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]], dic
 def passages() -> list[dict[str, str]]:
     """The corpus: one passage about each person, town and land."""
     people, towns, lands = world()
-    found = [(name, f"A {trade}, born in {town}.") for name, (trade, town) in people.items()]
+    found = [(name, f"By trade a {trade}, born in {town}.") for name, (trade, town) in people.items()]
     found += [(town, f"{town} lies in {land} and is known for {ware}.") for town, (land, ware) in towns.items()]
     found += [(land, f"The capital of {land} is {town}.") for land, town in lands.items()]
     return [{"title": title, "text": text} for title, text in found]
