@@ -13,8 +13,8 @@ domains at once: mathematics, code that is tested, questions over a corpus, draw
 those of the paper (batch 32, group 8, learning rate 1e-6, KL 0.001, clip 0.2, temperature 0.5, 3 turns in training and
 10 in examinations, 2048 new tokens), and executor, verifier and generator are spoken by the model's frozen weights.
 
-Expected offline, on tasks of combinations that were never trained: success from 58 to 95 % (medians of ten seeds, which end
-between 91 and 97 %), tool errors from 8 to 1 %, in 9 minutes of one core.
+Expected offline, on tasks of combinations that were never trained: success from 58 to 95 % (medians of ten
+seeds, which end between 91 and 97 %), tool errors from 8 to 1 %, in 9 minutes of one core.
 
 At the end the table compares warm start and best checkpoint on tasks of combinations that neither training nor the
 choice of the checkpoint has seen. The work directory is that of every run (docs/checkpoints.md), with `trajectories/`,
