@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 RECIPE, OWN = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/scripts.md").read_text(), re.DOTALL | re.MULTILINE)
 SMALL = {  # the same scripts in a minute
-    "updates=150": "updates=12, warm_steps=50, test_tasks=32, d=32, layers=1",
+    "updates=120": "updates=12, warm_steps=50, test_tasks=32, d=32, layers=1",
     "tasks=500": "tasks=32",
     "d=96, layers=3": "d=32, layers=1",
     "steps=400": "steps=20",

@@ -13,7 +13,7 @@ CRITICS = ("own", "shared")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainingConfig):
-    """Settings of a run on a pure environment; the defaults are those of `lookup` with Flow-GRPO, see `preset`."""
+    """Settings of a run on a pure environment; `preset` has those that fit an environment."""
 
     env: str = setting("lookup", f"Any of {', '.join(ENVIRONMENTS)}, or {BY_IMPORT}.", "What is run")
     algorithm: str = setting("flow_grpo", "Member of the family.", "What is run", choices=ALGORITHMS)
@@ -65,7 +65,8 @@ class Config(TrainingConfig):
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "lookup": {},
+    "lookup": {"updates": 120, "decay_updates": 120, "learning_rate": 5e-4, "mini_batches": 4},
+    "lookup_hard": {},  # one step an update, as the studies on it have
     "arithmetic": {
         "layers": 4,
         "head": 32,
@@ -79,19 +80,21 @@ PRESETS: dict[str, dict[str, Any]] = {
     "maze": {"d": 64, "layers": 2, "learning_rate": 5e-4, "mini_batches": 4, "warm_steps": 600},
 }
 OUTSIDE: dict[str, Any] = {"d": 64, "layers": 2, "decay": 1.0, "decay_updates": 200, "warm_steps": 600}  # nobody tuned
-# What fits an algorithm where that differs from what fits Flow-GRPO; and how long it then takes in an environment.
+# What fits an algorithm where that differs from what fits Flow-GRPO; and what fits it in one environment.
 BY_ALGORITHM: dict[str, dict[str, Any]] = {
     "ppo": {"mini_batches": 4, "learning_rate": 5e-4, "clip_high": 0.2},
     "dpo": {"beta": 0.1, "epochs": 2, "mini_batches": 1},
 }
-LENGTHS: dict[tuple[str, str], dict[str, Any]] = {("lookup", "ppo"): {"updates": 75, "decay_updates": 75}}
+BY_BOTH: dict[tuple[str, str], dict[str, Any]] = {
+    ("lookup", "ppo"): {"updates": 75, "decay_updates": 75},
+    ("lookup", "dpo"): {"updates": 150, "decay_updates": 150, "learning_rate": 1e-3},
+}
 
 
 def preset(env: str = "lookup", algorithm: str = "flow_grpo", **chosen: Any) -> Config:
     """The settings that fit an environment and an algorithm, with what was chosen in their place."""
     if env not in ENVIRONMENTS and ":" not in env:
         raise BadInput(f"environment {env!r} is unknown; choose from {', '.join(ENVIRONMENTS)}, or {BY_IMPORT}")
-    fit = (
-        PRESETS.get(HARDER.get(env, env), OUTSIDE) | BY_ALGORITHM.get(algorithm, {}) | LENGTHS.get((env, algorithm), {})
-    )
+    like = env if env in PRESETS else HARDER.get(env, env)
+    fit = PRESETS.get(like, OUTSIDE) | BY_ALGORITHM.get(algorithm, {}) | BY_BOTH.get((env, algorithm), {})
     return make_config(Config, fit | chosen | {"env": env, "algorithm": algorithm})

@@ -37,6 +37,7 @@ SMALL: dict[str, Any] = {  # a planner and iterations that 16 seeds can have in 
 }
 WORLD: dict[str, Mapping[str, Any]] = {"lookup_hard": {}}  # environments and their settings
 EASY: dict[str, Mapping[str, Any]] = {"lookup": {"hops": (2, 2)}}
+SINGLE: dict[str, Any] = {"mini_batches": 1, "learning_rate": 1e-3}
 SEVERAL: dict[str, Any] = {"mini_batches": 4, "learning_rate": 5e-4}  # gradient steps an update, so that ratios move
 
 
@@ -303,7 +304,7 @@ def quantised_sampler() -> Study:
         sampler = partial(study_arms.quantised_rollouts, kind=kind)
         arms_of[f"{kind}, corrected"] = Arm(algorithm=partial(member, OUTCOME, correction=corrected), program=sampler)
         arms_of[kind] = Arm(algorithm=_rescored, program=sampler)
-    return Study("What does a quantised sampler cost?", "full precision", arms_of, worlds=EASY)
+    return Study("What does a quantised sampler cost?", "full precision", arms_of, changes=SMALL | SINGLE, worlds=EASY)
 
 
 def _rescored() -> fg.Algorithm:
