@@ -12,7 +12,7 @@ has seen, and shows one of them before and after. The same command goes on where
 Runs on any CPU, offline. Expected of `lookup` in a minute of one core: the success on test tasks rises from 14 to 98 %,
 and the share of calls to the right of four tools from 31 to 99 % (medians of ten seeds, the worst of which ends at
 93 %). `arithmetic` takes 8 minutes of one core, 18 of a slow one, and rises from 19 to 98 %; `maze` comes to 48 or
-55 %. On `lookup` no control rises by more than two points. There `--algorithm=ppo` comes to 99 % in 75 updates, and
+55 %. On `lookup` no control rises by more than three points. There `--algorithm=ppo` comes to 99 % in 75 updates, and
 `--algorithm=dpo` in 150 (seed 0): 182 and 124 seconds of one core.
 """
 
