@@ -161,7 +161,6 @@ COPYING: Mapping[str, Any] = SHAPE | {
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     "use_sliding_window": True,
     "sliding_window": 4,
-    "max_window_layers": 0,
 }
 
 

@@ -37,7 +37,7 @@ SMALL: dict[str, Any] = {  # a planner and iterations that 16 seeds can have in 
 }
 WORLD: dict[str, Mapping[str, Any]] = {"lookup_hard": {}}  # environments and their settings
 EASY: dict[str, Mapping[str, Any]] = {"lookup": {"hops": (2, 2)}}
-SINGLE: dict[str, Any] = {"mini_batches": 1, "learning_rate": 1e-3}
+SINGLE: dict[str, Any] = {"mini_batches": 1, "learning_rate": 1e-3}  # one gradient step, where a preset has four
 SEVERAL: dict[str, Any] = {"mini_batches": 4, "learning_rate": 5e-4}  # gradient steps an update, so that ratios move
 
 

@@ -107,7 +107,7 @@ ENDED["INT"] = (BY_SIGNAL + signal.SIGINT, -signal.SIGINT, 1)
 
 
 class Timeline(NamedTuple):
-    """When an undisturbed run wrote each line, in seconds from its start, and what was going on before it."""
+    """Times at which an undisturbed run wrote each line, in seconds from its start, and what was going on before it."""
 
     seconds: list[float]  # of each line, and of the end
     kinds: list[str]
@@ -118,7 +118,7 @@ class Timeline(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """When the signal comes: once there are so many lines, after this share of the time to the next."""
+    """Moment of a signal: once there are so many lines, after this share of the time to the next."""
 
     lines: int
     share: float

@@ -269,8 +269,8 @@ def test_a_published_run_comes_out_again_to_the_bit(monkeypatch):
     made_on = json.loads(Path("docs/studies/machines.json").read_text())["credit"]
     here = study_pages.processor_of_bits()
     if made_on != here:
-        # Another processor rounds otherwise, so equal bits can't be asked of it.
-        pytest.skip(f"bits depend on the processor: the study was run on {made_on}, and this is {here}")
+        said = f"bits depend on the processor: the study was run on {made_on}, and this is {here}"
+        pytest.skip(reason=said)  # another processor rounds otherwise, so equal bits can't be asked of it
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.delenv(PLAIN_KERNELS[0], raising=False)
     core = min(os.sched_getaffinity(0))  # the studies were run on one, and XLA parts work by their number

@@ -41,8 +41,8 @@ def case(name: str, kind: str):
     """The small model on a mesh of fsdp, for a target; without its compiler the test is skipped."""
     target = parse_target(name)
     if (lacking := missing_compiler(target.chip.platform)) is not None:
-        # Compilers take 2.3 GB, and no other test needs them: CI goes without.
-        pytest.skip(f"{name} can't be compiled for without {lacking}: pip install 'flowgrpo[aot]'")
+        said = f"{name} can't be compiled for without {lacking}: pip install 'flowgrpo[aot]'"
+        pytest.skip(reason=said)  # compilers take 2.3 GB, and no other test needs them: CI goes without
     mesh = make_mesh({"fsdp": DEVICES}, target_devices(target))
     learning = fg.flow_grpo(beta=0.0), make_optimizer(learning_rate=1e-3)
     return make_case(CONFIG, JOBS[kind], *learning, mesh=mesh, target=target)

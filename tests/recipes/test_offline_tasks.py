@@ -10,9 +10,11 @@ from flowgrpo.agent import roles
 from flowgrpo.agent.rendering import appending
 from flowgrpo.agent.system import agent_system
 from flowgrpo.data.tokenizer import load_text
+from flowgrpo.models.hf import load_model
 from flowgrpo.recipes import registry
 from flowgrpo.recipes.agent_config import Config, preset
 from flowgrpo.recipes.offline_start import (
+    COPYING,
     MADE_WITH,
     ScriptFlaws,
     demonstrate_script,
@@ -169,6 +171,11 @@ def test_a_start_that_other_settings_made_is_refused_and_nothing_is_made_anew(tm
     write_start(folder, never, never, replace(config, updates=7))
     with pytest.raises(BadInput, match="was made otherwise: seed: there 0, here 1; turns: there 4, here 5"):
         write_start(folder, never, never, replace(config, seed=1, turns=5))
+
+
+def test_the_model_that_is_to_copy_comes_back_with_a_window_in_its_first_layer_only(tmp_path):
+    write_model(tmp_path / "start", ["Add 31 to 58."], seed=0, shape=COPYING)
+    assert load_model(tmp_path / "start").config.windows == (4, None, None)
 
 
 def test_an_action_that_leaves_no_room_for_a_context_is_refused_by_its_flag():
