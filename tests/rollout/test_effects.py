@@ -2,6 +2,7 @@
 
 import json
 import threading
+from concurrent.futures import Future
 from itertools import count
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hosted_cases import Engine, answer, hang, make_env, run, tasks_of, value, values
 
 from flowgrpo.contracts import Call, Result, Reward, Scored
+from flowgrpo.rollout import hosted_run
 from flowgrpo.rollout.effects import Journal
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.types import BadInput, Task
@@ -261,14 +263,33 @@ def test_S1_a_call_that_was_late_is_late_again(tmp_path, kind):
     assert fresh[0] == whole
 
 
-def test_S1_what_a_groups_deadline_gave_back_is_given_back_again(tmp_path):
-    """Those that waited for the engine, and those that had not started."""
+class Stalling(Engine):
+    """Leaves what is asked after a first turn without an answer; time passes with each request that it leaves."""
+
+    left = 0
+
+    def submit(self, request):
+        if len(request.tokens) <= 2:
+            return super().submit(request)
+        self.left += 1
+        return Future()
+
+    def monotonic(self) -> float:
+        return float(self.left)
+
+
+@pytest.mark.parametrize("width", [1, 5])
+def test_S1_what_a_groups_deadline_gave_back_is_given_back_again(tmp_path, monkeypatch, width):
+    """Those that waited for the engine; and, where they go one by one, those of the group that had not started."""
     work = tasks_of(3, 4)
-    with Engine(answers=9) as slow, Engine() as engine:
-        first = attempt(tmp_path, slow, work, answer, deadline=0.5)
-        assert first[1]
-        assert len({turns for _, _, turns, _ in first[1]}) > 1
-        again = attempt(tmp_path, engine, work, answer, deadline=60.0)
+    with Stalling() as slow, Engine() as engine:
+        monkeypatch.setattr(hosted_run, "time", slow)
+        first = attempt(tmp_path, slow, work, answer, width=width, deadline=0.1)
+        monkeypatch.undo()
+        again = attempt(tmp_path, engine, work, answer, width=width, deadline=60.0)
+    turns = [count for _, _, count, _ in first[1]]
+    assert turns.count(1) >= 1
+    assert width > 1 or turns.count(0) >= 1
     assert again == first
 
 
