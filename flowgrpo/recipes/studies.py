@@ -218,7 +218,7 @@ def group_size() -> Study:
     return Study("How large is a group?", f"{samples} of {queries}", equal | more)
 
 
-COLLAPSING: dict[str, Any] = {"updates": 160, "learning_rate": 4e-3, "mini_batches": 4}
+COLLAPSING: dict[str, Any] = {"updates": 160, "learning_rate": 1.5e-3, "mini_batches": 4}
 
 
 def collapse() -> Study:
