@@ -119,7 +119,7 @@ def token_sums(batch: Batch, logp_rs: AnyArray, *, by: tuple[str, ...], correcti
         batch = batch.replace(sequence_sum=total_rs, sequence_count=count_rs)
     if correction is not None and correction.level == "sequence":
         total_rs, _ = sequence_totals(_log_mismatch(batch), batch, "trajectory", "turn")
-        batch = batch.replace(correction=_capped(total_rs, correction))
+        batch = batch.replace(correction=_bounded(total_rs, correction))
     return batch
 
 
@@ -129,10 +129,11 @@ def _log_mismatch(batch: Batch) -> Array:
     return stop_gradient(masked.fill(batch.logp_old, own_rs) - masked.fill(batch.logp_sampled, own_rs))
 
 
-def _capped(log_mismatch_rs: AnyArray, correction: Correction) -> Array:
+def _bounded(log_mismatch_rs: AnyArray, correction: Correction) -> Array:
+    """The ratio of trainer to sampler within its bounds; with a mask 0 outside of them."""
     ratio_rs = jnp.exp(log_mismatch_rs)
-    above = 0.0 if correction.mask else correction.cap
-    return jnp.where(ratio_rs > correction.cap, above, ratio_rs)
+    within_rs = jnp.clip(ratio_rs, correction.low, correction.cap)
+    return jnp.where(ratio_rs == within_rs, ratio_rs, 0.0) if correction.mask else within_rs
 
 
 # The loss ---------------------------------------------------------------------------------------------
@@ -226,4 +227,4 @@ def _correction(batch: Batch, correction: Correction | None, live_rs: AnyArray) 
     if correction.level == "sequence":
         given_rs = required(batch.correction, "sequence-level correction", "Batch.correction", "the loss")
         return stop_gradient(masked.fill(given_rs, live_rs, 1.0))
-    return masked.fill(_capped(_log_mismatch(batch), correction), live_rs, 1.0)
+    return masked.fill(_bounded(_log_mismatch(batch), correction), live_rs, 1.0)

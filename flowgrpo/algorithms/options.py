@@ -21,17 +21,19 @@ KL_KINDS = ("k1", "k2", "k3")
 class Correction(NamedTuple):
     """Stop-gradient min(pi_old / mu, cap) for stale or mismatched samplers.
 
-    `level` is "token" or "sequence" (one turn's action). With `mask`, what lies above the cap is left
-    out instead of capped.
+    `level` is "token" or "sequence" (one turn's action). A ratio below `low` counts as `low`. With `mask`, what lies
+    above the cap or below `low` is left out instead: IcePop's are 5 and 0.5, by token.
     """
 
     cap: float = 2.0
     level: str = "token"
     mask: bool = False
+    low: float = 0.0
 
     def check(self) -> None:
-        """Raise `BadInput` for a cap or a level that can't be."""
+        """Raise `BadInput` for bounds or a level that can't be."""
         check_range("Correction", "cap", self.cap, 0.0, exclusive=True)
+        check_range("Correction", "low", self.low, 0.0, self.cap)
         check_choice("Correction", "level", self.level, ("token", "sequence"))
 
 

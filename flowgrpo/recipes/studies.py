@@ -270,7 +270,7 @@ def turns() -> Study:
 
 
 def stale() -> Study:
-    """Data of parameters that are 1 to 8 updates old: uncorrected, capped, masked, and capped by whole actions.
+    """Data of parameters that are 1 to 8 updates old: uncorrected, capped, masked (IcePop), and capped by whole actions.
 
     Expected: a few updates cost little; at 8 the uncorrected arm learns slower, and corrections help where the weights
     still overlap.
@@ -278,7 +278,7 @@ def stale() -> Study:
     corrections: dict[str, fg.Correction | None] = {
         "": None,
         ", capped": fg.Correction(2.0),
-        ", masked": fg.Correction(2.0, mask=True),
+        ", masked": fg.Correction(5.0, mask=True, low=0.5),
         ", by action": fg.Correction(2.0, "sequence"),
     }
     arms_of: dict[str, Arm] = {"on policy": Arm(algorithm=partial(member, OUTCOME))}

@@ -74,6 +74,8 @@ WORKED = {
     "token mask": (corrected(2.0, mask=True), ONCE, ONCE, TURNS, -2.5, [0, -2, -0.5]),
     "sequence correction": (corrected(3.0, "sequence"), ONCE, ONCE, TURNS, -6.5, [-3, -3, -0.5]),
     "wide sequence correction": (corrected(9.0, "sequence"), ONCE, ONCE, TURNS, -16.5, [-8, -8, -0.5]),  # 4 * 2
+    "token mask on both sides": (corrected(2.0, mask=True, low=0.75), ONCE, ONCE, TURNS, -2.0, [0, -2, 0]),
+    "token correction on both sides": (corrected(2.0, low=0.75), ONCE, ONCE, TURNS, -4.75, [-2, -2, -0.75]),
     "sequence mask": (corrected(3.0, "sequence", mask=True), ONCE, ONCE, TURNS, -0.5, [0, 0, -0.5]),
     "correction and KL": (corrected(2.0, beta=0.5), [2] * 3, [0] * 3, TURNS, 1.5 * (LN(2) - 0.5), [0.25] * 3),
     # dpo: the winner gained log 4 over the reference in two tokens, the loser lost log 2: -log sigma(0.5 log 8).
@@ -177,6 +179,7 @@ REFUSED = {
     "there is none; set beta and kl_in": lambda: fg.algorithms.dapo(kl_weighted=True),
     "there is none; set beta": lambda: fg.grpo(kl_in="reward", kl_weighted=True),
     "clip_low is 1.5, but a ratio is never below 0": lambda: fg.grpo(clip_low=1.5),
+    "low is 3.0, but must be at least 0 and at most 2": lambda: fg.Correction(low=3.0),
     "level is 'row', but must be one of token": lambda: fg.Correction(level="row"),
     "overlong is (9, 3), but must be a fg.Overlong": lambda: fg.algorithms.dapo(overlong=(9, 3)),
     "cispo can't honour dual_clip": lambda: cispo(dual_clip=3.0),

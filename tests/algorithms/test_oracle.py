@@ -174,10 +174,11 @@ def trl_grpo(oracle, case: Case, **settings) -> tuple:
 # GRPO, Dr. GRPO, DAPO, CISPO, GSPO ----------------------------------------------------------------------------
 
 
-def corrected(mode: str) -> dict:
+def corrected(mode: str, low: float | None = None) -> dict:
     """TRL's correction for a sampler that is not the trainer, capped at 1.2."""
     switch = "vllm_importance_sampling"
-    return {"use_vllm": True, f"{switch}_correction": True, f"{switch}_mode": mode, f"{switch}_clip_max": 1.2}
+    bounds = {f"{switch}_clip_max": 1.2, f"{switch}_clip_min": low}
+    return {"use_vllm": True, f"{switch}_correction": True, f"{switch}_mode": mode, **bounds}
 
 
 AS_GRPO = {"loss_type": "grpo"}
@@ -213,6 +214,13 @@ BY_TOKEN = {
     "dapo": (dapo(), AS_DAPO),
     "dapo, token correction": (dapo(correction=fg.Correction(1.2)), AS_DAPO | corrected("token_truncate")),
     "dapo, token mask": (dapo(correction=fg.Correction(1.2, mask=True)), AS_DAPO | corrected("token_mask")),
+    **{
+        f"dapo, token {mode} on both sides": (
+            dapo(correction=fg.Correction(1.2, mask=mode == "mask", low=0.9)),
+            AS_DAPO | corrected(f"token_{mode}", 0.9),
+        )
+        for mode in ("truncate", "mask")
+    },
     "cispo, KL": (cispo(**KL), AS_CISPO | KL),
     # TRL's bonus is a mean over tokens whatever the loss type; ours has the member's weights, so only dapo's is equal.
     "dapo, entropy": (dapo(**ENTROPY), AS_DAPO | AS_ENTROPY),
