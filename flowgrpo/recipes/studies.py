@@ -270,7 +270,7 @@ def turns() -> Study:
 
 
 def stale() -> Study:
-    """Data of parameters that are 1 to 8 updates old: uncorrected, capped, masked (IcePop), and capped by whole actions.
+    """Data of parameters that are 1 to 8 updates old: uncorrected, capped, masked (IcePop), capped by whole actions.
 
     Expected: a few updates cost little; at 8 the uncorrected arm learns slower, and corrections help where the weights
     still overlap.
