@@ -6,6 +6,7 @@
     ratio_histogram             how many live tokens have which rho, in the bins of `report.metrics`
     advantage_std, _min, _max, _histogram   over live tokens
     zero_signal_groups  share of groups in which no token has an advantage
+    task_information    what first actions say of their task; in the metrics of whoever adds it
     *_by_turn           kl, kl_old, entropy and the clip fractions, turn by turn, and live_tokens
 
 All but the advantages' figures are made of sums over tokens, so they add up over micro-batches, devices and steps
@@ -22,7 +23,7 @@ from jax import Array
 from jax.lax import stop_gradient
 
 from flowgrpo import masked
-from flowgrpo.algorithms.advantage import dense_ids
+from flowgrpo.algorithms.advantage import dense_ids, group_sum
 from flowgrpo.algorithms.loss import weighted_sums
 from flowgrpo.contracts import Algorithm, Metrics, Scores
 from flowgrpo.report.metrics import ADVANTAGE, ADVANTAGE_SIDE, ADVANTAGE_STEP, NEAR, RATIO, RATIO_SIDE, RATIO_STEP
@@ -169,6 +170,21 @@ def _signal(adv: Array, live: Array, own: Array, group: Array) -> Metrics:
         ADVANTAGE: _advantage_histogram(masked.fill(adv, live), live),
         "zero_signal_groups": (groups - _distinct(group, speaking)) / jnp.maximum(groups, 1.0),
     }
+
+
+def task_information(played: Trajectories) -> jax.Array:
+    """Estimate the mutual information between task and first action in nats, from counts (RAGEN-2, 2026).
+
+    0 where first actions don't depend on the task; as groups are small, it is estimated too high.
+    """
+    first_nl = jnp.where(played.actions[:, 0], played.tokens[:, 0], 0)
+    action_n, group_n, valid_n = dense_ids(*first_nl.T), dense_ids(played.group), played.valid
+    one_n = jnp.ones(len(action_n))
+    both_n, own_n, of_group_n = (
+        group_sum(one_n, id_n, valid_n) for id_n in (dense_ids(action_n, group_n), action_n, group_n)
+    )
+    ratio_n = masked.fill(both_n * valid_n.sum(dtype=jnp.float32) / (own_n * of_group_n), valid_n, 1.0)
+    return masked.mean(jnp.log(ratio_n), valid_n)
 
 
 def _advantage_histogram(adv: Array, live: Array) -> Array:

@@ -21,9 +21,7 @@ import flowgrpo as fg
 from flowgrpo import loop, masked
 from flowgrpo.algorithms.advantage import (
     anchor_advantage,
-    dense_ids,
     group_center,
-    group_sum,
     last_turns,
     multi_turn_group_advantage,
     turn_index,
@@ -31,6 +29,7 @@ from flowgrpo.algorithms.advantage import (
 from flowgrpo.algorithms.options import Options
 from flowgrpo.contracts import Metrics
 from flowgrpo.learner.critic import with_critic
+from flowgrpo.learner.diagnostics import task_information
 from flowgrpo.models.decoder import matrices
 from flowgrpo.models.quantised import quantise_layers
 from flowgrpo.models.trainable import acting
@@ -192,21 +191,6 @@ def with_bonus(setup: pure.Setup, *, bonus: float, first: int = 0, last: int = 2
         return run, metrics | {"task_information": task_information(played)}
 
     return ArmProgram(_same, step, _same)
-
-
-def task_information(played: Trajectories) -> jax.Array:
-    """Estimate the mutual information between task and first action in nats, from counts (RAGEN-2, 2026).
-
-    0 where first actions don't depend on the task; as groups are small, it is estimated too high.
-    """
-    first_nl = jnp.where(played.actions[:, 0], played.tokens[:, 0], 0)
-    action_n, group_n, valid_n = dense_ids(*first_nl.T), dense_ids(played.group), played.valid
-    one_n = jnp.ones(len(action_n))
-    both_n, own_n, of_group_n = (
-        group_sum(one_n, id_n, valid_n) for id_n in (dense_ids(action_n, group_n), action_n, group_n)
-    )
-    ratio_n = masked.fill(both_n * valid_n.sum(dtype=jnp.float32) / (own_n * of_group_n), valid_n, 1.0)
-    return masked.mean(jnp.log(ratio_n), valid_n)
 
 
 class StaleRun(struct.PyTreeNode):

@@ -23,6 +23,7 @@ from flowgrpo.types import BadInput
 
 WORST = 10.0  # times as bad as the limit: what falls towards 0 gets no worse than that
 RISEN = 0.02  # of the success rate, from which it has risen between two windows
+INFORMED = 0.1  # nats, by which what an action says of its task has to fall
 CHANCE = 5.0  # standard errors of a difference to the best window, which is one of many
 WARNINGS = "warnings.jsonl"
 WORSE = 2.0  # times as bad as when it was told last, from which it is told again
@@ -30,6 +31,7 @@ FIGURES = {  # what is looked at, by phase
     "train": (
         *("success", "entropy", "repeated_text", "repeated_actions", "ratio_p01", "ratio_p99", "clip_low_fraction"),
         *("clip_high_fraction", "zero_signal_groups", "tool_errors", "chosen_per_trajectory", "gap"),
+        "task_information",
     ),
     "validation": ("success", "success_low", "success_high", "gap"),
 }
@@ -43,6 +45,7 @@ class HealthLimits:
     window: int = 5  # updates whose mean counts
     entropy: float = 0.01  # nats a token, below which a policy hardly explores
     entropy_share: float = 0.5  # of a window ago, below which entropy falls fast
+    information_share: float = 0.5  # of what it was at first, below which actions no longer follow their task
     solved: float = 0.9  # success from which low entropy and groups without a signal are what they should be
     repeated_text: float = 0.3  # of the runs of four tokens
     repeated_actions: float = 0.6  # of the actions that follow another
@@ -222,6 +225,24 @@ def _falling_entropy(history: History, limits: HealthLimits) -> Finding | None:
     return Finding("entropy_falls", now, limit, limit / max(now, 1e-9), words)
 
 
+def _falling_information(history: History, limits: HealthLimits) -> Finding | None:
+    """Compare what first actions say of their task, where it is in the metrics, with what they said at first."""
+    name = "task_information"
+    now, first = _mean(history, name, limits), _first(history, name, limits)
+    success = _mean(history, "success", limits), _first(history, "success", limits)
+    if now is None or first is None or _risen(*success):
+        return None
+    limit = min(first * limits.information_share, first - max(INFORMED, _by_chance(history, name, limits)))
+    if now >= limit:
+        return None
+    words = (
+        f"the first action says {now:.2f} nats of its task, and said {first:.2f} at first, below {limit:.2f}: the "
+        "policy acts alike whatever is asked; go on from an earlier checkpoint with a lower learning rate, or learn "
+        "from groups with a signal only"
+    )
+    return Finding(name, now, limit, limit / max(now, limit / WORST), words)
+
+
 def _above(history: History, limits: HealthLimits, name: str, what: str, fix: str) -> Finding | None:
     """A share that should stay below its limit."""
     now, limit = _mean(history, name, limits), getattr(limits, name)
@@ -351,7 +372,7 @@ def _gap(history: History, limits: HealthLimits) -> Finding | None:
 
 
 CHECKS: tuple[Check, ...] = (
-    *(_low_entropy, _falling_entropy),
+    *(_low_entropy, _falling_entropy, _falling_information),
     partial(
         _above,
         name="repeated_text",

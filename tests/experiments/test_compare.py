@@ -99,20 +99,6 @@ def test_a_run_says_at_which_update_it_would_have_been_warned_first():
     assert study_pages.warning_table(study, runs, range(4)).splitlines()[2] == "| one | `entropy` 3 of 4, 12 |"
 
 
-def test_task_information_is_that_of_counts():
-    """Each of two tasks has an action of its own: log 2; all do the same, or groups mix both alike: 0."""
-    group_n = np.repeat([0, 1], 4)
-
-    def information(first_n):
-        turns = [fg.Turn([9, word], [False, True], [0.0, -1.0]) for word in first_n]
-        played = fg.collate([fg.Trajectory([turn], 1.0, int(g)) for turn, g in zip(turns, group_n, strict=True)])
-        return float(study_arms.task_information(played))
-
-    assert information([5, 5, 5, 5, 6, 6, 6, 6]) == pytest.approx(np.log(2), abs=1e-6)
-    assert information([5] * 8) == pytest.approx(0.0, abs=1e-6)
-    assert information([5, 5, 6, 6] * 2) == pytest.approx(0.0, abs=1e-6)
-
-
 PUBLISHED = sorted(Path("docs/studies").glob("*.jsonl"))
 
 

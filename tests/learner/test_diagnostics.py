@@ -10,7 +10,15 @@ from family_cases import batch_of, everything_on, make_case, scores_of
 from tiny_learner import BIGRAMS, OPTIMIZERS, PLAIN, SETTINGS, fresh, rows_of, sampled_case
 
 import flowgrpo as fg
-from flowgrpo.learner.diagnostics import BY_TURN, DiagnosticsSettings, batch_signal, metrics_of_sums, observe, signal
+from flowgrpo.learner.diagnostics import (
+    BY_TURN,
+    DiagnosticsSettings,
+    batch_signal,
+    metrics_of_sums,
+    observe,
+    signal,
+    task_information,
+)
 from flowgrpo.learner.update import make_update
 from flowgrpo.report.metrics import advantage_edges, ratio_edges
 
@@ -121,6 +129,20 @@ def test_groups_without_signal_are_counted_before_and_after_packing():
         np.testing.assert_allclose(by_token[name], value, rtol=1e-6, err_msg=name)
         np.testing.assert_allclose(packed[0][name], value, rtol=1e-6, err_msg=name)
     assert float(packed[1]["zero_signal_groups"]) == 0.0
+
+
+def test_task_information_is_that_of_counts():
+    """Each of two tasks has an action of its own: log 2; all do the same, or groups mix both alike: 0."""
+    group_n = np.repeat([0, 1], 4)
+
+    def information(first_n):
+        turns = [fg.Turn([9, word], [False, True], [0.0, -1.0]) for word in first_n]
+        played = fg.collate([fg.Trajectory([turn], 1.0, int(g)) for turn, g in zip(turns, group_n, strict=True)])
+        return float(task_information(played))
+
+    assert information([5, 5, 5, 5, 6, 6, 6, 6]) == pytest.approx(np.log(2), abs=1e-6)
+    assert information([5] * 8) == pytest.approx(0.0, abs=1e-6)
+    assert information([5, 5, 6, 6] * 2) == pytest.approx(0.0, abs=1e-6)
 
 
 # In an update -------------------------------------------------------------------------------------------

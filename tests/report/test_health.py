@@ -56,6 +56,7 @@ def test_a_run_that_collapses_is_told_when():
     [
         ("entropy", 0.005, 0.005, "entropy", 0.005),
         ("entropy", 0.36, 0.0, "entropy_falls", 0.08),
+        ("task_information", 2.7, 0.0, "task_information", 0.6),
         ("repeated_text", 0.4, 0.4, "repeated_text", 0.4),
         ("repeated_actions", 0.7, 0.7, "repeated_actions", 0.7),
         ("ratio_p99", 2.5, 2.5, "ratio", 2.5),
@@ -81,6 +82,8 @@ def test_each_check_has_its_figure(field, first, last, name, figure):
         {"entropy": (0.005, 0.005), "success": (0.95, 0.95)},  # there is nothing left to explore for
         {"zero_signal_groups": (0.9, 0.9), "success": (0.95, 0.95)},
         {"chosen_per_trajectory": (60.0, 330.0), "success": (0.3, 0.7)},
+        {"task_information": (2.7, 0.9), "success": (0.3, 0.7)},  # one way that is right for all
+        {"task_information": (0.02, 0.0)},  # next to nothing from the start
         {"gap": (0.5, 0.5)},  # it was there from the start
         {"zero_signal_groups": (0.2, 0.8), "success": (0.3, 0.6), "count": 40},
         {"tool_errors": (0.0, 0.6), "success": (0.3, 0.6), "count": 40},
