@@ -225,7 +225,8 @@ def collapse() -> Study:
     """Learn too fast, so that policies collapse: with an entropy bonus throughout, in the first half, in the second.
 
     Expected: without a bonus entropy is gone before success falls, and what the first action says of its task falls
-    with it; an early bonus keeps both, a late one comes too late. The table of warnings says which comes first.
+    with it; an early bonus keeps both, a late one comes too late. The table of warnings says which comes first. The arm
+    of a fifth of the bonus was added when the whole one had done harm.
     """
     half = COLLAPSING["updates"] // 2
     bonus = partial(study_arms.with_bonus, bonus=0.02)
@@ -235,6 +236,7 @@ def collapse() -> Study:
         {
             "no bonus": Arm(program=partial(study_arms.with_bonus, bonus=0.0)),
             "bonus": Arm(program=bonus),
+            "a fifth of the bonus": Arm(program=partial(study_arms.with_bonus, bonus=0.004)),
             "bonus, first half": Arm(program=partial(bonus, last=half - 1)),
             "bonus, second half": Arm(program=partial(bonus, first=half)),
         },
