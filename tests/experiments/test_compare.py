@@ -251,16 +251,17 @@ def test_a_study_whose_time_is_over_ends_before_its_next_arm(asked, tmp_path, ca
 
 @pytest.mark.slow
 def test_a_published_run_comes_out_again_to_the_bit(monkeypatch):
-    """The warm start, ten updates and two examinations of 256 tasks, with the flags of users."""
-    made_on = json.loads(Path("docs/studies/machines.json").read_text())["credit"]
+    """The warm start, ten updates and two examinations of 256 tasks, with the flags of users, of one study of many."""
+    made_on = json.loads(Path("docs/studies/machines.json").read_text())
     here = study_pages.processor_of_bits()
-    if made_on != here:
-        said = f"bits depend on the processor: the study was run on {made_on}, and this is {here}"
+    of_here = [name for name, machine in made_on.items() if machine == here]
+    if not of_here:
+        said = f"bits depend on the processor: studies were run on {set(made_on.values())}, and this is {here}"
         pytest.skip(reason=said)  # another processor rounds otherwise, so equal bits can't be asked of it
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.delenv(PLAIN_KERNELS[0], raising=False)
     core = min(os.sched_getaffinity(0))  # the studies were run on one, and XLA parts work by their number
-    flags = ["--study=credit", "--check=docs/studies", "--until=10", "--cpu_devices=1"]
+    flags = [f"--study={of_here[-1]}", "--check=docs/studies", "--until=10", "--cpu_devices=1"]
     source = (
         f"import os, runpy, sys; os.sched_setaffinity(0, [{core}]); sys.argv[1:] = {flags}; "
         "runpy.run_module('experiments.compare', run_name='__main__', alter_sys=True)"
