@@ -275,7 +275,8 @@ def stale() -> Study:
     """Data of parameters that are 1 to 8 updates old: uncorrected, capped, masked (IcePop), capped by whole actions.
 
     Expected: a few updates cost little; at 8 the uncorrected arm learns slower, and corrections help where the weights
-    still overlap.
+    still overlap. The arms without a clip were added when all corrections had lost: where there is one gradient step, a
+    clip that is measured from the trainer's own scores cuts nothing.
     """
     corrections: dict[str, fg.Correction | None] = {
         "": None,
@@ -290,6 +291,9 @@ def stale() -> Study:
             f"{lag} late{how}": Arm(algorithm=partial(member, OUTCOME, correction=correction), program=late)
             for how, correction in corrections.items()
         }
+        if lag > 1:
+            unclipped = partial(member, OUTCOME, clip=(1.0, 1e9))
+            arms_of[f"{lag} late, no clip"] = Arm(algorithm=unclipped, program=late)
     return Study("What do stale data cost?", "on policy", arms_of)
 
 
