@@ -275,8 +275,8 @@ def stale() -> Study:
     """Data of parameters that are 1 to 8 updates old: uncorrected, capped, masked (IcePop), capped by whole actions.
 
     Expected: a few updates cost little; at 8 the uncorrected arm learns slower, and corrections help where the weights
-    still overlap. The arms without a clip were added when all corrections had lost: where there is one gradient step, a
-    clip that is measured from the trainer's own scores cuts nothing.
+    still overlap. The arms without a clip and those with four gradient steps were added when all corrections had lost:
+    where there is one step, a clip that is measured from the trainer's own scores cuts nothing.
     """
     corrections: dict[str, fg.Correction | None] = {
         "": None,
@@ -294,6 +294,12 @@ def stale() -> Study:
         if lag > 1:
             unclipped = partial(member, OUTCOME, clip=(1.0, 1e9))
             arms_of[f"{lag} late, no clip"] = Arm(algorithm=unclipped, program=late)
+    arms_of["4 steps, on policy"] = Arm(algorithm=partial(member, OUTCOME), changes=SEVERAL)
+    for lag in (1, 4):
+        late = partial(study_arms.stale_sampler, lag=lag)
+        for how in ("", ", capped", ", masked"):
+            several = partial(member, OUTCOME, correction=corrections[how])
+            arms_of[f"4 steps, {lag} late{how}"] = Arm(algorithm=several, program=late, changes=SEVERAL)
     return Study("What do stale data cost?", "on policy", arms_of)
 
 
