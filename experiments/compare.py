@@ -40,7 +40,9 @@ from flowgrpo.types import BadInput
 
 flag_heading("What is run")
 _STUDY = flags.DEFINE_enum("study", "credit", list(STUDIES), "What is compared.")
-_ARMS = flags.DEFINE_list("arms", None, "Some of the study's arms, by commas; all by default.")
+_ARMS = flags.DEFINE_list(
+    "arms", None, 'Some of the study\'s arms, by commas, in "quotes" where a name has one; all by default.'
+)
 _SEED = flags.DEFINE_integer("seed", 0, "The first seed.", lower_bound=0)
 flag_heading("Sizes")
 _SEEDS = flags.DEFINE_integer("num_seeds", 16, "Seeds of every arm.", lower_bound=1)
