@@ -28,6 +28,7 @@ from flowgrpo.types import BadInput
 
 RunResults = Mapping[tuple[str, str, int], Mapping[str, Any]]
 KEPT = ("arm", "env", "seed", "updates", "success", "turns", "warnings")  # of a run's line, in the documentation
+BANDS = 12  # arms at most whose intervals are drawn over the updates, too
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 MACHINES = "machines.json"  # what each study was run on
 WARNED, WARNED_END = "<!-- warnings -->", "<!-- end of warnings -->"  # where a page has a place for them, too
@@ -128,8 +129,10 @@ def _draw(study: Study, rows: Sequence[Mapping[str, Any]], runs: RunResults, see
         left.plot([row["low"], row["high"]], [index, index], color=style["color"], linewidth=6, alpha=0.35)
         left.plot([row["iqm"]], [index], **style, markersize=7)
         at, mean, low, high = _curve(runs, row["arm"], study.worlds, seeds)
-        right.plot(at, mean, **style, linestyle=DASHES[index % len(DASHES)], markersize=4, label=row["arm"])
-        right.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
+        dashes = DASHES[(index + index // len(COLOURS)) % len(DASHES)]  # others where a colour comes again
+        right.plot(at, mean, **style, linestyle=dashes, markersize=4, label=row["arm"])
+        if len(rows) <= BANDS:
+            right.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
     left.axvline(np.mean([row["start"] for row in rows]), color="#888888", linewidth=1, linestyle=":")
     left.set_yticks(range(len(rows)), [row["arm"] for row in rows])
     left.invert_yaxis()
