@@ -17,8 +17,14 @@ from flowgrpo.distributed.ray_backend import RayBackend
 from flowgrpo.types import BadInput
 
 ROOT = Path(__file__).parent.parent.parent
-TINY = "--warm_steps=50 --demonstrations=200 --queries=2 --samples=4 --test_tasks=4 --slots=8 --checkpoint_every=2"
-SIZES = "--warm_steps=100 --demonstrations=600 --queries=4 --samples=4 --test_tasks=24 --slots=16 --checkpoint_every=2"
+TINY = (
+    "--warm_steps=50 --demonstrations=200 --queries=2 --samples=4 --validation_tasks=8 --test_tasks=4 --slots=8 "
+    "--checkpoint_every=2"
+)
+SIZES = (
+    "--warm_steps=100 --demonstrations=600 --queries=4 --samples=4 --validation_tasks=24 --test_tasks=24 --slots=16 "
+    "--checkpoint_every=2"
+)
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from tests.experiments.conftest import last_line, metrics, result
 OPTIMIZATION_LEVEL = 1  # of its commands: the warm start and the examinations compute more than they compile
 SMALL = (
     *("--warm_steps=4", "--demonstrations=40", "--queries=4", "--samples=2", "--mini_batches=2"),
-    *("--test_tasks=8", "--checkpoint_every=1", "--slots=8"),
+    *("--validation_tasks=8", "--test_tasks=8", "--checkpoint_every=1", "--slots=8"),
 )
 DOMAINS = {"mathematics", "code", "search", "drawing"}
 

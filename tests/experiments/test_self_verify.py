@@ -235,8 +235,8 @@ def test_a_start_that_was_made_otherwise_is_refused(tmp_path):
 # The command --------------------------------------------------------------------------------------------
 
 SIZES = (
-    *("--queries=2", "--samples=4", "--test_tasks=8", "--max_tokens=4", "--checkpoint_every=1"),
-    *("--learning_rate=1e-2", "--dtype=float32"),
+    *("--queries=2", "--samples=4", "--validation_tasks=16", "--test_tasks=8", "--max_tokens=4"),
+    *("--checkpoint_every=1", "--learning_rate=1e-2", "--dtype=float32"),
 )
 
 
