@@ -130,7 +130,7 @@ def _log_mismatch(batch: Batch) -> Array:
 
 
 def _bounded(log_mismatch_rs: AnyArray, correction: Correction) -> Array:
-    """The ratio of trainer to sampler within its bounds; with a mask 0 outside of them."""
+    """Keep the ratio of trainer to sampler within its bounds; with a mask it is 0 outside of them."""
     ratio_rs = jnp.exp(log_mismatch_rs)
     within_rs = jnp.clip(ratio_rs, correction.low, correction.cap)
     return jnp.where(ratio_rs == within_rs, ratio_rs, 0.0) if correction.mask else within_rs

@@ -266,16 +266,18 @@ def test_S1_a_call_that_was_late_is_late_again(tmp_path, kind):
 class Stalling(Engine):
     """Leaves what is asked after a first turn without an answer; time passes with each request that it leaves."""
 
-    left = 0
+    def __init__(self):
+        super().__init__()
+        self.left = []
 
     def submit(self, request):
         if len(request.tokens) <= 2:
             return super().submit(request)
-        self.left += 1
+        self.left.append(request)
         return Future()
 
     def monotonic(self) -> float:
-        return float(self.left)
+        return float(len(self.left))
 
 
 @pytest.mark.parametrize("width", [1, 5])
