@@ -153,9 +153,9 @@ def make_iteration(
     critic: Valuation | None = None,
     trained: Trained = WHOLE,
 ) -> Iteration:
-    """The stages of an iteration; without a `judge` the outcome is what the environment paid.
+    """Make the stages of an iteration; without a `judge` the outcome is what the environment paid.
 
-    Where the policy has a mesh, each of its devices rolls out and learns from its share of the trajectories.
+    With a policy on a mesh, each of its devices rolls out and learns from its share of the trajectories.
     """
     if algorithm.name == "gigpo" and env.anchor is Env._field_defaults["anchor"]:
         raise BadInput(f"gigpo compares turns of equal states, but {env.name} has no anchor: give it one")
@@ -322,9 +322,9 @@ class _Stages:
 
 
 def _lay_out(trajectories: Trajectories, adv, weights, target=None, *, slots: int, skips: bool) -> Batch:
-    """One trajectory a row, without slots that no trajectory can fill.
+    """Lay one trajectory into each row, without slots that no trajectory can fill.
 
-    Where a zero advantage gives a zero gradient, such trajectories weigh nothing, as `pack` leaves them out.
+    Trajectories without an advantage weigh nothing where that gives no gradient, as `pack` leaves them out.
     """
     if skips:
         signal_n = (adv != 0).reshape(len(adv), -1).any(axis=1)

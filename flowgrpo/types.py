@@ -153,7 +153,7 @@ class Task:
 class Turn:
     """One policy action in its context: context tokens first, then what the policy chose.
 
-    Where the context appends, `tokens` holds only what this turn added. `reward` is what the
+    In a context that appends, `tokens` holds only what this turn added. `reward` is what the
     environment paid for this turn; None where there is an outcome only.
     """
 
@@ -246,7 +246,7 @@ class Batch(struct.PyTreeNode):
 
     (trajectory, turn, slot) leads from a token back to its place in `Trajectories`; all three, and
     `group`, are -1 on padding. `logp` of any kind at s is that of the token at s, given those before it.
-    Where there are prompts, rows come in p blocks, and every segment of block p goes on from prompt p.
+    With prompts, rows come in p blocks, and every segment of block p goes on from prompt p.
     """
 
     tokens: Int[AnyArray, "r s"]

@@ -267,7 +267,7 @@ def test_mini_batches_of_ppo_hold_whole_trajectories():
 def test_F8_groups_without_a_signal_are_left_out_of_one_program_as_of_three():
     """With no KL: the same parameters and figures, and no token of theirs is visited.
 
-    Where there is no other group, the line says what was rolled out, and has no means over tokens.
+    If there is no other group, the line says what was rolled out, and has no means over tokens.
     """
     algorithm = fg.flow_grpo(beta=0.0)
     stages = iteration(algorithm)

@@ -69,9 +69,9 @@ def last_turn_only(algorithm: Algorithm) -> Algorithm:
 
 
 def newest_segment_only(algorithm: Algorithm) -> Algorithm:
-    """The algorithm for trajectories that several versions of the weights spoke in: only the newest one's tokens learn.
+    """Change an algorithm for trajectories that several versions of the weights spoke in: only the newest's tokens learn.
 
-    What the others chose keeps its place in the denominators, and so the rest its weight (F2).
+    Tokens of the others keep their place in the denominators, and so the rest its weight (F2).
     """
 
     def weights(trajectories: Trajectories) -> Array:

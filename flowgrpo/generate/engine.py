@@ -200,7 +200,7 @@ class Engine:
     def release(self) -> int:
         """Destroy the cache and all slots, until the next request makes them again; returns the bytes that were freed.
 
-        What decodes at this moment is computed again and goes on, to the same bits.
+        Requests that decode at this moment are computed again and go on, to the same bits.
         """
         if threading.current_thread() is self._thread:
             raise BadInput("release was called from a future's callback, where it would wait for itself: call it later")

@@ -236,7 +236,7 @@ def attend_cache(
 ) -> Array:
     """Attend to the first `blocks` blocks of a cache, like `attend`; `block_of` gives keys, values and mask of one.
 
-    Where the cache has so many blocks `unrolled`, `block_of` is asked for each by its number, and those past the first
+    If the cache has so many blocks `unrolled`, `block_of` is asked for each by its number, and those past the first
     `blocks` are skipped.
 
     A block that a row does not see changes nothing of it, not even a bit, so a row's result does not depend on how far

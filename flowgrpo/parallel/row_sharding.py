@@ -72,9 +72,9 @@ def share(tree, mesh: Mesh | None):
 
 
 def place_on_devices(tree, shardings):
-    """The tree laid out by a tree of shardings, or by one for all; where there are other processes, all give the same.
+    """Lay a tree out by a tree of shardings, or by one for all; where there are other processes, all give the same.
 
-    What it was given may go on lying in the same memory.
+    The tree that was given may go on lying in the same memory.
     """
     if isinstance(shardings, Sharding):
         one = shardings
@@ -116,9 +116,9 @@ def map_rows(function: Callable, mesh: DeviceMesh, shared, rows):
 
 
 def map_own_rows(function: Callable, mesh: Mesh | PerDevice, shared, rows):
-    """`map_rows` as a program of each device for its own rows, on any mesh.
+    """Do as `map_rows`, by a program of each device for its own rows, on any mesh.
 
-    What is shared is gathered once, but for what tensor divides, which is left to XLA.
+    Shared arrays are gathered once, but for what tensor divides, which is left to XLA.
     """
     count = len(jax.tree.leaves(rows)[0])
     hands = mesh.size if not divides(mesh) else row_devices(mesh)

@@ -116,7 +116,7 @@ def _quantised_init(init: Callable, key: jax.Array, *, config: DecoderConfig, ki
 def dry_run(case: DryRunCase, programs: Sequence[str] | None = None) -> list[ProgramCost]:
     """Compile these programs: by default update, reference where there is a KL term, prefill and decode.
 
-    Where decoding has a mesh of its own, `reshard` brings the parameters there.
+    If decoding has a mesh of its own, `reshard` brings the parameters there.
     """
     known: dict[str, Callable[[DryRunCase], ProgramCost]] = {"update": dry_update}
     known |= {"reference": dry_reference} if "logp_ref" in case.algorithm.needs else {}

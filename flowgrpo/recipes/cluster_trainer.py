@@ -239,9 +239,9 @@ def replay_run(folder: Path, config: Config, plan: schedule.Plan) -> dict[str, A
 
 
 def replay_schedule(path: Path, plan: schedule.Plan) -> int:
-    """The events through the schedule again, which must give the updates that were made; how many there were.
+    """Send the events through the schedule again, which must give the updates that were made -> how many there were.
 
-    Where the run went back to a checkpoint, the schedule did too: its state then is not in the log, and the events from
+    If the run went back to a checkpoint, the schedule did too: its state then is not in the log, and the events from
     there on are taken up where the log says with which groups.
     """
     state, there, again, count = cluster_state.ClusterState(), [], [], 0

@@ -83,7 +83,7 @@ def train_hosted(
 class HostedWork(TestedWork):
     """Rollouts over one engine, judged while others still generate; examinations on tasks that training never meets.
 
-    What tools, other roles and rewards answered is kept until a checkpoint covers it, so that a run which is killed in
+    Answers of tools, other roles and rewards are kept until a checkpoint covers them, so that a run which is killed in
     a rollout hears the same again.
     """
 

@@ -266,9 +266,9 @@ PATIENCE = 6  # validations of the imitation that may bring nothing
 
 
 def write_start(folder: Path, make_env: Callable[..., HostEnv], do: Do, config: Config) -> None:
-    """The model folder, unless it is there: its tokenizer is learned from what planner and tools say to each other.
+    """Make the model folder, unless it is there: its tokenizer is learned from what planner and tools say to each other.
 
-    What they say depends on no tokenizer, but to write it down takes one: a first one, learned from the queries alone.
+    Their words depend on no tokenizer, but to write them down takes one: a first one, learned from the queries alone.
     The folder appears when it is whole. One that other settings made is refused.
     """
     made = {name: value for name, value in config.to_json().items() if name in MADE_WITH}

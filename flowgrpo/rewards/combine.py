@@ -44,7 +44,7 @@ def threaded(score: Callable[[Task, str], Scored], workers: int) -> Reward:
 def prepared(prepare: Callable[[Task, str], Any], judge: Callable[[list], list[Scored]]) -> Reward:
     """Make a reward that judges together what `prepare` makes of tasks and outputs.
 
-    Where `prepare` gives a `Scored`, or raises `BadInput`, there is nothing to judge: an input is invalid alone.
+    If `prepare` gives a `Scored`, or raises `BadInput`, there is nothing to judge: an input is invalid alone.
     """
 
     def score_many(tasks: Sequence[Task], outputs: Sequence[str]) -> list[Scored]:

@@ -89,7 +89,7 @@ def in_fixed_shapes(
     """Make a function of token lists from one of (tokens_rs, length_r), which is compiled once a length.
 
     Lists are padded after their end, to the first of `lengths` that holds them; rows that are missing have length 0.
-    What a list gives does not depend on its neighbours, since it is always computed in the same shape.
+    The result of a list does not depend on its neighbours, since it is always computed in the same shape.
     """
     sizes = sorted(lengths)
     if rows < 1 or not sizes or sizes[0] < 1:

@@ -162,9 +162,9 @@ class Journal:
 
     @contextmanager
     def at(self, name: str, update: int | None = None) -> Iterator[None]:
-        """A rollout after an update, or after the one before: answers are kept, and those that are there are given.
+        """Keep the answers of a rollout after an update, or after the one before, and give those that are there.
 
-        Where the block ends in a `BadInput`, such as that nothing could be judged, they are to be asked for again.
+        If the block ends in a `BadInput`, such as that nothing could be judged, they are to be asked for again.
         """
         self._update = self._update if update is None else update
         self._page = page = _Page(self._folder / f"{self._update:06d}-{name}.jsonl")

@@ -149,9 +149,9 @@ class Checkpoints:
         return self._content(step)["note"]
 
     def restore(self, step: int, template: Any) -> Any:
-        """The tree of a checkpoint; `template` gives structure, types, shapes and shardings.
+        """Read the tree of a checkpoint; `template` gives structure, types, shapes and shardings.
 
-        Where the template has `...`, whatever is there comes back, as dicts, lists and leaves.
+        In the place of a `...` of the template, whatever is there comes back, as dicts, lists and leaves.
         """
         return self._fit(step, self._read(step, ""), template)
 

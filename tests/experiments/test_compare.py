@@ -251,26 +251,27 @@ def test_a_study_whose_time_is_over_ends_before_its_next_arm(asked, tmp_path, ca
 
 @pytest.mark.slow
 def test_a_published_run_comes_out_again_to_the_bit(monkeypatch):
-    """The warm start, ten updates and two examinations of 256 tasks, with the flags of users, of one study of many."""
+    """The warm start, ten updates and two examinations of 256 tasks, with the flags of users, of one study of many.
+
+    A processor on which none was run rounds otherwise: it has to come near, and the command says what is not equal.
+    """
     made_on = json.loads(Path("docs/studies/machines.json").read_text())
     here = study_pages.processor_of_bits()
     of_here = [name for name, machine in made_on.items() if machine == here]
-    if not of_here:
-        said = f"bits depend on the processor: studies were run on {set(made_on.values())}, and this is {here}"
-        pytest.skip(reason=said)  # another processor rounds otherwise, so equal bits can't be asked of it
+    study = [*made_on, *of_here][-1]
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.delenv(PLAIN_KERNELS[0], raising=False)
     core = min(os.sched_getaffinity(0))  # the studies were run on one, and XLA parts work by their number
-    flags = [f"--study={of_here[-1]}", "--check=docs/studies", "--until=10", "--cpu_devices=1"]
+    flags = [f"--study={study}", "--check=docs/studies", "--until=10", "--cpu_devices=1"]
     source = (
         f"import os, runpy, sys; os.sched_setaffinity(0, [{core}]); sys.argv[1:] = {flags}; "
         "runpy.run_module('experiments.compare', run_name='__main__', alter_sys=True)"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
     found = last_line(done)
     assert len(found["found"]) == 2
-    assert found["found"] == found["published"]
+    assert found["found"] == (found["published"] if of_here else pytest.approx(found["published"], abs=0.1))
+    assert (done.returncode == 0) == (found["found"] == found["published"]), done.stderr
 
 
 @pytest.mark.slow

@@ -31,18 +31,26 @@ CONFIG = DecoderConfig(
 JOB = Workload(rows=8, length=LENGTH, slots=SLOTS, steps=STEPS, chunk=128, dtype="float32", compute_dtype="bfloat16")
 JOBS = {"decode": JOB, "update": replace(JOB, length=ROW, prompt=128)}
 CACHES = ((LAYERS, SLOTS // DEVICES, CONFIG.k, LENGTH, CONFIG.e), (SLOTS // DEVICES, CONFIG.k, LENGTH, CONFIG.e))
-TARGETS = [f"v5e-{DEVICES}", f"h100-{DEVICES}"]
+TPU, GPU = f"v5e-{DEVICES}", f"h100-{DEVICES}"
+
+
+def compiler_of(name: str):
+    """Mark what needs the compiler of a target."""
+    return pytest.mark.skipif(
+        missing_compiler(parse_target(name).chip.platform) is not None,
+        reason=f"the compiler for {name} is in an extra, which takes 2.3 GB: pip install 'flowgrpo[aot]'",
+    )
+
+
+TARGETS = [pytest.param(name, marks=compiler_of(name)) for name in (TPU, GPU)]
 
 pytestmark = pytest.mark.usefixtures("nan_allowed")  # where JAX looks for NaN it donates nothing
 
 
 @cache
 def case(name: str, kind: str):
-    """The small model on a mesh of fsdp, for a target; without its compiler the test is skipped."""
+    """The small model on a mesh of fsdp, for a target."""
     target = parse_target(name)
-    if (lacking := missing_compiler(target.chip.platform)) is not None:
-        said = f"{name} can't be compiled for without {lacking}: pip install 'flowgrpo[aot]'"
-        pytest.skip(reason=said)  # compilers take 2.3 GB, and no other test needs them: CI goes without
     mesh = make_mesh({"fsdp": DEVICES}, target_devices(target))
     learning = fg.flow_grpo(beta=0.0), make_optimizer(learning_rate=1e-3)
     return make_case(CONFIG, JOBS[kind], *learning, mesh=mesh, target=target)
@@ -87,9 +95,10 @@ def test_an_update_gathers_each_layer_twice_and_sums_gradients_once(name):
 
 
 @pytest.mark.slow
+@compiler_of(GPU)
 def test_a_kernel_over_a_cache_is_given_it_as_it_lies():
     """Of the cache nothing is read beside what is filled of it, and the parts that are put together."""
-    plain = case("h100-4", "decode")
+    plain = case(GPU, "decode")
     job = replace(JOB, dtype="bfloat16", compute_dtype=None)
     policy = settle(make_policy(CONFIG, dtype=jnp.bfloat16, attend=flash), plain.mesh, plain.axes)
     (cost,) = dry_run(plain._replace(job=job, policy=policy), ["decode"])

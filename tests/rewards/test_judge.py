@@ -188,7 +188,7 @@ def test_what_is_asked_comes_after_the_answer_and_gold_answers_are_shown():
 
 @pytest.mark.parametrize("letters", range(4))
 def test_a_cut_leaves_no_line_of_an_answer_without_its_mark(letters):
-    """Wherever the cut falls, also between a line's end and its "> ", each line is quoted or is ours."""
+    """Cut anywhere, also between a line's end and its "> ": each line is quoted or is ours."""
     answer = "x" * letters + "\nYes" * 400
     lines = shorten_quote(guard(TEXT), answer, 200).splitlines()
     assert [line for line in lines if not line.startswith("> ")] == [LEFT_OUT]

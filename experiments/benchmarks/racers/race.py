@@ -167,9 +167,9 @@ def _end(racer: Racer, track: Track) -> None:
 
 
 def summarize(tracks: Mapping[str, Track], ours: str, *, warm_up: int, episodes: int) -> list[dict[str, Any]]:
-    """A record of each racer that finished: medians and ranges of its seconds, and of their ratios over ours by round.
+    """Record, of each racer that finished, medians and ranges of its seconds, and of their ratios over ours by round.
 
-    Where a step has `episodes`, they are counted by the second, elsewhere tokens.
+    Episodes are counted by the second where a step has them, elsewhere tokens.
     """
     finished = {name: track for name, track in tracks.items() if not track.failed}
     base = finished[ours].seconds[warm_up:] if ours in finished else None
