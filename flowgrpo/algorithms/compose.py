@@ -69,7 +69,7 @@ def last_turn_only(algorithm: Algorithm) -> Algorithm:
 
 
 def newest_segment_only(algorithm: Algorithm) -> Algorithm:
-    """Change an algorithm for trajectories that several versions of the weights spoke in: only the newest's tokens learn.
+    """Make an algorithm learn from the newest version's tokens alone, where several versions spoke in a trajectory.
 
     Tokens of the others keep their place in the denominators, and so the rest its weight (F2).
     """

@@ -266,7 +266,7 @@ PATIENCE = 6  # validations of the imitation that may bring nothing
 
 
 def write_start(folder: Path, make_env: Callable[..., HostEnv], do: Do, config: Config) -> None:
-    """Make the model folder, unless it is there: its tokenizer is learned from what planner and tools say to each other.
+    """Make the model folder, unless it is there; its tokenizer is learned from what planner and tools say.
 
     Their words depend on no tokenizer, but to write them down takes one: a first one, learned from the queries alone.
     The folder appears when it is whole. One that other settings made is refused.

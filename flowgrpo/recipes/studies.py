@@ -24,6 +24,7 @@ from flowgrpo.recipes import study_arms
 from flowgrpo.recipes.study_arms import Arm
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+NO_CLIP = (1.0, 1e9)  # bounds that no ratio reaches
 SMALL: dict[str, Any] = {  # a planner and iterations that 16 seeds can have in minutes
     "d": 64,
     "layers": 2,
@@ -171,7 +172,7 @@ def clip() -> Study:
         "0.2 / 0.28": _clipped(0.2, 0.28),
         "0.2 / 0.2": _clipped(0.2, 0.2),
         "0.05 / 0.05": _clipped(0.05, 0.05),
-        "no clip": _clipped(1.0, 1e9),
+        "no clip": _clipped(*NO_CLIP),
     }
     return Study("How much may a step change?", "0.2 / 0.28", made, SMALL | SEVERAL)
 
@@ -284,22 +285,20 @@ def stale() -> Study:
         ", masked": fg.Correction(5.0, mask=True, low=0.5),
         ", by action": fg.Correction(2.0, "sequence"),
     }
+
+    def late(lag: int, changes: Mapping[str, Any] = {}, **options: Any) -> Arm:
+        sampler = partial(study_arms.stale_sampler, lag=lag)
+        return Arm(algorithm=partial(member, OUTCOME, **options), program=sampler, changes=changes)
+
     arms_of: dict[str, Arm] = {"on policy": Arm(algorithm=partial(member, OUTCOME))}
     for lag in (1, 2, 4, 8):
-        late = partial(study_arms.stale_sampler, lag=lag)
-        arms_of |= {
-            f"{lag} late{how}": Arm(algorithm=partial(member, OUTCOME, correction=correction), program=late)
-            for how, correction in corrections.items()
-        }
+        arms_of |= {f"{lag} late{how}": late(lag, correction=given) for how, given in corrections.items()}
         if lag > 1:
-            unclipped = partial(member, OUTCOME, clip=(1.0, 1e9))
-            arms_of[f"{lag} late, no clip"] = Arm(algorithm=unclipped, program=late)
+            arms_of[f"{lag} late, no clip"] = late(lag, clip=NO_CLIP)
     arms_of["4 steps, on policy"] = Arm(algorithm=partial(member, OUTCOME), changes=SEVERAL)
     for lag in (1, 4):
-        late = partial(study_arms.stale_sampler, lag=lag)
         for how in ("", ", capped", ", masked"):
-            several = partial(member, OUTCOME, correction=corrections[how])
-            arms_of[f"4 steps, {lag} late{how}"] = Arm(algorithm=several, program=late, changes=SEVERAL)
+            arms_of[f"4 steps, {lag} late{how}"] = late(lag, SEVERAL, correction=corrections[how])
     return Study("What do stale data cost?", "on policy", arms_of)
 
 
