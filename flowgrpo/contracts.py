@@ -247,12 +247,18 @@ class Said(NamedTuple):
 
         tokens          ids, at least one
         appends         they come after all that was said and done before; else they are a context of their own
+        chosen          in a context of its own, which of them the policy sampled in earlier turns; None: none of them
+        max_tokens      of the action; None: as many as the environment allows
+        stop            strings that end the action, beside the environment's stop tokens
 
-    An environment does the one or the other in all its turns.
+    An environment whose first message does not append never does.
     """
 
     tokens: Sequence[int]
     appends: bool = True
+    chosen: Sequence[bool] | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
 
 
 class HostStep(NamedTuple):
@@ -266,6 +272,7 @@ class HostStep(NamedTuple):
         error           the action was malformed, or its call gave an error
         output          what the system answered in the end, for a reward to judge
         status          how it ended, where it is done
+        reason          why it ended so, for people
 
     Most steps give the first two alone.
     """
@@ -278,6 +285,7 @@ class HostStep(NamedTuple):
     error: bool = False
     output: str | None = None
     status: Status = Status.FINISHED
+    reason: str = ""
 
 
 class HostEnv(NamedTuple):

@@ -261,9 +261,11 @@ class _Staged:
 
 
 def is_fresh(trajectories: Trajectories) -> bool:
-    """Say whether contexts are rendered afresh; who was aborted before a word was said has no part in this."""
-    appends = trajectories.appends
-    return appends is not None and not np.any(np.asarray(appends) & np.asarray(trajectories.valid))
+    """Say whether no context has a second turn; what takes no part in statistics and loss is not asked."""
+    if trajectories.begins is None:
+        return False
+    appends_nt = np.asarray(trajectories.turns) & ~np.asarray(trajectories.begins)
+    return not np.any(appends_nt[:, 1:].any(axis=1) & np.asarray(trajectories.valid))
 
 
 # Pure parts -------------------------------------------------------------------------------------------------

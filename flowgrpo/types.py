@@ -153,8 +153,8 @@ class Task:
 class Turn:
     """One policy action in its context: context tokens first, then what the policy chose.
 
-    In a context that appends, `tokens` holds only what this turn added. `reward` is what the
-    environment paid for this turn; None where there is an outcome only.
+    In a context that appends, `tokens` holds only what this turn added; where it `begins` a new context, all of it.
+    `reward` is what the environment paid for this turn; None where there is an outcome only.
     """
 
     tokens: np.ndarray
@@ -163,6 +163,7 @@ class Turn:
     version: np.ndarray | int = 0
     reward: float | None = None
     anchor: int = 0
+    begins: bool = False  # a new context, within a trajectory whose other turns may append
 
     def __post_init__(self):
         sizes = [len(self.tokens), len(self.chosen), len(self.logp_sampled)]
@@ -184,7 +185,7 @@ class Trajectory:
     group: int
     correct: bool = False
     status: Status = Status.FINISHED
-    appends: bool = True
+    appends: bool = True  # False: every turn begins a context of its own
 
 
 # The two pytrees --------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ class Trajectories(struct.PyTreeNode):
     status: Int[AnyArray, "n"]  # how it ended; ENDINGS says which count
     group: Int[AnyArray, "n"]
     length: Int[AnyArray, "n t"] | None = None  # filled slots; None: a turn ends with its last chosen token
-    appends: Bool[AnyArray, "n"] | None = None  # context appends; None: everywhere
+    begins: Bool[AnyArray, "n t"] | None = None  # a context of its own; the others append. None: the first turns alone
     by_turn: Bool[AnyArray, "n"] | None = None  # `reward` was paid turn by turn; None: outcome only
     tool: Int[AnyArray, "n t"] | None = None  # number of the one that was called; -1 where none was
     error: Bool[AnyArray, "n t"] | None = None  # a malformed action or a refused call

@@ -1,6 +1,6 @@
 """Batches for the tests: random ragged records, and the arrays that a learner would add to them."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -40,6 +40,8 @@ def random_records(
         status = fg.Status(rng.choice(INVALID if lost else COUNTING))
         correct = outcome is not None and outcome >= 0.5
         records.append(fg.Trajectory(steps, outcome, int(group), correct, status, bool(rng.random() < 0.5)))
+    for record in records[::3]:  # of the contexts that append, some have turns that begin another one
+        record.turns[-1] = replace(record.turns[-1], begins=True)
     return [records[i] for i in rng.permutation(len(records))]
 
 

@@ -320,7 +320,7 @@ def test_turns_that_are_rendered_afresh_are_scored_alone_to_the_same_numbers(see
     played = make_case(seed).trajectories
     paid = {"outcome": np.nan_to_num(played.outcome), "reward": np.nan_to_num(played.reward)}
     fresh = played.replace(
-        appends=np.zeros(len(played.group), bool), logp_old=None, logp_ref=None, value=None, last_value=None, **paid
+        begins=np.ones(played.turns.shape, bool), logp_old=None, logp_ref=None, value=None, last_value=None, **paid
     )
     critic = own_network(
         BIGRAMS, Critic(tiny_learner.init, lambda params, *given: BIGRAMS.hidden(params, *given)[0].sum(axis=-1))
@@ -344,12 +344,14 @@ def test_turns_that_are_rendered_afresh_are_scored_alone_to_the_same_numbers(see
 def test_an_aborted_trajectory_has_no_say_in_how_contexts_are_rendered():
     played = make_case(0).trajectories
     count = len(played.group)
-    fresh, one = np.zeros(count, bool), np.arange(count) == 3
+    one = np.arange(count) == 3
+    fresh_nt = np.ones(played.turns.shape, bool)
+    but_one_nt, played = fresh_nt & ~one[:, None], played.replace(turns=fresh_nt)
     whole, aborted = (np.where(one, status, Status.FINISHED) for status in (Status.FINISHED, Status.TOOL_FAILURE))
-    assert is_fresh(played.replace(appends=fresh, status=whole))
-    assert is_fresh(played.replace(appends=one, status=aborted))
-    assert not is_fresh(played.replace(appends=one, status=whole))
-    assert not is_fresh(played.replace(appends=None))
+    assert is_fresh(played.replace(begins=fresh_nt, status=whole))
+    assert is_fresh(played.replace(begins=but_one_nt, status=aborted))
+    assert not is_fresh(played.replace(begins=but_one_nt, status=whole))
+    assert not is_fresh(played.replace(begins=None))
 
 
 # The watch --------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def small_batch(**changes) -> fg.Batch:
 def test_what_disagrees_is_named_with_both_sizes_or_with_its_axes(tree, message):
     with pytest.raises(fg.BadInput, match=f"^{re.escape(message)}$"):
         check_axes(tree)
-    for whole in (dense(length=None, appends=None, by_turn=None), score(dense()), small_batch()):
+    for whole in (dense(length=None, begins=None, by_turn=None), score(dense()), small_batch()):
         check_axes(whole)
 
 

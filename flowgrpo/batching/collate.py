@@ -40,7 +40,7 @@ def collate(records: Sequence[Trajectory], *, turns: int | None = None, length: 
         status=np.array([record.status for record in records], np.int32),
         group=_group_ids(records),
         length=length_nt.astype(np.int32),
-        appends=np.array([record.appends for record in records], bool),
+        begins=_begins(records, every_turn, exists_nt),
         by_turn=by_turn_n,
     )
 
@@ -126,6 +126,14 @@ def _outcomes(records: Sequence[Trajectory]) -> np.ndarray:
     outcome_n = np.array([np.nan if record.outcome is None else record.outcome for record in records], np.float64)
     with np.errstate(over="ignore"):  # what float32 can't hold becomes infinite, and is then refused
         return outcome_n.astype(np.float32)
+
+
+def _begins(records: Sequence[Trajectory], turns: Sequence[Turn], exists_nt: np.ndarray) -> np.ndarray:
+    """Say which turns begin a context: the first, those that say so, and all where a trajectory does not append."""
+    fresh_n = ~np.array([record.appends for record in records], bool)
+    begins_nt = _placed(np.array([turn.begins for turn in turns], bool), exists_nt) | (fresh_n[:, None] & exists_nt)
+    begins_nt[:, 0] = True
+    return begins_nt
 
 
 def _placed(flat: np.ndarray, where: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ between the trajectories' [n, t, l] and a batch's [r, s].
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -35,11 +36,12 @@ def rows_by_turn(trajectories: Trajectories, adv, weights, target=None) -> Batch
 def _plain(trajectories: Trajectories, credit: tuple, trajectory_r, turn_rts, own_rt) -> Batch:
     """Rows that hold turns of one trajectory each; `own` says which turns are trained in a row."""
     check_axes(trajectories)
-    length_nt, appends_n = filled(trajectories)
+    length_nt, begins_nt = filled(trajectories)
     num_rows, num_turns, slots = turn_rts.shape
-    appends_r = appends_n[trajectory_r]
+    context_rt = jnp.cumsum(begins_nt, axis=1)[trajectory_r]  # numbered from 1 within a trajectory
     later_rt = jnp.cumsum(own_rt[:, ::-1], axis=1)[:, ::-1] > 0  # an own turn stands here or later
-    shown_rt = own_rt | (later_rt & appends_r[:, None])
+    own_contexts_rt = (own_rt[:, None, :] & (context_rt[:, :, None] == context_rt[:, None, :])).any(axis=2)
+    shown_rt = own_rt | (later_rt & own_contexts_rt)
     slot_rts = jnp.broadcast_to(jnp.arange(slots), turn_rts.shape)
     exists_rts = (slot_rts < length_nt[trajectory_r][:, :, None]) & shown_rt[:, :, None]
     exists_rs = exists_rts.reshape(num_rows, -1)
@@ -47,8 +49,10 @@ def _plain(trajectories: Trajectories, credit: tuple, trajectory_r, turn_rts, ow
     turn_rs, slot_rs, exists_rs = (
         jnp.take_along_axis(x.reshape(num_rows, -1), order_rs, axis=1) for x in (turn_rts, slot_rts, exists_rs)
     )
-    segment_rs = jnp.where(appends_r[:, None], 1, turn_rs + 1)
-    position_rs = jnp.where(appends_r[:, None], jnp.arange(num_turns * slots)[None, :], slot_rs)
+    segment_rs = jnp.take_along_axis(context_rt, turn_rs, axis=1)
+    place_rs = jnp.broadcast_to(jnp.arange(num_turns * slots), segment_rs.shape)
+    first_rs = jnp.diff(segment_rs, axis=1, prepend=0) != 0  # of its context
+    position_rs = place_rs - jax.lax.cummax(jnp.where(first_rs, place_rs, 0), axis=1)
     index = (
         jnp.where(exists_rs, trajectory_r[:, None], -1),
         jnp.where(exists_rs, turn_rs, -1),
@@ -98,13 +102,13 @@ def unpack(x_rs: AnyArray, batch: Batch, shape: tuple[int, ...]) -> Array:
 
 
 def filled(trajectories: Trajectories) -> tuple[Array, Array]:
-    """`length` and `appends` with their defaults worked out: (length_nt, appends_n)."""
+    """`length` and `begins` with their defaults worked out: (length_nt, begins_nt)."""
     slots = trajectories.chosen.shape[2]
     ends_nt = jnp.max(jnp.where(trajectories.actions, jnp.arange(1, slots + 1)[None, None, :], 0), axis=2)
     length_nt = ends_nt if trajectories.length is None else trajectories.length
     length_nt = jnp.where(jnp.asarray(trajectories.turns), length_nt, 0)
-    appends_n = trajectories.appends
-    return length_nt, jnp.ones(len(length_nt), bool) if appends_n is None else jnp.asarray(appends_n)
+    first_nt = jnp.broadcast_to(jnp.arange(length_nt.shape[1]) == 0, length_nt.shape)
+    return length_nt, first_nt if trajectories.begins is None else first_nt | jnp.asarray(trajectories.begins)
 
 
 def token_fields(trajectories: Trajectories, lay: Callable[[AnyArray], AnyArray]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
     sort by length -> deal to ranks -> best fit into rows -> the same number of rows for every rank
 
-A trajectory whose context appends is one segment; one whose context is rendered afresh is a segment per
-turn. Segments do not see each other. `pack_after_prompts` keeps what the segments of a group begin with apart, once.
+A context is one segment: a whole trajectory where its context appends, a turn where each is rendered afresh.
+Segments do not see each other. `pack_after_prompts` keeps what the segments of a group begin with apart, once.
 All of it is NumPy on the host; `layouts` has plain layouts that compile. The loss is the same in all of them (F3).
 """
 
@@ -51,10 +51,10 @@ def pack(
     afterwards), or is left out ("drop"). `logp_old` is taken from the trajectories where they have been
     scored, else it is `logp_sampled`.
     """
-    trajectories, length_nt, appends_n, actions_ntl = _read(trajectories)
+    trajectories, length_nt, begins_nt, actions_ntl = _read(trajectories)
     adv_ntl, weight_ntl = _per_token("adv", adv, actions_ntl), _per_token("weights", weights, actions_ntl)
     segments = _segments(
-        length_nt, appends_n, _takes_part(weight_ntl, adv_ntl if skip_no_signal else None), row_length, too_long
+        length_nt, begins_nt, _takes_part(weight_ntl, adv_ntl if skip_no_signal else None), row_length, too_long
     )
     row_k, offset_k, num_rows = _assign(segments.length, row_length, ranks, rows)
     exists_ntl = _exists(length_nt, actions_ntl.shape[2])
@@ -81,10 +81,10 @@ def pack_after_prompts(
     is as in `pack`. It saves the prompts' tokens, and leaves room in the last row of each group: it pays where prompts
     are long, or where actions are equally long.
     """
-    trajectories, length_nt, appends_n, actions_ntl = _read(trajectories)
+    trajectories, length_nt, begins_nt, actions_ntl = _read(trajectories)
     adv_ntl, weight_ntl = _per_token("adv", adv, actions_ntl), _per_token("weights", weights, actions_ntl)
     taken_n = _takes_part(weight_ntl, adv_ntl if skip_no_signal else None)
-    segments = _segments(length_nt, appends_n, taken_n, prompt_length + row_length, "error")
+    segments = _segments(length_nt, begins_nt, taken_n, prompt_length + row_length, "error")
     exists_ntl = _exists(length_nt, actions_ntl.shape[2])
     flat = np.flatnonzero(exists_ntl)
     tokens_q = np.asarray(trajectories.tokens)[:, :, : actions_ntl.shape[2]].reshape(-1)[flat]
@@ -172,7 +172,7 @@ def account(trajectories: Trajectories | Sequence[Trajectory], weights, batch: B
     Pass `adv` where the batch was packed with `skip_no_signal`. The check fails for tokens that weigh
     something and are missing for no known reason.
     """
-    trajectories, length_nt, appends_n, actions_ntl = _read(trajectories)
+    trajectories, length_nt, begins_nt, actions_ntl = _read(trajectories)
     weight_ntl, count = _per_token("weights", weights, actions_ntl), len(length_nt)
     valid_n = np.asarray(trajectories.valid)
     trained_n = np.bincount(np.asarray(batch.trajectory)[np.asarray(batch.live)], minlength=count)
@@ -180,7 +180,7 @@ def account(trajectories: Trajectories | Sequence[Trajectory], weights, batch: B
     idle_n = actions_ntl.sum(axis=(1, 2)) - weighing_n
     skipped_n = np.zeros(count, bool) if adv is None else ~_takes_part(weight_ntl, _per_token("adv", adv, actions_ntl))
     absent_n = trained_n == 0
-    too_long_n = absent_n & ~skipped_n & (_longest(length_nt, appends_n) > batch.tokens.shape[1])
+    too_long_n = absent_n & ~skipped_n & (_longest(length_nt, begins_nt) > batch.tokens.shape[1])
     fates = {
         Fate.TRAINED: trained_n.sum(),
         Fate.MASKED_INVALID: idle_n[~valid_n].sum(),
@@ -195,11 +195,11 @@ def account(trajectories: Trajectories | Sequence[Trajectory], weights, batch: B
 
 
 def _read(trajectories: Trajectories | Sequence[Trajectory]) -> tuple[Trajectories, np.ndarray, np.ndarray, np.ndarray]:
-    """(dense trajectories, length_nt, appends_n, actions_ntl); the last has the slots of the longest turn."""
+    """(dense trajectories, length_nt, begins_nt, actions_ntl); the last has the slots of the longest turn."""
     if not isinstance(trajectories, Trajectories):
         trajectories = collate(trajectories)
     check_axes(trajectories)
-    length_nt, appends_n = (np.asarray(x) for x in filled(trajectories))
+    length_nt, begins_nt = (np.asarray(x) for x in filled(trajectories))
     slots = np.shape(trajectories.tokens)[2]
     if length_nt.max() > slots:
         raise BadInput(f"Trajectories.length says {length_nt.max()}, but a turn has {slots} slots")
@@ -207,7 +207,7 @@ def _read(trajectories: Trajectories | Sequence[Trajectory]) -> tuple[Trajectori
     return (
         trajectories,
         length_nt,
-        appends_n,
+        begins_nt,
         np.asarray(trajectories.chosen)[:, :, :longest] & _exists(length_nt, longest),
     )
 
@@ -240,35 +240,40 @@ def _takes_part(weight_ntl: np.ndarray, adv_ntl: np.ndarray | None) -> np.ndarra
 
 
 def _segments(
-    every_nt: np.ndarray, appends_n: np.ndarray, taken_n: np.ndarray, row_length: int, too_long: TooLong
+    every_nt: np.ndarray, begins_nt: np.ndarray, taken_n: np.ndarray, row_length: int, too_long: TooLong
 ) -> Segments:
-    """One segment for each appending trajectory, one for each turn of the others; too long ones as told."""
+    """One segment for each context; too long ones as told."""
     if too_long not in ("error", "split", "drop"):
         raise BadInput(f"too_long is {too_long!r}, but must be error, split or drop")
     length_nt = every_nt * taken_n[:, None]
-    longest_n = _longest(length_nt, appends_n)
+    longest_n = _longest(length_nt, begins_nt)
     over_n = longest_n > row_length
     if over_n.any() and too_long == "error":
         i = int(over_n.argmax())
         raise BadInput(
-            f"trajectory {i} has {longest_n[i]} tokens {'in all' if appends_n[i] else 'in one turn'}, "
+            f"trajectory {i} has {longest_n[i]} tokens in one context, "
             f"but a row holds {row_length}: raise row_length, or pass too_long='split' or 'drop'"
         )
     if over_n.any() and too_long == "drop":
         length_nt = length_nt * ~over_n[:, None]
-    cut_nt = _cuts(length_nt, appends_n, over_n & (too_long == "split"), row_length)
-    return _between_cuts(every_nt, length_nt, appends_n, cut_nt)
+    cut_nt = _cuts(length_nt, begins_nt, over_n & (too_long == "split"), row_length)
+    return _between_cuts(every_nt, length_nt, begins_nt, cut_nt)
 
 
-def _longest(length_nt: np.ndarray, appends_n: np.ndarray) -> np.ndarray:
-    """Tokens of a trajectory's longest segment, before any split."""
-    return np.where(appends_n, length_nt.sum(axis=1), length_nt.max(axis=1))
+def _longest(length_nt: np.ndarray, begins_nt: np.ndarray) -> np.ndarray:
+    """Tokens of a trajectory's longest context, before any split."""
+    return (length_nt + _before_in_context(length_nt, begins_nt)).max(axis=1)
 
 
-def _cuts(length_nt: np.ndarray, appends_n: np.ndarray, split_n: np.ndarray, row_length: int) -> np.ndarray:
+def _before_in_context(length_nt: np.ndarray, begins_nt: np.ndarray) -> np.ndarray:
+    """Tokens of a turn's context that stand before the turn."""
+    before_nt = np.cumsum(length_nt, axis=1) - length_nt
+    return before_nt - np.maximum.accumulate(np.where(begins_nt, before_nt, 0), axis=1)
+
+
+def _cuts(length_nt: np.ndarray, begins_nt: np.ndarray, split_n: np.ndarray, row_length: int) -> np.ndarray:
     """Say whether a segment starts at this turn -> bool_nt."""
-    cut_nt = np.repeat(~appends_n[:, None], length_nt.shape[1], axis=1)
-    cut_nt[:, 0] = True
+    cut_nt = begins_nt.copy()
     for i in np.flatnonzero(split_n):
         used = 0
         for t in np.flatnonzero(length_nt[i]):
@@ -277,19 +282,18 @@ def _cuts(length_nt: np.ndarray, appends_n: np.ndarray, split_n: np.ndarray, row
                     f"trajectory {i}, turn {t} has {length_nt[i, t]} tokens, but a row holds {row_length}, "
                     "and a turn is never split: raise row_length, or pass too_long='drop'"
                 )
-            if used + length_nt[i, t] > row_length:
+            if begins_nt[i, t] or used + length_nt[i, t] > row_length:
                 cut_nt[i, t], used = True, 0
             used += length_nt[i, t]
     return cut_nt
 
 
-def _between_cuts(every_nt: np.ndarray, length_nt: np.ndarray, appends_n: np.ndarray, cut_nt: np.ndarray) -> Segments:
+def _between_cuts(every_nt: np.ndarray, length_nt: np.ndarray, begins_nt: np.ndarray, cut_nt: np.ndarray) -> Segments:
     """The segments that begin at the cuts; `every` counts all slots, `length` those that take part."""
     start_nt = (np.cumsum(every_nt) - every_nt.ravel()).reshape(every_nt.shape)
-    before_nt = np.cumsum(length_nt, axis=1) - length_nt
     number_nt = np.cumsum(cut_nt).reshape(cut_nt.shape) - 1
     length_k = np.bincount(number_nt.ravel(), weights=length_nt.ravel()).astype(np.int64)
-    origin_k = np.where(appends_n[:, None], before_nt, 0)[cut_nt]
+    origin_k = _before_in_context(length_nt, begins_nt)[cut_nt]
     holds_k = length_k > 0
     return Segments(start_nt[cut_nt][holds_k], length_k[holds_k], origin_k[holds_k])
 

@@ -52,7 +52,6 @@ def demonstrate(env: Env, tasks, keys: Array, *, act: Act | None = None) -> Traj
         correct=correct_n,
         status=jnp.where(done_n, int(Status.FINISHED), int(Status.TURN_LIMIT)),
         group=jnp.arange(num),
-        appends=jnp.ones(num, bool),
         by_turn=jnp.full(num, env.by_turn),
         **played,
     )

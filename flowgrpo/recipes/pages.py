@@ -28,7 +28,7 @@ from flowgrpo.rollout.records import Played, from_json, rollout_of
 from flowgrpo.rollout.trajectory_view import Spell, shown_trajectory, speller, word_speller
 from flowgrpo.run.config import RunConfig
 from flowgrpo.run.run_dir import START
-from flowgrpo.staged import turn_by_turn
+from flowgrpo.staged import is_fresh, turn_by_turn
 from flowgrpo.types import Trajectories
 
 BLOCK = 16  # trajectories that are scored together
@@ -83,8 +83,7 @@ def _scoring(policy, params: Any, temperature: float, rows: int, **sizes: Any) -
     run = jax.jit(lambda params, trajectories: score_trajectories(params, params, trajectories).logp_ref)
 
     def score(trajectories: Trajectories) -> np.ndarray:
-        appends = trajectories.appends is None or bool(np.all(trajectories.appends))
-        logp = run(params, trajectories if appends else turn_by_turn(trajectories))
+        logp = run(params, turn_by_turn(trajectories) if is_fresh(trajectories) else trajectories)
         return np.asarray(logp).reshape(trajectories.tokens.shape)
 
     return score

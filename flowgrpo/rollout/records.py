@@ -249,13 +249,14 @@ def _turn_to_json(turn: Turn) -> dict[str, Any]:
         "version": np.asarray(turn.version).tolist(),
         "reward": turn.reward,
         "anchor": turn.anchor,
-    }
+    } | ({"begins": True} if turn.begins else {})
 
 
 def _turn_from_json(value: Mapping[str, Any]) -> Turn:
     version = value["version"]
     version = np.array(version, np.int32) if isinstance(version, list) else version
-    return make_turn(value["said"], value["action"], value["logp"], version, value["reward"], value["anchor"])
+    turn = make_turn(value["said"], value["action"], value["logp"], version, value["reward"], value["anchor"])
+    return replace(turn, begins=True) if value.get("begins") else turn
 
 
 def make_turn(

@@ -68,7 +68,7 @@ class CheckedStep(NamedTuple):
 
     state: Any
     said: tuple[int, ...]  # nothing where it is done
-    appends: bool | None
+    message: Said | None  # the same, with how it is to be answered
     anchor: int
     step: HostStep | None  # None for a reset
 
@@ -79,7 +79,7 @@ def call_reset(env: HostEnv, key, task, do: Do) -> CheckedStep:
     tokens = _ids(env, said)
     if not tokens:
         raise BadInput(f"{env.name} said nothing at its reset: a policy needs at least one token to continue")
-    return CheckedStep(state, tokens, bool(said.appends), int(env.anchor(state)), None)
+    return CheckedStep(state, tokens, said, int(env.anchor(state)), None)
 
 
 def call_step(env: HostEnv, state, action: Sequence[int], do: Do) -> CheckedStep:
@@ -93,7 +93,7 @@ def call_step(env: HostEnv, state, action: Sequence[int], do: Do) -> CheckedStep
         return CheckedStep(state, (), None, 0, now)
     if now.said is None:
         raise BadInput(f"{env.name} says nothing, but is not done: a step that goes on says something")
-    return CheckedStep(state, _ids(env, now.said), bool(now.said.appends), int(env.anchor(state)), now)
+    return CheckedStep(state, _ids(env, now.said), now.said, int(env.anchor(state)), now)
 
 
 def _pair(env: HostEnv, name: str, form: str, kind: type, given: Any) -> tuple:
@@ -109,6 +109,15 @@ def _ids(env: HostEnv, said: Said) -> tuple[int, ...]:
         return tuple(map(index, said.tokens))
     except TypeError:
         raise BadInput(f"{env.name} said {said.tokens!r:.80}: tokens are ids; encode words first") from None
+
+
+def _flags(env: HostEnv, said: Said, size: int) -> list[bool]:
+    """Say which tokens of a message the policy sampled before."""
+    if said.chosen is None:
+        return [False] * size
+    if said.appends or len(said.chosen) != size:
+        raise BadInput(f"{env.name} said {size} tokens and {len(said.chosen)} flags: give one each, in a new context")
+    return list(map(bool, said.chosen))
 
 
 @dataclass(eq=False)
@@ -158,33 +167,39 @@ class OpenTrajectory:
         if failure:
             self.end(Status.TOOL_FAILURE, failure)
         elif step is not None and step.done:
-            self.end(Status(step.status))
+            self.end(Status(step.status), step.reason)
         else:
             self._told(following, first)
 
     def _told(self, following: CheckedStep, first: bool) -> None:
+        message = following.message
+        assert message is not None
         if first:
-            self.appends = bool(following.appends)
-        elif self.appends != following.appends:
+            self.appends = bool(message.appends)
+        elif message.appends and not self.appends:
             raise BadInput(
-                f"{self.env.name} appends to its context in some turns and not in others: do one or the other"
+                f"{self.env.name} appends to its context in some turns, but not in the first: say there that it appends"
             )
         if len(self.turns) >= self.env.turns:
             self.end(Status.TURN_LIMIT, f"all {self.env.turns} turns were used")
             return
-        kept = len(self.tokens) if self.appends else 0
+        kept = len(self.tokens) if message.appends else 0
         self.tokens = self.tokens[:kept] + list(following.said)
-        self.chosen = self.chosen[:kept] + [False] * len(following.said)
+        self.chosen = self.chosen[:kept] + _flags(self.env, message, len(following.said))
 
     def request(self, key, temperature: float, budget: int | None) -> Request:
         """Make the engine's next request: for an action, or for the rest of one, of at most `budget` more tokens."""
+        message = self.following.message if self.following else None
+        assert message is not None
+        limit = self.env.max_tokens if message.max_tokens is None else message.max_tokens
         return Request(
             tokens=tuple(self.tokens),
             key=key,
-            max_tokens=self.env.max_tokens,
+            max_tokens=min(limit, self.env.max_tokens),
             temperature=temperature,
             stop_ids=self.env.stop_ids,
-            chosen=tuple(self.chosen) if self.appends else None,
+            stop=message.stop,
+            chosen=tuple(self.chosen) if self.appends or any(self.chosen) else None,
             begun=self.begun,
             budget=budget,
         )
@@ -195,7 +210,9 @@ class OpenTrajectory:
 
     def acted(self, turn: Turn) -> list[int]:
         """Add the policy's whole action, a turn after what was said last; returns its tokens."""
-        self.turns.append(turn)
+        assert self.following is not None and self.following.message is not None
+        begins = bool(self.turns) and self.appends and not self.following.message.appends
+        self.turns.append(replace(turn, begins=begins))
         self.begun = None
         action = turn.tokens[turn.chosen].tolist()
         self.tokens = self.tokens + action

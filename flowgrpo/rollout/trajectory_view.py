@@ -187,7 +187,6 @@ def _record(
         group=int(trajectories.group[n]),
         correct=bool(trajectories.correct[n]),
         status=Status(int(trajectories.status[n])),
-        appends=True if trajectories.appends is None else bool(trajectories.appends[n]),
         task=task,
         key=(),
         sample=sample,
@@ -208,4 +207,5 @@ def _cut(given: Trajectories, n: int, t: int, length: int) -> Turn:
         version=int(version[0]) if (version == version[0]).all() else version,
         reward=float(given.reward[n, t]) if given.by_turn is not None and given.by_turn[n] else None,
         anchor=int(given.anchor[n, t]),
+        begins=t > 0 and given.begins is not None and bool(given.begins[n, t]),
     )

@@ -41,7 +41,10 @@ def test_every_value_is_in_its_place_padding_is_zero(seed, by_turn):
         assert not getattr(found, name)[~real_ntl].any(), name
     for name in ("reward", "anchor", "length"):
         assert not getattr(found, name)[~found.turns].any(), name
-    for name in ("correct", "status", "group", "appends"):
+    for n, record in enumerate(records):
+        begins = [t == 0 or turn.begins or not record.appends for t, turn in enumerate(record.turns)]
+        assert found.begins[n].tolist() == begins + [False] * (6 - len(begins))
+    for name in ("correct", "status", "group"):
         assert getattr(found, name).tolist() == [getattr(record, name) for record in records]
 
 
@@ -51,7 +54,7 @@ def test_dtypes_do_not_depend_on_what_the_records_hold():
     kinds = {
         np.int32: ("tokens", "version", "anchor", "status", "group", "length"),
         np.float32: ("logp_sampled", "reward", "outcome"),
-        bool: ("chosen", "turns", "correct", "appends", "by_turn"),
+        bool: ("chosen", "turns", "correct", "begins", "by_turn"),
     }
     for dtype, names in kinds.items():
         assert all(getattr(found, name).dtype == dtype for name in names)

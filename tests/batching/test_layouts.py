@@ -1,5 +1,7 @@
 """The plain layouts: one row per trajectory or per turn, compiled or not, with the tokens that `pack` has."""
 
+import itertools
+from collections import defaultdict
 from functools import cache
 from typing import NamedTuple
 
@@ -59,10 +61,11 @@ def test_rows_hold_a_trajectory_in_order_or_a_turn_after_those_before_it_where_t
         exists_r = case.trajectories.turns.ravel() if by_turn else np.ones(N, bool)
         for r in np.flatnonzero(exists_r):
             i, t = divmod(r, T) if by_turn else (r, T - 1)
-            appends = case.trajectories.appends[i]
-            shown = [t] if by_turn and not appends else range(t + 1)
+            context_t = np.cumsum(case.trajectories.begins[i])
+            shown = [u for u in range(t + 1) if not by_turn or context_t[u] == context_t[t]]
             places = [(i, u, slot) for u in shown for slot in np.flatnonzero(case.exists[i, u])]
-            row = [(*one, at, 1) if appends else (*one, one[2], one[1] + 1) for at, one in enumerate(places)]
+            position = defaultdict(itertools.count)  # within each context
+            row = [(*one, next(position[context_t[one[1]]]), context_t[one[1]]) for one in places]
             expected.append(row + [(-1, -1, -1, 0, 0)] * (T * L - len(row)))
         found = np.stack([batch.trajectory, batch.turn, batch.slot, batch.positions, batch.segments], axis=-1)
         np.testing.assert_array_equal(found[exists_r], expected)
@@ -103,13 +106,13 @@ def test_values_may_be_given_by_turn_and_what_was_not_scored_is_absent(layout):
 
 
 @each_layout
-def test_without_length_and_appends_turns_end_with_their_last_chosen_token_and_all_contexts_append(layout):
+def test_without_length_and_begins_turns_end_with_their_last_chosen_token_and_all_contexts_append(layout):
     case = learned(3)
     chosen_ntl = case.trajectories.chosen & (np.arange(L) < 4)  # so that turns have given tokens at their ends
     ends_nt = np.where(chosen_ntl, np.arange(1, L + 1), 0).max(axis=2)
     trajectories = case.trajectories.replace(chosen=chosen_ntl)
-    found = laid_out(layout, case._replace(trajectories=trajectories.replace(length=None, appends=None)))
-    said = trajectories.replace(length=ends_nt, appends=np.ones(N, bool))
+    found = laid_out(layout, case._replace(trajectories=trajectories.replace(length=None, begins=None)))
+    said = trajectories.replace(length=ends_nt, begins=np.zeros((N, T), bool))
     assert_same_batch(found, laid_out(layout, case._replace(trajectories=said)))
 
 

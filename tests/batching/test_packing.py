@@ -75,10 +75,12 @@ def segments_of(records, taken, row_length: int) -> list[list[tuple]]:
     """List (trajectory, turn, slot, position) by segment of records; turns that append share one if it fits a row."""
     found = []
     for i in taken:
-        parts, appends, position = [], records[i].appends, itertools.count()
+        parts, position = [], itertools.count()
         for t, turn in enumerate(records[i].turns):
-            places = [(i, t, slot, next(position) if appends else slot) for slot in range(len(turn.tokens))]
-            if parts and appends and len(parts[-1]) + len(places) <= row_length:
+            begins = turn.begins or not records[i].appends
+            position = itertools.count() if begins else position
+            places = [(i, t, slot, next(position)) for slot in range(len(turn.tokens))]
+            if parts and not begins and len(parts[-1]) + len(places) <= row_length:
                 parts[-1] += places
             else:
                 parts.append(places)
@@ -197,8 +199,8 @@ def test_a_split_trajectory_is_cut_only_where_a_row_is_full():
 @pytest.mark.parametrize(
     ("which", "settings", "message"),
     [
-        ([0, 1], {"row_length": 8}, "trajectory 1 has 14 tokens in all, but a row holds 8: .*split.*drop"),
-        ([0, 2], {"row_length": 7}, "trajectory 1 has 8 tokens in one turn, but a row holds 7"),
+        ([0, 1], {"row_length": 8}, "trajectory 1 has 14 tokens in one context, but a row holds 8: .*split.*drop"),
+        ([0, 2], {"row_length": 7}, "trajectory 1 has 8 tokens in one context, but a row holds 7"),
         ([0, 1], {"row_length": 4, "too_long": "split"}, "trajectory 1, turn 3 has 5 tokens, but a row holds 4, and a"),
         ([0], {"too_long": "truncate"}, "too_long is 'truncate', but must be error, split or drop$"),
         ([0] * 5, {"rows": 4}, "the batch needs 5 rows of 4 tokens, but rows=4"),
@@ -279,7 +281,7 @@ def test_what_a_group_begins_with_stands_before_each_of_its_blocks_and_nowhere_e
             "group 0 has a segment with 4 tokens after those that the group shares, but a row holds 3",
         ),
         ({"rows": 5}, "the batch needs more than rows=4 in blocks of 2: raise rows"),
-        ({"prompt_length": 2}, "trajectory 3 has 7 tokens in all, but a row holds 6"),
+        ({"prompt_length": 2}, "trajectory 3 has 7 tokens in one context, but a row holds 6"),
     ],
 )
 def test_what_does_not_fit_after_prompts_is_named(sizes, message):
@@ -295,7 +297,8 @@ def test_A6_every_token_is_trained_masked_or_dropped(seed, into, skip):
     case, expected = learned(seed), dict.fromkeys([fate for fate in fg.Fate if fate <= fg.Fate.DROPPED_NO_SIGNAL], 0)
     valid_n, signal_n, length_nt = np.asarray(case.dense.valid), case.taking_part(True), case.dense.length
     for i, t, slot in np.argwhere(case.dense.chosen):
-        longest = length_nt[i].sum() if case.records[i].appends else max(length_nt[i])
+        context_t = np.cumsum(case.dense.begins[i])
+        longest = max(length_nt[i][context_t == context].sum() for context in context_t)
         if case.weights[i, t, slot] == 0:
             fate = fg.Fate.MASKED_WEIGHTLESS if valid_n[i] else fg.Fate.MASKED_INVALID
         elif skip and not signal_n[i]:

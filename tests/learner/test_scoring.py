@@ -69,10 +69,13 @@ def logp_after(params, tokens):
 
 
 def sequences(trajectories: fg.Trajectories, n: int) -> list[list[tuple[int, int]]]:
-    """The (turn, slot) of every token, in one list where the context appends, turn by turn where it is fresh."""
-    length_nt, appends_n = (np.asarray(x) for x in filled(trajectories))
-    turns = [[(t, i) for i in range(length_nt[n, t])] for t in np.flatnonzero(trajectories.turns[n])]
-    return [[place for turn in turns for place in turn]] if appends_n[n] else turns
+    """The (turn, slot) of every token, a list for each context."""
+    length_nt, begins_nt = (np.asarray(x) for x in filled(trajectories))
+    found: list[list[tuple[int, int]]] = []
+    for t in np.flatnonzero(trajectories.turns[n]):
+        found += [[]] if begins_nt[n, t] else []
+        found[-1] += [(int(t), i) for i in range(length_nt[n, t])]
+    return found
 
 
 def by_hand(params: ActorCritic, kind: str, trajectories: fg.Trajectories):
@@ -97,8 +100,8 @@ def by_hand(params: ActorCritic, kind: str, trajectories: fg.Trajectories):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_it_says_of_each_token_what_is_worked_out_one_sequence_at_a_time(kind, seed):
     trajectories = bare(seed)
-    assert trajectories.appends is not None
-    assert 0 < trajectories.appends.mean() < 1  # both kinds of contexts
+    assert trajectories.begins is not None
+    assert 0 < trajectories.begins[:, 1:][trajectories.turns[:, 1:]].mean() < 1  # both kinds of contexts
     found = score_trajectories(kind)(params_of(kind), ActorCritic(REFERENCE, None), trajectories)
     logp_ntl, value_ntl, last_n = by_hand(params_of(kind), kind, trajectories)
     np.testing.assert_allclose(found.logp_ref, logp_ntl, atol=1e-5)

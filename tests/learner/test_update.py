@@ -90,8 +90,8 @@ def begun_alike(trajectories: fg.Trajectories) -> fg.Trajectories:
     chosen_ntl = trajectories.chosen & (slot_l >= 3)
     said_ntl = slot_l + np.abs(group_n)[:, None, None] % 80
     tokens_ntl = np.where(np.cumsum(chosen_ntl, axis=2) == 0, said_ntl, trajectories.tokens).astype(np.int32)
-    appends_n = trajectories.appends | (group_n == group_n.min())
-    return trajectories.replace(tokens=tokens_ntl, chosen=chosen_ntl, appends=appends_n)
+    begins_nt = trajectories.begins & (group_n != group_n.min())[:, None]
+    return trajectories.replace(tokens=tokens_ntl, chosen=chosen_ntl, begins=begins_nt)
 
 
 @pytest.mark.slow

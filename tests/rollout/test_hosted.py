@@ -17,6 +17,7 @@ import pytest
 from hosted_cases import (
     MOST,
     STOP,
+    TURNS,
     Do,
     Engine,
     answer,
@@ -34,7 +35,15 @@ import flowgrpo as fg
 from flowgrpo.contracts import HostStep, Result, Said, Scored
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.rollout.hosted_run import Width
-from flowgrpo.rollout.records import Hosted, aborted, rollout_of, unfinished_from_json, unfinished_to_json
+from flowgrpo.rollout.records import (
+    Hosted,
+    aborted,
+    from_json,
+    rollout_of,
+    to_json,
+    unfinished_from_json,
+    unfinished_to_json,
+)
 from flowgrpo.rollout.replay import replay
 from flowgrpo.types import Status
 
@@ -121,10 +130,41 @@ def test_a_context_that_appends_says_what_was_sampled_and_a_fresh_one_is_a_new_s
     assert {one.appends for one in fresh.played} == {False}
 
 
-def test_some_turns_that_append_and_some_that_do_not_are_refused(engine):
+def test_A7_a_turn_may_begin_another_context_and_go_on_from_what_was_sampled_before(engine):
+    """What it goes on from is given as ids, with what was sampled among them; the action is this turn's alone."""
+    env = make_env()
+
+    def step(state, tokens, do):
+        state, now = env.step(state, tokens, do)
+        if now.done or len(state.actions) != 2:
+            return state, now
+        first = state.actions[0]  # rewritten: the second action is forgotten
+        flags = [False, *[True] * len(first), False]
+        return state, now._replace(said=Said([13, *first, 14], appends=False, chosen=flags, max_tokens=3, stop=("x",)))
+
+    got = run(engine, tasks_of(6, 2), env=env._replace(step=step))
+    long = [one for one in got.played if len(one.turns) > 2]
+    assert long
+    for one in long:
+        assert [turn.begins for turn in one.turns] == [t == 2 for t in range(len(one.turns))]
+        action = one.turns[0].tokens[one.turns[0].chosen].tolist()
+        turn = one.turns[2]
+        assert turn.tokens[~turn.chosen].tolist() == [13, *action, 14]
+        request = next(r for r in engine.requests if list(r.tokens) == [13, *action, 14] and r.stop == ("x",))
+        assert list(request.chosen) == [False, *[True] * len(action), False]
+        assert request.max_tokens == 3
+        again = from_json(to_json(one))
+        assert [turn.begins for turn in again.turns] == [turn.begins for turn in one.turns]
+        assert to_json(replay(env._replace(step=step), again)) == to_json(one)
+    rollout = rollout_of(got.played, ("echo",), turns=TURNS)
+    begins = [[t in (0, 2) and t < len(one.turns) for t in range(TURNS)] for one in got.played]
+    assert rollout.begins.tolist() == begins
+
+
+def test_turns_that_append_after_a_first_that_does_not_are_refused(engine):
     env, other = make_env(), make_env(appends=False)
-    with pytest.raises(fg.BadInput, match="appends to its context in some turns and not in others"):
-        run(engine, tasks_of(2, 2), env=env._replace(step=other.step))
+    with pytest.raises(fg.BadInput, match="appends to its context in some turns, but not in the first"):
+        run(engine, tasks_of(2, 2), env=other._replace(step=env.step))
 
 
 # How trajectories end ---------------------------------------------------------------------------------

@@ -199,4 +199,4 @@ def test_the_ledger_counts_each_chosen_token_of_a_record():
         got = run(engine, tasks_of(2, 2), env=make_env(appends=False))
     rollout = rollout_of(got.played, ("echo",), turns=4)
     assert rollout.chosen.sum() == engine.delivered
-    assert not rollout.appends.any()
+    assert rollout.begins[rollout.turns].all()
