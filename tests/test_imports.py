@@ -23,7 +23,7 @@ FLOORS = [
     ["algorithms", "models", "envs", "agent", "generate", "tools", "rewards", "evaluation"],
     ["parallel"],
     ["learner", "rollout"],
-    ["loop"],
+    ["loop", "gateway"],
     ["staged", "run", "planning"],
     ["distributed"],
     ["recipes"],

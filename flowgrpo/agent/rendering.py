@@ -19,11 +19,10 @@ from flowgrpo.data.tokenizer import (
     Messages,
     Text,
     add_messages,
-    control_ids,
     encode_marked,
     mark,
-    split_all,
     start,
+    write_plainly,
 )
 
 Tokens = tuple[int, ...]
@@ -67,7 +66,7 @@ def appending(frame: Frame, state: AgentState, role: Role) -> tuple[AgentState, 
 
 def first_tokens(text: Text, messages: Messages) -> Tokens:
     """The first prompt, in which data spells no control token; `text` is guarded."""
-    return _plainly(text, messages, lambda text, messages: start(text, messages).tokens)
+    return write_plainly(text, messages, lambda text, messages: start(text, messages).tokens)
 
 
 def _first(frame: Frame, state: AgentState, role: Role, seen: str) -> Tokens:
@@ -79,18 +78,7 @@ def _next(frame: Frame, state: AgentState, role: Role, talk: Conversation, seen:
     # An action without a token is closed as one that was cut.
     last = Conversation((talk.tokens[-1] if talk.chosen[-1] else frame.text.pad_id,), (True,))
     messages = role.follow(state, seen)
-    return _plainly(frame.text, messages, lambda text, messages: add_messages(text, last, messages).tokens[1:])
-
-
-def _plainly(text: Text, messages: Messages, write: Callable[[Text, Messages], Tokens]) -> Tokens:
-    """Tokenise messages by `write`; every character apart where it finds other control tokens than the template's.
-
-    A tokenizer that folds case, say, finds control tokens that no pattern does.
-    """
-    tokens = write(text, messages)
-    plain = write(text, [{**message, "content": "x"} for message in messages])
-    alike = control_ids(text, tokens) == control_ids(text, plain)
-    return tokens if alike else write(split_all(text), messages)
+    return write_plainly(frame.text, messages, lambda text, messages: add_messages(text, last, messages).tokens[1:])
 
 
 def _fit(frame: Frame, memory: Memory, limit: int, write: Callable[[str], Tokens]) -> Tokens | None:

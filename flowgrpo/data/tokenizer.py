@@ -17,7 +17,7 @@ can't end its turn or begin another's. Messages of the role "assistant" are take
 import json
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -196,6 +196,24 @@ def control_ids(text: Text, ids: Iterable[int]) -> list[int]:
     """Those of the ids that are added tokens, which templates write and data must not."""
     control = frozenset(text.tokenizer.get_added_vocab().values())
     return [i for i in ids if i in control]
+
+
+def write_plainly(
+    text: Text, messages: Messages, write: Callable[[Text, Messages], tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Tokenise messages by `write`; every character apart where it finds other control tokens than the template's.
+
+    A tokenizer that folds case, say, finds control tokens that no pattern does.
+    """
+    tokens = write(text, messages)
+    plain = write(text, [_with_content(message, "x") for message in messages])
+    alike = control_ids(text, tokens) == control_ids(text, plain)
+    return tokens if alike else write(split_all(text), messages)
+
+
+def _with_content(message: Mapping[str, Any], content: str) -> Mapping[str, Any]:
+    """The message with other words; those of an assistant stay, which are its own."""
+    return message if message["role"] == "assistant" else {**message, "content": content}
 
 
 def quote(string: str) -> str:

@@ -151,6 +151,13 @@ class OpenTrajectory:
         assert self.following is not None
         return self.following.state
 
+    @property
+    def message(self) -> Said:
+        """What the environment said last, which waits for an action."""
+        assert self.following is not None
+        assert self.following.message is not None
+        return self.following.message
+
     def heard(self, following: CheckedStep) -> None:
         """Add the result of a reset or a step, with all effects not yet counted; end the course where it has ended."""
         step, first = following.step, self.following is None
@@ -169,11 +176,9 @@ class OpenTrajectory:
         elif step is not None and step.done:
             self.end(Status(step.status), step.reason)
         else:
-            self._told(following, first)
+            self._told(following.said, self.message, first)
 
-    def _told(self, following: CheckedStep, first: bool) -> None:
-        message = following.message
-        assert message is not None
+    def _told(self, said: tuple[int, ...], message: Said, first: bool) -> None:
         if first:
             self.appends = bool(message.appends)
         elif message.appends and not self.appends:
@@ -184,21 +189,19 @@ class OpenTrajectory:
             self.end(Status.TURN_LIMIT, f"all {self.env.turns} turns were used")
             return
         kept = len(self.tokens) if message.appends else 0
-        self.tokens = self.tokens[:kept] + list(following.said)
-        self.chosen = self.chosen[:kept] + _flags(self.env, message, len(following.said))
+        self.tokens = self.tokens[:kept] + list(said)
+        self.chosen = self.chosen[:kept] + _flags(self.env, message, len(said))
 
     def request(self, key, temperature: float, budget: int | None) -> Request:
         """Make the engine's next request: for an action, or for the rest of one, of at most `budget` more tokens."""
-        message = self.following.message if self.following else None
-        assert message is not None
-        limit = self.env.max_tokens if message.max_tokens is None else message.max_tokens
+        limit = self.env.max_tokens if self.message.max_tokens is None else self.message.max_tokens
         return Request(
             tokens=tuple(self.tokens),
             key=key,
             max_tokens=min(limit, self.env.max_tokens),
             temperature=temperature,
             stop_ids=self.env.stop_ids,
-            stop=message.stop,
+            stop=self.message.stop,
             chosen=tuple(self.chosen) if self.appends or any(self.chosen) else None,
             begun=self.begun,
             budget=budget,
@@ -210,8 +213,7 @@ class OpenTrajectory:
 
     def acted(self, turn: Turn) -> list[int]:
         """Add the policy's whole action, a turn after what was said last; returns its tokens."""
-        assert self.following is not None and self.following.message is not None
-        begins = bool(self.turns) and self.appends and not self.following.message.appends
+        begins = bool(self.turns) and self.appends and not self.message.appends
         self.turns.append(replace(turn, begins=begins))
         self.begun = None
         action = turn.tokens[turn.chosen].tolist()

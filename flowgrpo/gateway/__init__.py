@@ -1,0 +1,16 @@
+"""The gateway: agents that know nothing of training, behind a server that speaks the API of OpenAI.
+
+Modules:
+
+    agent_env   An agent of somebody else's as a host environment: what it asks for is what the environment says
+    agents      Run agents of somebody else's, a program or a function, behind a gateway
+    histories   Find where a request of an agent goes on from
+    responses   Requests and answers of /v1/responses, as far as agents need them; pure
+    server      The HTTP server of a gateway
+    tool_calls  Find the tool calls in what a model wrote, in the form that its chat template teaches
+    wire        Requests and answers of the OpenAI API as values, from and to JSON; pure
+"""
+
+from flowgrpo.gateway.agent_env import agent_env
+from flowgrpo.gateway.agents import AgentHost
+from flowgrpo.gateway.server import Gateway
