@@ -6,6 +6,7 @@ from . import data as data
 from . import distributed as distributed
 from . import envs as envs
 from . import evaluation as evaluation
+from . import gateway as gateway
 from . import generate as generate
 from . import launch as launch
 from . import learner as learner
@@ -73,6 +74,7 @@ from .models import load_model as load_model
 from .models import make_policy as make_policy
 from .models import save_model as save_model
 from .models import small_config as small_config
+from .recipes.own_agent import train_agent as train_agent
 from .rewards import router as router
 from .rollout import check_host_env as check_host_env
 from .rollout import hosted as hosted

@@ -1,11 +1,13 @@
-"""Files and folders that are there when they are whole, whatever interrupts their writer."""
+"""Files and folders that are there when they are whole, whatever interrupts their writer; code that a name names."""
 
 import ctypes
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -90,3 +92,18 @@ def _exchange(one: Path, other: Path) -> None:
     other.rename(aside)
     one.rename(other)
     aside.rename(one)
+
+
+def import_named(name: str, what: str) -> Any:
+    """Import what `MODULE:NAME` names; the module may lie in the current folder. `what` it is, a message says."""
+    module, _, own = name.partition(":")
+    if not own:
+        raise BadInput(f"{what} {name!r} names a module and nothing in it: write MODULE:NAME")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return getattr(import_module(module), own)
+    except Exception as error:  # a module of the user's, which may raise anything
+        why = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        where = "its module lies in the current folder, or where Python looks"
+        raise BadInput(f"{what} {name!r} can't be imported: {why} (MODULE:NAME; {where})") from None

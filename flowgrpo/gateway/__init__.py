@@ -3,6 +3,7 @@
 Modules:
 
     agent_env   An agent of somebody else's as a host environment: what it asks for is what the environment says
+    agent_worker  Run an agent's function in a process of its own, for many trajectories at once
     agents      Run agents of somebody else's, a program or a function, behind a gateway
     histories   Find where a request of an agent goes on from
     responses   Requests and answers of /v1/responses, as far as agents need them; pure

@@ -6,7 +6,8 @@
 
 A program is started for each trajectory. It finds the base URL in OPENAI_BASE_URL, as the SDKs of OpenAI do, the task
 in FLOWGRPO_TASK and on its standard input (a line of JSON), and its standard output is its answer. A function is called
-with the task and the base URL, and returns its answer, a number that is its reward, or None.
+with the task and the base URL, and returns its answer, a number that is its reward, or None; one that is named,
+"MODULE:FUNCTION", runs in a process of its own, which serves all trajectories.
 
 An agent that crashes, hangs or exits with another status than 0 ends its trajectory as ABORTED, which takes no part in
 training (F5); one that does so before its first request is started again, a few times.
@@ -18,27 +19,32 @@ import json
 import math
 import os
 import queue
+import re
 import secrets
 import shlex
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 from flowgrpo.contracts import Call, Completion, Request, Result
 from flowgrpo.gateway.agent_env import answer_from_json, digest_of
+from flowgrpo.gateway.agent_worker import failure_of, task_told
 from flowgrpo.gateway.histories import Histories
 from flowgrpo.gateway.server import Gateway
 from flowgrpo.gateway.wire import Answer, Asked, Refusal
-from flowgrpo.types import BadInput, Task, check_range, first_line
+from flowgrpo.types import BadInput, check_range
 
 Agent = str | Sequence[str] | Callable[..., Any]
 Submit = Callable[[Request], "Future[Completion]"]
 MAX_OUTPUT = 1 << 20  # bytes that a program writes
+FUNCTION = re.compile(r"[\w.]+:\w+")  # what names one, and is no command
 OVER = Refusal("the session is over", status=410, code="session_over")
 
 
@@ -360,7 +366,7 @@ class AgentHost:
         except AgentFailed as error:
             ended = Ended(failed=str(error))
         except Exception as error:  # of somebody else's code
-            ended = Ended(failed=f"the agent raised {type(error).__name__}: {first_line(error):.300}")
+            ended = Ended(failed=failure_of(error))
         finally:
             self._running.discard(own)
             session.events.put(ended)
@@ -370,6 +376,8 @@ class AgentHost:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        if isinstance(self._start, _Worker):
+            await self._start.close()
 
 
 class AgentFailed(RuntimeError):
@@ -398,6 +406,8 @@ Start = Callable[[Any, str], Awaitable[Any]]
 
 def _starter(agent: Agent, environ: Mapping[str, str], model: str) -> Start:
     """`start(task, base URL)` of a program or a function."""
+    if isinstance(agent, str) and FUNCTION.fullmatch(agent):
+        return _Worker(agent, {**environ, "OPENAI_MODEL": model})
     if isinstance(agent, str | list | tuple):
         words = shlex.split(agent) if isinstance(agent, str) else [str(word) for word in agent]
         if not words:
@@ -408,17 +418,6 @@ def _starter(agent: Agent, environ: Mapping[str, str], model: str) -> Start:
     return partial(_coroutine if inspect.iscoroutinefunction(agent) else _function, agent)
 
 
-def _as_task(told: Any) -> Any:
-    """What an agent's function is given: a task without its answers."""
-    if not isinstance(told, Mapping) or "query" not in told:
-        return told
-    return Task(told["id"], told["query"], (), told["domain"])
-
-
-async def _coroutine(agent: Callable[..., Awaitable[Any]], told: Any, url: str) -> Any:
-    return await agent(_as_task(told), url)
-
-
 async def _function(agent: Callable[..., Any], told: Any, url: str) -> Any:
     """Call a function in a thread of its own, which nothing can end; whoever waits for it goes on all the same."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
@@ -426,7 +425,7 @@ async def _function(agent: Callable[..., Any], told: Any, url: str) -> Any:
 
     def call() -> None:
         try:
-            outcome.append((agent(_as_task(told), url), None))
+            outcome.append((agent(task_told(told), url), None))
         except BaseException as error:
             outcome.append((None, error))
         with suppress(RuntimeError):  # the loop is closed: nobody waits
@@ -436,8 +435,86 @@ async def _function(agent: Callable[..., Any], told: Any, url: str) -> Any:
     await done.wait()
     value, error = outcome[0]
     if error is not None:
-        raise error if isinstance(error, Exception) else AgentFailed(f"the agent raised {error!r:.200}")
+        raise error if isinstance(error, Exception) else AgentFailed(failure_of(error))
     return await value if inspect.isawaitable(value) else value
+
+
+async def _coroutine(agent: Callable[..., Awaitable[Any]], told: Any, url: str) -> Any:
+    return await agent(task_told(told), url)
+
+
+def kill_group(process: asyncio.subprocess.Process) -> None:
+    """End a process and all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+class _Worker:
+    """A process that calls an agent's function, started when it is first needed, and again when it has died."""
+
+    def __init__(self, name: str, environ: Mapping[str, str]):
+        self.name, self.environ = name, environ
+        self._process: asyncio.subprocess.Process | None = None
+        self._starting = asyncio.Lock()
+        self._waiting: dict[int, asyncio.Future] = {}
+        self._numbers = count()
+
+    async def __call__(self, told: Any, url: str) -> Any:
+        """What the function returns."""
+        async with self._starting:
+            if self._process is None or self._process.returncode is not None:
+                await self._begin()
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self._send({"number": number, "task": told, "url": url})
+            said = await answer
+        except asyncio.CancelledError:
+            await self._send({"number": number, "stop": True})
+            raise
+        finally:
+            self._waiting.pop(number, None)
+        if "failed" in said:
+            raise AgentFailed(said["failed"])
+        return said["value"]
+
+    async def _begin(self) -> None:
+        words = [sys.executable, "-m", "flowgrpo.gateway.agent_worker", self.name]
+        env = {**os.environ, "OPENAI_API_KEY": "flowgrpo", "JAX_PLATFORMS": "cpu", **self.environ}
+        pipe = asyncio.subprocess.PIPE
+        self._process = process = await asyncio.create_subprocess_exec(
+            *words, stdin=pipe, stdout=pipe, env=env, start_new_session=True, limit=MAX_OUTPUT
+        )
+        self._reading = asyncio.create_task(self._read(process))
+
+    async def _send(self, line: Mapping[str, Any]) -> None:
+        process = self._process
+        with suppress(ConnectionError, RuntimeError):  # it has died, which `_read` says
+            assert process is not None
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(line).encode() + b"\n")
+            await process.stdin.drain()
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """Pass answers on; where the process ends, nobody who waits for it waits on."""
+        assert process.stdout is not None
+        with suppress(ValueError):  # a line that is too long: the process is ended
+            while line := await process.stdout.readline():
+                said = json.loads(line)
+                answer = self._waiting.get(said["number"])
+                if answer is not None and not answer.done():
+                    answer.set_result(said)
+        kill_group(process)
+        status = await process.wait()
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_result({"failed": f"the process of {self.name} ended with status {status}"})
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            kill_group(self._process)
+            await self._reading
 
 
 async def _program(words: Sequence[str], environ: Mapping[str, str], told: Any, url: str) -> str:
@@ -460,8 +537,7 @@ async def _program(words: Sequence[str], environ: Mapping[str, str], told: Any, 
         )
         status = await process.wait()
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process)
     if status:
         last = complaint.decode(errors="replace").strip().splitlines()[-1:]
         raise AgentFailed(f"the agent exited with status {status}: {''.join(last):.300}")

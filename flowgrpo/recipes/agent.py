@@ -36,7 +36,7 @@ from flowgrpo.generate.openai_wire import TextRequest
 from flowgrpo.learner.loss_scale import optimizer_for
 from flowgrpo.models.hf import Model, check_model
 from flowgrpo.recipes import offline_start, offline_tasks, registry, task_choice
-from flowgrpo.recipes.agent_config import Config
+from flowgrpo.recipes.agent_config import Config, TaskConfig
 from flowgrpo.recipes.agent_config import preset as preset
 from flowgrpo.recipes.hosted import (
     HostedSetup,
@@ -81,7 +81,7 @@ class Source(NamedTuple):
     domains: tuple[str, ...]
 
 
-def tasks_of(config: Config) -> Source:
+def tasks_of(config: TaskConfig) -> Source:
     """Those of a file, or of the offline world, which never end: the first `POOL` of them have a number."""
     seed = config.seed
     if config.tasks is None:
@@ -114,7 +114,7 @@ SPOKEN = {
 RULES = {"executor": roles.rule_executor, "verifier": roles.rule_verifier, "generator": roles.rule_generator}
 
 
-def check_settings(config: Config) -> Source:
+def check_settings(config: TaskConfig) -> Source:
     """Raise `BadInput` for what is wrong with learning, model and tasks, of which the tasks are returned."""
     algorithm_of(config)
     optimizer_of(config)
@@ -134,8 +134,8 @@ def open(config: Config, folder: Path, *, begin: Callable[[], object] = do_nothi
     source = check_settings(config)
     with ExitStack() as stack:
         draw, hard = task_choice.choose(config, source.draw, source.train, groups=config.queries)
-        sandbox = stack.enter_context(_sandbox(config, source))
-        reward = _reward(config, source, sandbox)
+        sandbox = stack.enter_context(make_sandbox(config, source))
+        reward = reward_of(config, source, sandbox)
         own = _tools(config, sandbox, stack)
         tools = stack.enter_context(toolset(own, seconds=config.tool_seconds, workers=config.slots))
         served_by = {name: who for name, who in config.roles.items() if "://" in who}
@@ -180,17 +180,17 @@ def open(config: Config, folder: Path, *, begin: Callable[[], object] = do_nothi
 def open_reward(config: Config) -> Iterator[Reward]:
     """The rewards alone, as `open` routes them; their sandbox lives as long as the block."""
     source = tasks_of(config)
-    with _sandbox(config, source) as sandbox:
-        yield _reward(config, source, sandbox)
+    with make_sandbox(config, source) as sandbox:
+        yield reward_of(config, source, sandbox)
 
 
-def _sandbox(config: Config, source: Source) -> Sandbox:
+def make_sandbox(config: TaskConfig, source: Source) -> Sandbox:
     """The sandbox of tools and rewards."""
     judged = () if config.reward else (*source.domains, config.domain or "")
     return Sandbox(workers=launch.cores(), preload=registry.preload(judged))
 
 
-def _reward(config: Config, source: Source, sandbox: Sandbox) -> Reward:
+def reward_of(config: TaskConfig, source: Source, sandbox: Sandbox) -> Reward:
     """The reward of one's own, or that of each domain; no task is without."""
     if config.reward:
         return make_reward(config.reward, source.draw("train", 0, 1)[0])
@@ -325,7 +325,7 @@ def _story(text: Text, env: HostEnv, played: Played) -> str:
 # Learning -----------------------------------------------------------------------------------------------
 
 
-def algorithm_of(config: Config) -> Algorithm:
+def algorithm_of(config: TaskConfig) -> Algorithm:
     """The member of the family, with its clipping and its KL term."""
     most = config.turns * config.max_tokens
     algorithm = make_algorithm(
@@ -342,7 +342,7 @@ def algorithm_of(config: Config) -> Algorithm:
     return newest_segment_only(algorithm) if config.learn_from == "newest" else algorithm
 
 
-def optimizer_of(config: Config) -> optax.GradientTransformation:
+def optimizer_of(config: TaskConfig) -> optax.GradientTransformation:
     """The optimizer, with the fall of its rate, and in float16 with a scale of the loss."""
     base = base_of(config.optimizer)
     steps = config.decay_updates * config.mini_batches

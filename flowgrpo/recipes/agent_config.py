@@ -33,16 +33,13 @@ def check_role(name: str, who: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(HostedConfig, ChoiceConfig):
-    """Settings of a run on the agent system; the defaults are those of the offline run, see `preset`."""
+class TaskConfig(HostedConfig, ChoiceConfig):
+    """Settings of a run on tasks that a reward judges, whatever agent answers them."""
 
     updates: int = setting(50, "Updates of the reinforcement phase.", "Sizes", at_least=0, may_differ=True)
     learning_rate: float = setting(5e-4, "Of the reinforcement phase.", "Learning", at_least=0.0)
     mini_batches: int = setting(4, "Gradient steps of an update.", "Learning", at_least=1)
     temperature: float = setting(0.8, "Of the planner's words.", "Sampling", at_least=0.0)
-    corpus: str | None = setting(
-        None, "What search looks through: a .jsonl, .txt or .md file, or a folder.", "What is run"
-    )
     reward: str | None = setting(
         None,
         "Judge all tasks by MODULE:FUNCTION, a function (task, answer) -> fg.Scored, or a fg.Reward.",
@@ -50,24 +47,9 @@ class Config(HostedConfig, ChoiceConfig):
     )
     algorithm: str = setting("flow_grpo", "Member of the family.", "What is run", choices=ALGORITHMS)
     control: str = setting("none", "Shuffle the rewards within groups.", "What is run", choices=CONTROLS)
-    tools: str = setting(
-        "calculator,python,search",
-        "Tools, by commas: calculator, python, search, or MODULE:FUNCTION, which has types and a docstring.",
-        "The agents",
-    )
-    mcp: tuple[str, ...] = setting((), "An MCP server: a command, or the URL of one.", "The agents", repeated=True)
     domains: str = setting(",".join(offline_tasks.DOMAINS), "Domains of the offline tasks, by commas.", "The agents")
-    rendering: str = setting(
-        "append", "Render each context afresh, or append to one.", "The agents", choices=("fresh", "append")
-    )
-    executor: str = setting("rule", f"Who plays the executor: {SERVED}.", "The agents")
-    verifier: str = setting("rule", f"Who plays the verifier: {SERVED}.", "The agents")
-    generator: str = setting("rule", f"Who plays the generator: {SERVED}.", "The agents")
-    analyst: str = setting("none", "Who plays the analyst: model, none, or URL#MODEL.", "The agents")
     turns: int = setting(4, "Turns of the planner in training.", "Sizes", at_least=1)
     exam_turns: int = setting(4, "Turns of the planner in examinations.", "Sizes", at_least=1)
-    memory_tokens: int = setting(200, "Tokens of what the planner remembers.", "Sizes", at_least=1)
-    passages: int = setting(1, "Passages that a search returns.", "Sizes", at_least=1)
     decay: float = setting(
         0.2, "Share of the learning rate that is left after decay_updates.", "Learning", at_least=0.0, at_most=1.0
     )
@@ -77,6 +59,30 @@ class Config(HostedConfig, ChoiceConfig):
     demonstrations: int = setting(8000, "How many are imitated, in the offline run.", "Learning", at_least=0)
     correction: float = setting(0.0, "Bound of the correction for stale tokens; 0: none.", None, at_least=0.0)
     learn_from: str = setting("all", "Versions whose tokens are in the loss.", None, choices=("all", "newest"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TaskConfig):
+    """Settings of a run on the agent system; the defaults are those of the offline run, see `preset`."""
+
+    corpus: str | None = setting(
+        None, "What search looks through: a .jsonl, .txt or .md file, or a folder.", "What is run"
+    )
+    tools: str = setting(
+        "calculator,python,search",
+        "Tools, by commas: calculator, python, search, or MODULE:FUNCTION, which has types and a docstring.",
+        "The agents",
+    )
+    mcp: tuple[str, ...] = setting((), "An MCP server: a command, or the URL of one.", "The agents", repeated=True)
+    rendering: str = setting(
+        "append", "Render each context afresh, or append to one.", "The agents", choices=("fresh", "append")
+    )
+    executor: str = setting("rule", f"Who plays the executor: {SERVED}.", "The agents")
+    verifier: str = setting("rule", f"Who plays the verifier: {SERVED}.", "The agents")
+    generator: str = setting("rule", f"Who plays the generator: {SERVED}.", "The agents")
+    analyst: str = setting("none", "Who plays the analyst: model, none, or URL#MODEL.", "The agents")
+    memory_tokens: int = setting(200, "Tokens of what the planner remembers.", "Sizes", at_least=1)
+    passages: int = setting(1, "Passages that a search returns.", "Sizes", at_least=1)
     tool_seconds: float = setting(10.0, "Of a call of a tool.", "Sampling", at_least=0.1)
 
     def __post_init__(self) -> None:
@@ -95,20 +101,15 @@ class Config(HostedConfig, ChoiceConfig):
         }
 
 
-# With a model: the settings of the paper (AgentFlow, arXiv:2510.05592).
-PAPER: dict[str, Any] = {
+# With a model: the settings of the paper (AgentFlow, arXiv:2510.05592), as far as any agent has them.
+LARGE: dict[str, Any] = {
     "learning_rate": 1e-6,
     "mini_batches": 1,
     "beta": 0.001,
     "clip_high": 0.2,
     "temperature": 0.5,
-    "turns": 3,
-    "exam_turns": 10,
     "max_tokens": 2048,
     "context_tokens": 8192,
-    "memory_tokens": 4096,
-    "rendering": "fresh",
-    **dict.fromkeys(ROLES, "model"),
     "updates": 150,
     "decay": 1.0,
     "decay_updates": 150,
@@ -122,12 +123,19 @@ PAPER: dict[str, Any] = {
     "demonstrations": 0,
     "chunk": 256,
     "steps": 16,
-    "passages": 3,
-    "tool_seconds": 30.0,
     "turn_seconds": 300.0,
     "group_seconds": 1800.0,
     "recorded": 1,
     "domains": "",
+}
+PAPER: dict[str, Any] = LARGE | {
+    "turns": 3,
+    "exam_turns": 10,
+    "memory_tokens": 4096,
+    "rendering": "fresh",
+    **dict.fromkeys(ROLES, "model"),
+    "passages": 3,
+    "tool_seconds": 30.0,
 }
 
 

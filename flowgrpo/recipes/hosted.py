@@ -35,6 +35,7 @@ from flowgrpo.rollout.hosted import Hosted, hosted
 from flowgrpo.rollout.hosted_run import Width
 from flowgrpo.rollout.judging import is_solved
 from flowgrpo.rollout.records import Played, aborted, rollout_of, to_json
+from flowgrpo.rollout.trajectory_thread import Submit
 from flowgrpo.run.config import setting
 from flowgrpo.run.session import Tested, before_after_table
 from flowgrpo.run.warm_start import WarmStart
@@ -100,7 +101,7 @@ class HostedSetup(NamedTuple):
     engine: Engine
     residency: Residency  # which may hold a judge
     do: Do
-    reward: Reward
+    reward: Reward | None  # None: the environment pays
     tasks: Draw
     algorithm: fg.Algorithm
     optimizer: optax.GradientTransformation
@@ -113,6 +114,8 @@ class HostedSetup(NamedTuple):
     share: Callable[[int], dict[str, float]] = lambda _update: {}  # figures of the tasks that may come up in an update
     spoken: Engine | None = None  # of the roles that frozen weights speak
     progress: Progress | None = None  # that shows how far rollouts are
+    submit: Submit | None = None  # that of the engine, or what stands before it
+    width: int | None = None  # trajectories at a time; None: as many as keep their caches
 
 
 def make_engine(model: Model, config: HostedConfig, *, kept: int = 0) -> Engine:
@@ -126,6 +129,7 @@ def make_engine(model: Model, config: HostedConfig, *, kept: int = 0) -> Engine:
         steps=config.steps,
         banned=model.banned,
         kept=kept,
+        text_of=model.text.decode,
     )
 
 
@@ -211,7 +215,7 @@ def play_tasks(
 
 def width_of(setup: HostedSetup) -> int:
     """Trajectories at a time: fewer than slots, so that a conversation that waits for a tool keeps its cache."""
-    return max(setup.config.slots * 3 // 4, 2)
+    return setup.width or max(setup.config.slots * 3 // 4, 2)
 
 
 def make_hosted_rollout(
@@ -227,7 +231,7 @@ def make_hosted_rollout(
     config = setup.config
     return hosted(
         env,
-        setup.engine.submit,
+        setup.submit or setup.engine.submit,
         do=do,
         reward=reward,
         solved=setup.solved,

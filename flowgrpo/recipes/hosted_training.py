@@ -90,7 +90,8 @@ class HostedWork(TestedWork):
     def __init__(self, setup: HostedSetup, recipe: str):
         journal = Journal(setup.folder / "journal", _covered(setup.folder))
         progress = setup.progress or Progress(setup.config.updates)
-        effects = {"do": journal.effects(setup.do), "reward": journal.verdicts(setup.reward)}
+        verdicts = None if setup.reward is None else journal.verdicts(setup.reward)
+        effects = {"do": journal.effects(setup.do), "reward": verdicts}
         self.setup = setup._replace(**effects, journal=journal, progress=progress)
         self.trained, self.memory = setup.planner.trained, setup.prompts
         super().__init__(

@@ -30,7 +30,7 @@ from flowgrpo.learner.imitation import make_supervised, make_validation, packed_
 from flowgrpo.learner.state import init_learner, make_optimizer
 from flowgrpo.models.decoder import matrices
 from flowgrpo.models.hf import Model, init_model, save_model
-from flowgrpo.recipes.agent_config import Config
+from flowgrpo.recipes.agent_config import TaskConfig
 from flowgrpo.recipes.hosted import HostedConfig
 from flowgrpo.recipes.offline_tasks import LANDS, TOWNS, TRADES, WARES, make_tasks, passages
 from flowgrpo.run.run_dir import differing
@@ -261,11 +261,12 @@ FIRST = 400  # demonstrations from which the tokenizer is learned
 ROOM = 4  # times as many tokens as the tokenizer that is learned from them needs
 # Settings that what planner and tools say to each other depends on.
 MADE_WITH = ("seed", "domains", "tools", "mcp", "turns", "rendering", "executor", "verifier", "generator", "analyst")
-MADE_WITH += ("max_tokens", "context_tokens", "memory_tokens", "passages")
+MADE_WITH += ("max_tokens", "context_tokens", "memory_tokens", "passages", "agent")
+LENGTHS = ("max_tokens", "context_tokens", "memory_tokens")
 PATIENCE = 6  # validations of the imitation that may bring nothing
 
 
-def write_start(folder: Path, make_env: Callable[..., HostEnv], do: Do, config: Config) -> None:
+def write_start(folder: Path, make_env: Callable[..., HostEnv], do: Do, config: TaskConfig) -> None:
     """Make the model folder, unless it is there; its tokenizer is learned from what planner and tools say.
 
     Their words depend on no tokenizer, but to write them down takes one: a first one, learned from the queries alone.
@@ -280,12 +281,8 @@ def write_start(folder: Path, make_env: Callable[..., HostEnv], do: Do, config: 
     first = folder.with_name(f".{folder.name}")
     write_model(first, queries, seed=config.seed)
     text = load_text(first)
-    wide = replace(
-        config,
-        max_tokens=ROOM * config.max_tokens,
-        context_tokens=ROOM * config.context_tokens,
-        memory_tokens=ROOM * config.memory_tokens,
-    )
+    own = config.to_json()
+    wide = replace(config, **{name: ROOM * own[name] for name in LENGTHS if name in own})
     env = make_env(text, turns=config.turns, config=wide)
     talks = demonstrate_script(env, text, tasks, do, seed=config.seed)
     entries = [f" {passage['title']}: {passage['text']}" for passage in passages()]
@@ -298,7 +295,7 @@ def write_start(folder: Path, make_env: Callable[..., HostEnv], do: Do, config: 
     shutil.rmtree(first)
 
 
-def script_imitation(model: Model, env: HostEnv, do: Do, config: Config) -> WarmStart:
+def script_imitation(model: Model, env: HostEnv, do: Do, config: TaskConfig) -> WarmStart:
     """The imitation of demonstrations that comes before reinforcement; of no steps where the Config has none."""
     if not config.warm_steps:
         return no_warm_start(model.params)
@@ -342,7 +339,7 @@ def shuffled_batches(rows: fg.Batch, size: int, seed: int) -> Iterator[fg.Batch]
             yield jax.tree.map(lambda x, chosen=order[start : start + size]: x[chosen], rows)
 
 
-def _tasks(config: Config, split: str, size: int):
+def _tasks(config: TaskConfig, split: str, size: int):
     names = config.domains.split(",")
     # Questions take the longest to learn, for what is copied there are names. Seeds are apart from those of training.
     return make_tasks(config.seed + 500_000, 0, size, split, [*names, *[name for name in names if name == "search"]])

@@ -5,12 +5,9 @@ domain, and `route` the router over all of them.
 """
 
 import inspect
-import os
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -20,6 +17,7 @@ import flowgrpo as fg
 from flowgrpo.algorithms.options import Correction
 from flowgrpo.contracts import Reward
 from flowgrpo.envs.arithmetic import DECEPTIVE
+from flowgrpo.files import import_named
 from flowgrpo.learner.adam8bit import scale_by_adam_8bit
 from flowgrpo.learner.state import make_optimizer, scale_by_adafactor
 from flowgrpo.rewards.answers import symbolic
@@ -67,24 +65,9 @@ HARDER = {"lookup_hard": "lookup", "arithmetic_hard": "arithmetic", "maze_hard":
 BY_IMPORT = "MODULE:FUNCTION, which is called without arguments and gives a fg.Env"
 
 
-def imported(name: str, what: str) -> Any:
-    """Import what `MODULE:NAME` names; the module may lie in the current folder. `what` it is, a message says."""
-    module, _, own = name.partition(":")
-    if not own:
-        raise fg.BadInput(f"{what} {name!r} names a module and nothing in it: write MODULE:NAME")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        return getattr(import_module(module), own)
-    except Exception as error:  # a module of the user's, which may raise anything
-        why = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
-        where = "its module lies in the current folder, or where Python looks"
-        raise fg.BadInput(f"{what} {name!r} can't be imported: {why} (MODULE:NAME; {where})") from None
-
-
 def make_tool(name: str) -> fg.Tool:
     """The tool that `MODULE:NAME` names: a `fg.Tool`, or a function with types and a docstring."""
-    found = imported(name, "tool")
+    found = import_named(name, "tool")
     if isinstance(found, fg.Tool):
         return found
     if not inspect.isfunction(found):
@@ -94,7 +77,7 @@ def make_tool(name: str) -> fg.Tool:
 
 def make_reward(name: str, task: fg.Task) -> fg.Reward:
     """The reward of `MODULE:NAME`: a `fg.Reward`, or a function (task, answer) -> fg.Scored, tried on a task."""
-    found = imported(name, "reward")
+    found = import_named(name, "reward")
     reward = found if isinstance(found, fg.Reward) else fg.Reward(found)
     try:
         said: Any = reward.score(task, "")
@@ -114,7 +97,7 @@ def make_env(name: str) -> fg.Env:
         return ENVIRONMENTS[name]()
     if ":" not in name:
         raise fg.BadInput(f"environment {name!r} is unknown; choose from {', '.join(ENVIRONMENTS)}, or {BY_IMPORT}")
-    constructor = imported(name, "environment")
+    constructor = import_named(name, "environment")
     env = constructor() if callable(constructor) else constructor
     if not isinstance(env, fg.Env):
         raise fg.BadInput(f"environment {name!r} gave {env!r:.80}, which is no fg.Env: give {BY_IMPORT}")

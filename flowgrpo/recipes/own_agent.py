@@ -1,0 +1,255 @@
+"""The recipe of a run on an agent of your own, a program or a function, which is trained as it is.
+
+    fg.train_agent(agent, "tasks.jsonl", reward, model="path/of/model", folder="runs/mine")
+
+    with open(config, folder) as setup: ...        the parts, while gateway, agents and engine live
+    result = train(config, "runs/mine")            config: `preset(model, agent="python my_agent.py", tasks=...)`
+
+The agent is given a base URL of the OpenAI API, behind which the model that is trained answers (`flowgrpo.gateway`).
+All else is as in any run: checkpoints, going on, algorithms, controls, pages of trajectories.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from flowgrpo.contracts import HostEnv, Reward, Scored
+from flowgrpo.data.tokenizer import Text
+from flowgrpo.gateway.agent_env import agent_env
+from flowgrpo.gateway.agents import Agent, AgentHost
+from flowgrpo.gateway.server import Gateway
+from flowgrpo.recipes import offline_start, task_choice
+from flowgrpo.recipes.agent import (
+    Source,
+    algorithm_of,
+    check_settings,
+    make_sandbox,
+    optimizer_of,
+    reward_of,
+)
+from flowgrpo.recipes.agent_config import LARGE, TaskConfig
+from flowgrpo.recipes.hosted import (
+    HostedSetup,
+    compile_engines,
+    do_nothing,
+    make_engine,
+    make_residency,
+    play_tasks,
+    sizes_of,
+)
+from flowgrpo.recipes.hosted_training import HostedWork, begin_hosted, train_hosted, training_tasks
+from flowgrpo.recipes.planner import check_planner, load_start, make_planner
+from flowgrpo.rollout.records import Played
+from flowgrpo.run.config import make_config, setting
+from flowgrpo.run.run_dir import START
+from flowgrpo.run.time_budget import ENDLESS, TimeBudget
+from flowgrpo.run.warm_start import no_warm_start
+from flowgrpo.types import BadInput
+
+NAME = "own_agent"
+SERVED = "planner"  # the name of the model, as agents ask for it
+POSTED = "posted"  # the reward that agents give themselves
+EXAMPLE = "experiments.agents.sdk:agent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TaskConfig):
+    """Settings of a run on an agent of your own; the defaults are those of the offline run, see `preset`."""
+
+    agent: str = setting(
+        EXAMPLE,
+        "The agent: a command, which is started for each trajectory and finds the model at OPENAI_BASE_URL and its "
+        "task on standard input (and as {query}); or MODULE:FUNCTION, called with a task and a base URL.",
+        "What is run",
+    )
+    reward: str | None = setting(
+        None,
+        "Judge all tasks by MODULE:FUNCTION, a function (task, answer) -> fg.Scored; or posted, by agents themselves.",
+        "What is run",
+    )
+    rendering: str = setting("fresh", "How many contexts there may be: as many as turns.", choices=("fresh",))
+    agents: int = setting(48, "Agents at work at a time.", "The agents", at_least=1, may_differ=True)
+    agent_seconds: float = setting(300.0, "Of an agent, from its start to its end.", "Sampling", at_least=0.1)
+    silent_seconds: float = setting(
+        60.0, "Of an agent between an answer and its next request, or its end.", "Sampling", at_least=0.1
+    )
+    turn_seconds: float = setting(90.0, "Of what follows one answer, silence and all.", "Sampling", at_least=0.1)
+    retries: int = setting(
+        2, "Times that an agent is started again which ends before its first request.", "The agents", at_least=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.agent.strip():
+            raise BadInput("--agent is empty: give a command, or MODULE:FUNCTION")
+        if self.turn_seconds <= self.silent_seconds:
+            longest = f"--silent_seconds={self.silent_seconds:g}"
+            raise BadInput(f"--turn_seconds={self.turn_seconds:g} must be greater than {longest}, which it holds")
+
+
+def preset(model: str | None = None, **chosen: Any) -> Config:
+    """The settings that fit the offline run, or those of a large model, with what was chosen in their place."""
+    large = LARGE | {"turns": 8, "exam_turns": 8, "turn_seconds": 300.0} if model else {}
+    return make_config(Config, large | chosen | {"model": model})
+
+
+def _make_env(text: Text, *, config: Config, turns: int) -> HostEnv:
+    """What the agent is to its model."""
+    return agent_env(text, turns=turns, max_tokens=config.max_tokens, context_tokens=config.context_tokens)
+
+
+@contextmanager
+def open(
+    config: Config,
+    folder: Path,
+    *,
+    begin: Callable[[], object] = do_nothing,
+    agent: Agent | None = None,
+    reward: Reward | None = None,
+) -> Iterator[HostedSetup]:
+    """The parts that these settings describe; gateway, agents and engine live as long as the block.
+
+    `agent` and `reward` stand in the place of those that the settings name.
+    """
+    check_planner(config)
+    source = check_settings(config)
+    with ExitStack() as stack:
+        draw, hard = task_choice.choose(config, source.draw, source.train, groups=config.queries)
+        judge = reward or _reward(config, source, stack)
+        gateway = stack.enter_context(Gateway(model=SERVED, spell=str))
+        host = stack.enter_context(
+            AgentHost(
+                agent or config.agent,
+                gateway,
+                seconds=config.agent_seconds,
+                silence=config.silent_seconds,
+                retries=config.retries,
+            )
+        )
+        begin()
+        if config.model is None:
+            offline_start.write_start(folder / START, _make_env, host.do, config)
+        model = load_start(config.model or folder / START, config)
+        gateway.spell = model.text.decode
+        planner = make_planner(model, config)
+        served = model._replace(policy=planner.served, params=planner.serve(planner.params))
+        engine = stack.enter_context(make_engine(served, config))
+        make = partial(_make_env, model.text, config=config)
+        env, exam_env = make(turns=config.turns), make(turns=config.exam_turns)
+        start = model._replace(params=planner.params)
+        imitate = partial(offline_start.script_imitation, start, env, host.do, config)
+        yield HostedSetup(
+            name="agent of your own",
+            config=config,
+            folder=folder,
+            model=model,
+            planner=planner,
+            env=env,
+            exam_env=exam_env,
+            engine=engine,
+            residency=stack.enter_context(make_residency(config, folder)),
+            do=host.do,
+            submit=host.submit_to(engine.submit),
+            width=config.agents,
+            reward=judge,
+            tasks=draw,
+            prompts=hard,
+            share=partial(task_choice.open_share, config),
+            algorithm=algorithm_of(config),
+            optimizer=optimizer_of(config),
+            sizes=sizes_of(config, planner),
+            warm_start=imitate if config.model is None else partial(no_warm_start, planner.params),
+            story=partial(_story, model.text),
+        )
+
+
+def _reward(config: Config, source: Source, stack: ExitStack) -> Reward | None:
+    """The reward that is named, or that of each domain; None where agents give it."""
+    if config.reward == POSTED:
+        return None
+    return reward_of(config, source, stack.enter_context(make_sandbox(config, source)))
+
+
+def _story(text: Text, _env: HostEnv, played: Played) -> str:
+    """A trajectory as text to read: what the model was told and what it said, context by context."""
+    lines = [played.task.query]
+    for number, turn in enumerate(played.turns):
+        said = text.decode(turn.tokens[~turn.chosen])
+        head = "context, begun anew" if turn.begins else "context" if not number else "told"
+        lines += [f"[{number}] {head}", said.rstrip(), f"[{number}] said", text.decode(turn.tokens[turn.chosen])]
+    end = f": {played.reason}" if played.reason else ""
+    return "\n".join([*lines, f"answer    {played.output}", f"ended     {played.status.name}{end}"])
+
+
+def train(
+    config: Config,
+    folder: str | Path,
+    *,
+    agent: Agent | None = None,
+    reward: Reward | None = None,
+    every: int = 10,
+    resume: bool = True,
+    loggers: Sequence[str] = (),
+    budget: TimeBudget = ENDLESS,
+) -> dict[str, Any]:
+    """Train in a folder, or go on there -> the result; a validation and a checkpoint come `every` so many updates."""
+    how: dict[str, Any] = {"every": every, "resume": resume, "loggers": loggers, "budget": budget}
+    return train_hosted(partial(open, agent=agent, reward=reward), HostedWork, NAME, config, folder, **how)
+
+
+def train_agent(
+    agent: Agent,
+    tasks: str | Path,
+    reward: Reward | Callable[[Any, str], Scored] | str | None = None,
+    *,
+    model: str | Path,
+    folder: str | Path,
+    every: int = 10,
+    resume: bool = True,
+    budget: TimeBudget = ENDLESS,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train the model of an agent that knows nothing of training -> the result.
+
+    agent       a command, "MODULE:FUNCTION", or a function of a task and a base URL, which returns its answer
+    tasks       a file of tasks (.jsonl, .parquet), or reasoning_gym:NAME
+    reward      a function (task, answer) -> fg.Scored, or its "MODULE:FUNCTION"; "posted" where agents give it
+                themselves; None: that of each task's domain
+    model       a folder of weights, or a hub id
+    folder      of the run; one that is there goes on
+    settings    fields of `Config`, such as updates, queries, samples, turns, algorithm, lora_rank
+    """
+    named = agent if isinstance(agent, str) else _name_of(agent)
+    judge = reward if isinstance(reward, Reward) else Reward(reward) if callable(reward) else None
+    called = _name_of(reward) if judge is not None else reward
+    given = {"agent": named, "tasks": str(tasks), "reward": called, **settings}
+    config = preset(str(model), **given)
+    own = None if isinstance(agent, str) else agent
+    return train(config, folder, agent=own, reward=judge, every=every, resume=resume, budget=budget)
+
+
+def _name_of(thing: Any) -> str:
+    """A name for what is no name itself, for the record of a run."""
+    if isinstance(thing, list | tuple):
+        return " ".join(map(str, thing))
+    where, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", type(thing).__qualname__)
+    return f"{where}:{name}"
+
+
+def rehearse(config: Config, folder: str | Path) -> None:
+    """Print one rollout of each of the first tasks, as the model sees it."""
+    path = begin_hosted(NAME, config, folder, resume=True)
+    with open(config, path) as setup:
+        setup = compile_engines(setup)
+        tasks = training_tasks(setup, 0)[:4]
+        played = play_tasks(setup, setup.env, tasks, jax.random.key(config.seed), samples=1)
+        if setup.progress is not None:
+            setup.progress.end()
+        for one in played.played:
+            why = one.scored.reason if one.scored else one.reason
+            print(f"{setup.story(setup.env, one)}\nreward    {one.outcome} {why}\n")
