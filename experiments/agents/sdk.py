@@ -49,7 +49,7 @@ def tools() -> Toolset:
 
 def read(words: str) -> tuple[str, str]:
     """The tool and the context of an action; "" for what is not written."""
-    fields = dict.fromkeys(("Tool", "Context"), "")
+    fields: dict[str, str] = {"Tool": "", "Context": ""}
     name = ""
     for line in words.splitlines():
         begins = next((one for one in fields if line.startswith(f"{one}:")), None)

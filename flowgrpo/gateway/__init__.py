@@ -7,6 +7,7 @@ Modules:
     agents      Run agents of somebody else's, a program or a function, behind a gateway
     histories   Find where a request of an agent goes on from
     responses   Requests and answers of /v1/responses, as far as agents need them; pure
+    serving     Serve a model: answer requests of no session, and record sessions of agents that run elsewhere
     server      The HTTP server of a gateway
     tool_calls  Find the tool calls in what a model wrote, in the form that its chat template teaches
     wire        Requests and answers of the OpenAI API as values, from and to JSON; pure
@@ -15,3 +16,4 @@ Modules:
 from flowgrpo.gateway.agent_env import agent_env
 from flowgrpo.gateway.agents import AgentHost
 from flowgrpo.gateway.server import Gateway
+from flowgrpo.gateway.serving import Served

@@ -1,6 +1,6 @@
 """Run an agent's function in a process of its own, for many trajectories at once.
 
-    python -m flowgrpo.gateway.agent_worker MODULE:FUNCTION
+    python -c "from flowgrpo.gateway.agent_worker import main; main()" MODULE:FUNCTION
 
 Lines of JSON on standard input begin a call ({"number", "task", "url"}) or give one up ({"number", "stop"}); lines on
 standard output say what came of each. What the function prints goes to standard error. The process ends with its input.
@@ -87,7 +87,3 @@ def main() -> None:
     agent = import_named(sys.argv[1], "agent")
     asyncio.run(_serve(call_agent(agent, ThreadPoolExecutor(THREADS)), sys.stdin, out))
     os._exit(0)  # threads of agents may hang
-
-
-if __name__ == "__main__":
-    main()

@@ -81,6 +81,7 @@ class LiveSession:
         self.rewarded: Mapping[str, Any] | None = None
         self.over = False
         self.answered = 0
+        self._ended = False
         self._lock = threading.Lock()
         self._by_identity: dict[tuple[Any, ...], Pending] = {}  # the newest of each
         self._stop: Callable[[], Any] = lambda: None  # ends the agent
@@ -92,7 +93,7 @@ class LiveSession:
         if asked.n > 1:
             raise Refusal("n must be 1 within a session, where each answer is a turn", field="n")
         with self._lock:
-            if self.over:
+            if self.over or self._ended:
                 raise OVER
             pending = self._by_identity.get(asked.identity) if again else None
             if pending is None:
@@ -118,6 +119,14 @@ class LiveSession:
     async def end(self) -> None:
         """End the agent from outside."""
         self._stop()
+
+    def end_with(self, ended: Ended) -> None:
+        """End the session from the server's side, once."""
+        with self._lock:
+            if self.over or self._ended:
+                raise OVER
+            self._ended = True
+        self.events.put(ended)
 
     def describe(self) -> Mapping[str, Any]:
         """How far it is."""
@@ -215,7 +224,7 @@ def _settle(pending: Pending, outcome: Answer | Refusal) -> None:
         if isinstance(outcome, Refusal):
             pending.future.set_exception(outcome)
         else:
-            pending.future.set_result(outcome)
+            pending.future.setas_result(outcome)
 
 
 class AgentHost:
@@ -265,14 +274,14 @@ class AgentHost:
         with self._lock:
             session = self._sessions.get(call.seed)
         if session is None or session.over:
-            return _result({"gone": True})
+            return as_result({"gone": True})
         if "stop" in given:
             self._drop(call.seed, session)
-            return _result({})
+            return as_result({})
         event = session.reply(given["reply"], self._completion()) or session.next_event(self.silence)
         if "ended" in event:
             self._drop(call.seed, session)
-        return _result(event)
+        return as_result(event)
 
     def close(self) -> None:
         """End all agents."""
@@ -302,7 +311,7 @@ class AgentHost:
             session = self._launch(seed, task)
             event = session.next_event(self.silence)
             if "asks" in event:
-                return _result(event)
+                return as_result(event)
             self._drop(seed, session)
             if not event["ended"]["failed"]:
                 return Result("", failure="the agent ended without a request")
@@ -316,11 +325,11 @@ class AgentHost:
             if "asks" not in event or digest_of(event["asks"]) != digest:
                 self._drop(seed, session)
                 why = f"the agent was started again after a kill, and its request {number} is another than before"
-                return _result({"ended": Ended(failed=why).as_json()})
+                return as_result({"ended": Ended(failed=why).as_json()})
             event = session.reply(reply, None) or session.next_event(self.silence)
         if "ended" in event:
             self._drop(seed, session)
-        return _result(event)
+        return as_result(event)
 
     def _launch(self, seed: tuple[int, ...], task: Any) -> LiveSession:
         session = LiveSession(task)
@@ -384,7 +393,8 @@ class AgentFailed(RuntimeError):
     """An agent's program that ended badly."""
 
 
-def _result(event: Mapping[str, Any]) -> Result:
+def as_result(event: Mapping[str, Any]) -> Result:
+    """What an agent does next, as the result of an effect."""
     return Result(json.dumps(event))
 
 
@@ -479,7 +489,7 @@ class _Worker:
         return said["value"]
 
     async def _begin(self) -> None:
-        words = [sys.executable, "-m", "flowgrpo.gateway.agent_worker", self.name]
+        words = [sys.executable, "-c", "from flowgrpo.gateway.agent_worker import main; main()", self.name]
         env = {**os.environ, "OPENAI_API_KEY": "flowgrpo", "JAX_PLATFORMS": "cpu", **self.environ}
         pipe = asyncio.subprocess.PIPE
         self._process = process = await asyncio.create_subprocess_exec(
@@ -503,12 +513,12 @@ class _Worker:
                 said = json.loads(line)
                 answer = self._waiting.get(said["number"])
                 if answer is not None and not answer.done():
-                    answer.set_result(said)
+                    answer.setas_result(said)
         kill_group(process)
         status = await process.wait()
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_result({"failed": f"the process of {self.name} ended with status {status}"})
+                answer.setas_result({"failed": f"the process of {self.name} ended with status {status}"})
 
     async def close(self) -> None:
         """End the process."""

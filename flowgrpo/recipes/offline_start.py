@@ -131,6 +131,8 @@ def play_script(env: HostEnv, text: Text, do: Do, task: Task, actions: Iterator[
     step: HostStep | None = None
     for words in actions:
         sampled = [*text.encode(words), text.stop_ids[0]]
+        if said.max_tokens is not None and len(sampled) > said.max_tokens and turns:
+            break
         turns.append(_turn(said, sampled))
         state, step = env.step(state, sampled, do)
         if step.done or len(turns) == env.turns:
