@@ -224,7 +224,7 @@ def _settle(pending: Pending, outcome: Answer | Refusal) -> None:
         if isinstance(outcome, Refusal):
             pending.future.set_exception(outcome)
         else:
-            pending.future.setas_result(outcome)
+            pending.future.set_result(outcome)
 
 
 class AgentHost:
@@ -513,12 +513,12 @@ class _Worker:
                 said = json.loads(line)
                 answer = self._waiting.get(said["number"])
                 if answer is not None and not answer.done():
-                    answer.setas_result(said)
+                    answer.set_result(said)
         kill_group(process)
         status = await process.wait()
         for answer in self._waiting.values():
             if not answer.done():
-                answer.setas_result({"failed": f"the process of {self.name} ended with status {status}"})
+                answer.set_result({"failed": f"the process of {self.name} ended with status {status}"})
 
     async def close(self) -> None:
         """End the process."""

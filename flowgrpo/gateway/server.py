@@ -52,6 +52,7 @@ class Session(Protocol):
 
 Ask = Callable[[Asked], Awaitable[Sequence[Answer]]]
 Begin = Callable[[Mapping[str, Any]], Session]
+Swap = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
 
 class Gateway:
@@ -64,17 +65,19 @@ class Gateway:
         spell: Spell,
         ask: Ask | None = None,
         begin: Begin | None = None,
+        swap: Swap | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
         max_bytes: int = MAX_BYTES,
     ):
-        """`ask` answers requests of no session, and `begin` begins a session for whoever posts one; None: neither."""
+        """`ask` answers requests of no session, `begin` begins a session for whoever posts one, and `swap` takes other
+        weights; None: that can't be had."""
         uvicorn = _uvicorn()
         if host not in LOOPBACK and not token:
             raise BadInput(f"host={host} can be reached from other machines: set a token, or listen on 127.0.0.1")
         self.model, self.spell, self.token, self.max_bytes = model, spell, token, max_bytes
-        self._ask, self._begin = ask, begin
+        self._ask, self._begin, self._swap = ask, begin, swap
         self._sessions: dict[str, Session] = {}
         self._socket = _listen(host, port)
         self.host, self.port = host, self._socket.getsockname()[1]
@@ -135,7 +138,11 @@ class Gateway:
             "completions": (wire.text_request, wire.text_body, wire.text_chunks),
             "responses": (responses.request_of, responses.body_of, responses.events_of),
         }
-        routes = [Route("/health", self._health), Route("/sessions", self._open, methods=["POST"])]
+        routes = [
+            Route("/health", self._health),
+            Route("/sessions", self._open, methods=["POST"]),
+            Route("/weights", self._weights, methods=["POST"]),
+        ]
         for prefix in ("", "/s/{session}"):
             routes += [
                 Route(f"{prefix}/v1/{path}", self._completions(*functions), methods=["POST"])
@@ -230,6 +237,11 @@ class Gateway:
             raise Refusal("this gateway begins its sessions itself", status=405, code="no_session")
         session = self._begin(await self._json(request))
         return _json_response({"session": session.name, "base_url": self.add(session)})
+
+    async def _weights(self, request: Any) -> Any:
+        if self._swap is None:
+            raise Refusal("this gateway takes no weights", status=405, code="no_weights")
+        return _json_response(await self._swap(await self._json(request)))
 
     async def _reward(self, request: Any) -> Any:
         return _json_response(await self._named(request).reward(await self._json(request)))

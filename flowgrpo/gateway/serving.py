@@ -26,10 +26,11 @@ from flowgrpo.data.tokenizer import Text, guard
 from flowgrpo.gateway.agent_env import agent_env, answer_of, first_context
 from flowgrpo.gateway.agents import Ended, LiveSession, as_result, read_reward, with_scores
 from flowgrpo.gateway.histories import for_template
-from flowgrpo.gateway.tool_calls import form_of
+from flowgrpo.gateway.tool_calls import Form, form_of
 from flowgrpo.gateway.wire import Answer, Asked, Refusal
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.sampler import MAX_KEPT
+from flowgrpo.models.hf import Model, load_model
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.rollout.records import Played
 from flowgrpo.types import BadInput, Task, first_line
@@ -86,6 +87,7 @@ class Served:
     reward                               judges the output of a session; None: rewards are posted
     on_played                            is given each session that has ended
     make_greedy                          makes an engine that cuts the support, for requests that want that
+    load                                 reads a model folder, for `swap`
     """
 
     engine: Engine
@@ -102,11 +104,13 @@ class Served:
     reward: Reward | None = None
     on_played: Callable[[Played], None] = lambda _played: None
     make_greedy: Callable[[], Engine] | None = None
+    load: Callable[[str], Model] = load_model
 
     def __post_init__(self) -> None:
         self.live: dict[str, OpenSession] = {}
         self._lock = threading.Lock()
-        self._form, self._guarded = form_of(self.text.tokenizer.chat_template), guard(self.text)
+        self._form: Form | None = form_of(self.text.tokenizer.chat_template)
+        self._guarded = guard(self.text)
 
     @cached_property
     def env(self) -> HostEnv:
@@ -171,6 +175,27 @@ class Served:
             return as_result(event)
 
         return do
+
+    # Weights ------------------------------------------------------------------------------------------------
+
+    async def swap(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Take other weights of the same shape from a model folder; no request is dropped, and later tokens carry
+        their version."""
+        folder, version = body.get("folder"), body.get("version")
+        if not isinstance(folder, str) or isinstance(version, bool) or not isinstance(version, int) or version < 0:
+            raise Refusal("give the folder of a model, and the version of its weights, a whole number", field="folder")
+        try:
+            params = (await asyncio.to_thread(self.load, folder)).params
+        except BadInput as error:
+            raise Refusal(first_line(error), field="folder") from None
+        shapes = [jax.tree.map(jnp.shape, tree) for tree in (params, self.params)]
+        if shapes[0] != shapes[1]:
+            raise Refusal(f"the model in {folder} has another shape than the one that is served", field="folder")
+        self.params = params
+        self.engine.swap(params, version)
+        if (greedy := self.__dict__.get("greedy")) is not None:
+            greedy.swap(params, version)
+        return {"version": version}
 
     # Requests of no session ---------------------------------------------------------------------------------
 

@@ -1,0 +1,151 @@
+"""Serve a model by the API of OpenAI, and record what agents do with it as trajectories.
+
+    python -m experiments.gateway --model=PATH
+    python -m experiments.gateway --model=PATH --record=sessions.jsonl --reward=math --turns=8
+    python -m experiments.gateway --model=PATH --host=0.0.0.0 --token=SECRET
+
+After `pip install '.[gateway]'`. PATH is a model folder with weights, tokenizer and chat template, or a hub id. Clients
+find it at the URL that is printed: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, with
+`return_token_ids` for the ids behind an answer.
+
+A session records what an agent asks for and is answered as one trajectory, to the ids and log-probabilities that were
+sampled: POST /sessions {"task": {"query": ..., "answers": [...]}} gives a base URL; POST /s/NAME/reward ends it, with
+{"reward": 1.0}, or with {"output": ...}, which --reward judges. A session is sampled with --temperature, whatever its
+requests ask for. POST /weights {"folder": ..., "version": 1} takes other weights without dropping a request.
+
+It listens on this machine alone, unless there is a token, which clients then send as their API key. Stop it by Ctrl-C.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from absl import flags
+
+from experiments.cli import app
+from experiments.cli.help import flag_heading
+from flowgrpo import launch
+from flowgrpo.contracts import Reward
+from flowgrpo.files import make_folder
+from flowgrpo.gateway.server import Gateway
+from flowgrpo.gateway.serving import Served
+from flowgrpo.generate.engine import Engine
+from flowgrpo.generate.sampler import MAX_KEPT
+from flowgrpo.models.hf import Model, load_model
+from flowgrpo.recipes import registry
+from flowgrpo.rollout.records import Played, to_json
+from flowgrpo.sandbox import Sandbox
+from flowgrpo.types import BadInput, Task
+
+flag_heading("What is run")
+_MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id.", required=True)
+_NAME = flags.DEFINE_string("name", "planner", "Name of the model, as clients ask for it.")
+_REWARD = flags.DEFINE_string(
+    "reward", "posted", "Who judges a session: posted, by its client; a domain, such as math; or MODULE:FUNCTION."
+)
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; any but this machine's own needs --token.")
+_PORT = flags.DEFINE_integer(
+    "port", 8000, "Port to listen on; 0 for any that is free.", lower_bound=0, upper_bound=65535
+)
+_TOKEN = flags.DEFINE_string("token", None, "What clients must send as their key; FLOWGRPO_TOKEN by default.")
+flag_heading("Sizes")
+_TURNS = flags.DEFINE_integer("turns", 64, "Requests of a session that are answered.", lower_bound=1)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 512, "Tokens of an answer at most.", lower_bound=1)
+_CONTEXT = flags.DEFINE_integer("context_tokens", 4096, "Tokens of a context with its answer.", lower_bound=2)
+_SESSIONS = flags.DEFINE_integer("sessions", 1024, "Sessions at a time.", lower_bound=1)
+flag_heading("Sampling")
+_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of sessions.", lower_bound=0.01)
+_SILENT = flags.DEFINE_float("silent_seconds", 600.0, "Until a session without a request is ended.", lower_bound=0.1)
+flag_heading("Devices and memory")
+_SLOTS = flags.DEFINE_integer("slots", 16, "Requests that decode together.", lower_bound=2)
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "What the weights are held in.")
+flag_heading("Files and resuming")
+_RECORD = flags.DEFINE_string("record", None, "File to which sessions are added when they have ended, a line each.")
+
+
+def make_engine(model: Model, kept: int) -> Engine:
+    """An engine over the model, that cuts the support where `kept` is not 0."""
+    sizes = {"slots": _SLOTS.value, "slot_length": _CONTEXT.value}
+    return Engine(model.policy, model.params, banned=model.banned, kept=kept, text_of=model.text.decode, **sizes)
+
+
+def judge(stack: ExitStack) -> Reward | None:
+    """The reward that --reward names; None where clients post it."""
+    named = _REWARD.value
+    if named == "posted":
+        return None
+    if ":" in named:
+        return registry.make_reward(named, Task("", "", ("",), ""))
+    if named not in registry.DOMAINS:
+        known = ", ".join(registry.DOMAINS)
+        raise BadInput(f"--reward={named} must be posted, MODULE:FUNCTION, or a domain among {known}")
+    sandbox = stack.enter_context(Sandbox(workers=launch.cores(), preload=registry.preload([named])))
+    return registry.route(registry.Means(sandbox=sandbox), default=named)
+
+
+class Recorder:
+    """The file of sessions that have ended, and how many there were."""
+
+    def __init__(self, path: str | None):
+        self._path = None if path is None else make_folder(Path(path).parent) / Path(path).name
+        self._lock, self.count = threading.Lock(), 0
+
+    def __call__(self, played: Played) -> None:
+        """Add a session."""
+        with self._lock:
+            self.count += 1
+            if self._path is not None:
+                with self._path.open("a") as file:
+                    file.write(to_json(played) + "\n")
+        how = f"{played.status.name}{f' ({played.reason})' if played.reason else ''}"
+        print(f"session {self.count}: {len(played.turns)} turns, {how}, outcome {played.outcome}", file=sys.stderr)
+
+
+@contextmanager
+def open_gateway() -> Iterator[Gateway]:
+    """The gateway that the flags describe."""
+    token = _TOKEN.value or os.environ.get("FLOWGRPO_TOKEN")
+    with ExitStack() as stack:
+        reward, recorder = judge(stack), Recorder(_RECORD.value)
+        model = load_model(_MODEL.value, dtype=_DTYPE.value)
+        engine = stack.enter_context(make_engine(model, 0))
+        served = Served(
+            engine,
+            model.text,
+            model.policy,
+            model.params,
+            turns=_TURNS.value,
+            max_tokens=_MAX_TOKENS.value,
+            context_tokens=_CONTEXT.value,
+            temperature=_TEMPERATURE.value,
+            silent_seconds=_SILENT.value,
+            sessions=_SESSIONS.value,
+            reward=reward,
+            on_played=recorder,
+            make_greedy=lambda: stack.enter_context(make_engine(model._replace(params=served.params), MAX_KEPT)),
+            load=partial(load_model, dtype=_DTYPE.value),
+        )
+        how = {"ask": served.ask, "begin": served.begin, "swap": served.swap}
+        address = {"host": _HOST.value, "port": _PORT.value, "token": token}
+        yield stack.enter_context(Gateway(model=_NAME.value, spell=model.text.decode, **how, **address))
+
+
+def main() -> None:
+    """Serve until a signal comes."""
+    stop = threading.Event()
+    with open_gateway() as gateway:
+        print(json.dumps({"url": gateway.url, "model": _NAME.value}), flush=True)
+        print(f"serving {_MODEL.value} at {gateway.url}; Ctrl-C ends it", file=sys.stderr, flush=True)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        stop.wait()
+
+
+if __name__ == "__main__":
+    app.run(main, exact=True)
