@@ -71,8 +71,15 @@ _RECORD = flags.DEFINE_string("record", None, "File to which sessions are added 
 
 def make_engine(model: Model, kept: int) -> Engine:
     """An engine over the model, that cuts the support where `kept` is not 0."""
-    sizes = {"slots": _SLOTS.value, "slot_length": _CONTEXT.value}
-    return Engine(model.policy, model.params, banned=model.banned, kept=kept, text_of=model.text.decode, **sizes)
+    return Engine(
+        model.policy,
+        model.params,
+        slots=_SLOTS.value,
+        slot_length=_CONTEXT.value,
+        banned=model.banned,
+        kept=kept,
+        text_of=model.text.decode,
+    )
 
 
 def judge(stack: ExitStack) -> Reward | None:

@@ -1,5 +1,6 @@
 """Helpers for tests of the gateway: a small model whose template knows tools, agents, and a client by httpx."""
 
+import asyncio
 import json
 from functools import cache
 from pathlib import Path
@@ -84,3 +85,11 @@ async def talkative(task: fg.Task, url: str) -> str:
             choice = await ask(client, url, messages)
             messages += [choice["message"], {"role": "user", "content": f"again {number}"}]
     return choice["message"]["content"]
+
+
+async def slow(task: fg.Task, url: str) -> str:
+    """Asks once, and then takes its time."""
+    async with httpx.AsyncClient() as client:
+        await ask(client, url, [{"role": "user", "content": task.query}])
+    await asyncio.sleep(60)
+    return "never"

@@ -17,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
 from flowgrpo.files import import_named
-from flowgrpo.types import Task, first_line
+from flowgrpo.types import BadInput, Task, first_line
 
+READY = -1  # the number of what is said first: that calls can come, or why not
 THREADS = 256  # in which functions that are no coroutines are called
 
 
@@ -84,6 +85,11 @@ def main() -> None:
     """Serve until the input ends, and then leave at once."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an agent prints is no answer of ours
-    agent = import_named(sys.argv[1], "agent")
+    try:
+        agent = import_named(sys.argv[1], "agent")
+    except BadInput as error:
+        print(json.dumps({"number": READY, "failed": str(error)}), file=out, flush=True)
+        return
+    print(json.dumps({"number": READY, "value": None}), file=out, flush=True)
     asyncio.run(_serve(call_agent(agent, ThreadPoolExecutor(THREADS)), sys.stdin, out))
     os._exit(0)  # threads of agents may hang

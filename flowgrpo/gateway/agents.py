@@ -20,6 +20,7 @@ import math
 import os
 import queue
 import re
+import shutil
 import secrets
 import shlex
 import signal
@@ -35,7 +36,7 @@ from typing import Any
 
 from flowgrpo.contracts import Call, Completion, Request, Result
 from flowgrpo.gateway.agent_env import answer_from_json, digest_of
-from flowgrpo.gateway.agent_worker import failure_of, task_told
+from flowgrpo.gateway.agent_worker import READY, failure_of, task_told
 from flowgrpo.gateway.histories import Histories
 from flowgrpo.gateway.server import Gateway
 from flowgrpo.gateway.wire import Answer, Asked, Refusal
@@ -44,6 +45,7 @@ from flowgrpo.types import BadInput, check_range
 Agent = str | Sequence[str] | Callable[..., Any]
 Submit = Callable[[Request], "Future[Completion]"]
 MAX_OUTPUT = 1 << 20  # bytes that a program writes
+ENDING = 1.0  # seconds that a process which says no more is given to end by itself
 FUNCTION = re.compile(r"[\w.]+:\w+")  # what names one, and is no command
 OVER = Refusal("the session is over", status=410, code="session_over")
 
@@ -254,6 +256,14 @@ class AgentHost:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="flowgrpo-agents", daemon=True)
         self._thread.start()
+
+    def check(self) -> None:
+        """Raise `BadInput` where there is no such agent."""
+        start = self._start
+        if isinstance(start, _Worker):
+            asyncio.run_coroutine_threadsafe(start.begin(), self._loop).result()
+        elif isinstance(start, partial) and start.func is _program and shutil.which(start.args[0][0]) is None:
+            raise BadInput(f"the agent's program {start.args[0][0]!r} is not found: give a command that can be run")
 
     def submit_to(self, submit: Submit) -> Submit:
         """`submit` of an engine, whose completions also tell agents that ask for them their log-probabilities."""
@@ -469,11 +479,22 @@ class _Worker:
         self._waiting: dict[int, asyncio.Future] = {}
         self._numbers = count()
 
+    async def begin(self) -> None:
+        """Start the process; `BadInput` where there is no such function."""
+        try:
+            async with self._starting:
+                await self._begin()
+        except AgentFailed as error:
+            raise BadInput(str(error)) from None
+
     async def __call__(self, told: Any, url: str) -> Any:
         """What the function returns."""
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
                 await self._begin()
+        return await self._call(told, url)
+
+    async def _call(self, told: Any, url: str) -> Any:
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
@@ -495,7 +516,10 @@ class _Worker:
         self._process = process = await asyncio.create_subprocess_exec(
             *words, stdin=pipe, stdout=pipe, env=env, start_new_session=True, limit=MAX_OUTPUT
         )
+        ready = self._waiting[READY] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read(process))
+        if "failed" in (said := await ready):
+            raise AgentFailed(said["failed"])
 
     async def _send(self, line: Mapping[str, Any]) -> None:
         process = self._process
@@ -514,9 +538,12 @@ class _Worker:
                 answer = self._waiting.get(said["number"])
                 if answer is not None and not answer.done():
                     answer.set_result(said)
+        left = list(self._waiting.values())  # those that come later wait for the next process
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), ENDING)
         kill_group(process)
         status = await process.wait()
-        for answer in self._waiting.values():
+        for answer in left:
             if not answer.done():
                 answer.set_result({"failed": f"the process of {self.name} ended with status {status}"})
 

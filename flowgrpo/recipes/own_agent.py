@@ -131,6 +131,7 @@ def open(
                 retries=config.retries,
             )
         )
+        host.check()
         begin()
         if config.model is None:
             offline_start.write_start(folder / START, _make_env, host.do, config)
