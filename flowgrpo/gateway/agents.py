@@ -20,9 +20,9 @@ import math
 import os
 import queue
 import re
-import shutil
 import secrets
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -490,7 +490,7 @@ class _Worker:
     async def __call__(self, told: Any, url: str) -> Any:
         """What the function returns."""
         async with self._starting:
-            if self._process is None or self._process.returncode is not None:
+            if self._process is None:
                 await self._begin()
         return await self._call(told, url)
 
@@ -538,7 +538,7 @@ class _Worker:
                 answer = self._waiting.get(said["number"])
                 if answer is not None and not answer.done():
                     answer.set_result(said)
-        left = list(self._waiting.values())  # those that come later wait for the next process
+        self._process, left = None, list(self._waiting.values())  # what comes later is for the next process
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), ENDING)
         kill_group(process)
