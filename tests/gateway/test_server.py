@@ -1,0 +1,402 @@
+"""The server of a gateway: whatever clients send is answered, and sessions of agents elsewhere are recorded."""
+
+import asyncio
+import json
+import random
+import socket
+import threading
+import time
+
+import httpx
+import jax
+import numpy as np
+import pytest
+from gateway_cases import CONTEXT, MAX_TOKENS, TURNS, make_engine, make_env, post, tasks_of, tiny_folder, tiny_model
+
+import flowgrpo as fg
+from flowgrpo.data.tokenizer import start
+from flowgrpo.gateway import server as server_module
+from flowgrpo.gateway.server import Gateway
+from flowgrpo.gateway.serving import Served
+from flowgrpo.rollout.records import Played
+from flowgrpo.types import Fate, Status
+
+ASK = {"messages": [{"role": "user", "content": "what is two"}]}
+
+
+@pytest.fixture(scope="module")
+def served(engine):
+    model = tiny_model()
+    with make_engine(kept=64) as greedy:
+        yield Served(
+            engine,
+            model.text,
+            model.policy,
+            model.params,
+            turns=TURNS,
+            max_tokens=MAX_TOKENS,
+            context_tokens=CONTEXT,
+            sessions=4,
+            make_greedy=lambda: greedy,
+        )
+
+
+@pytest.fixture
+def url(served):
+    how = {"ask": served.ask, "begin": served.begin, "swap": served.swap, "max_bytes": 1 << 16}
+    with Gateway(model="tiny", spell=tiny_model().text.decode, **how) as gateway:
+        yield gateway.url.removesuffix("/v1")
+    served.engine.swap(tiny_model().params, 0)
+    served.params = tiny_model().params
+
+
+@pytest.fixture
+def played(served):
+    found: list[Played] = []
+    served.on_played = found.append
+    yield found
+    served.on_played = lambda _played: None
+
+
+# Requests of no session ---------------------------------------------------------------------------------
+
+
+def test_a_chat_is_answered_with_what_the_engine_gives_under_the_seed(url, engine):
+    status, body = post(
+        f"{url}/v1/chat/completions", ASK | {"seed": 3, "n": 2, "return_token_ids": True, "logprobs": True}
+    )
+    assert status == 200
+    text = tiny_model().text
+    prompt = list(start(text, ASK["messages"]).tokens)
+    keys = [jax.random.fold_in(jax.random.key(3), i) for i in range(2)]
+    requests = [fg.Request(prompt, key, MAX_TOKENS, stop_ids=text.stop_ids) for key in keys]
+    for choice, completion in zip(body["choices"], engine.generate(requests), strict=True):
+        assert choice["token_ids"] == list(completion.tokens)
+        logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
+        np.testing.assert_array_equal(np.float32(logprobs), np.float32(completion.logp_sampled))
+        words, whole = text.spoken(completion.tokens)
+        assert choice["message"] == {"role": "assistant", "content": words}
+        assert choice["finish_reason"] == ("stop" if whole else "length")
+    assert body["prompt_token_ids"] == prompt
+    sampled = sum(len(choice["token_ids"]) for choice in body["choices"])
+    assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + sampled
+
+
+def test_temperature_0_is_greedy_and_the_same_each_time(url):
+    said = [post(f"{url}/v1/chat/completions", ASK | {"temperature": 0})[1]["choices"][0]["message"] for _ in range(2)]
+    assert said[0] == said[1]
+
+
+def test_a_prompt_is_scored_where_it_is_echoed(url):
+    text, model = tiny_model().text, tiny_model()
+    ids = text.encode("what is two plus two")
+    asks = {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 1}
+    status, body = post(f"{url}/v1/completions", asks)
+    assert status == 200
+    choice = body["choices"][0]
+    expected = fg.generate.logprobs(model.policy, model.params, np.array([ids])).logp[0]
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    np.testing.assert_allclose(choice["logprobs"]["token_logprobs"][1:], np.asarray(expected)[1:], atol=1e-5)
+    assert choice["text"] == text.decode(ids)
+    likeliest = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][1:]]
+    assert np.all(np.array(likeliest) >= np.array(choice["logprobs"]["token_logprobs"][1:]))
+    assert choice["logprobs"]["text_offset"][:2] == [0, len(text.decode(ids[:1]))]
+
+
+def events(url: str, body) -> list[str]:
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+
+
+def test_streams_say_what_whole_answers_say(url):
+    asks = ASK | {"seed": 5}
+    whole = post(f"{url}/v1/chat/completions", asks)[1]
+    *chunks, last = events(f"{url}/v1/chat/completions", asks | {"stream_options": {"include_usage": True}})
+    assert last == "[DONE]"
+    chunks = [json.loads(chunk) for chunk in chunks]
+    said = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
+    assert said == whole["choices"][0]["message"]["content"]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):  # not those whose cache was found
+        assert chunks[-1]["usage"][name] == whole["usage"][name]
+    asks = {"prompt": "what is", "seed": 5, "max_tokens": 5}
+    whole = post(f"{url}/v1/completions", asks)[1]
+    first, last = events(f"{url}/v1/completions", asks)
+    assert json.loads(first)["choices"] == whole["choices"]
+
+
+def test_responses_say_what_chats_say(url):
+    chat = post(f"{url}/v1/chat/completions", ASK | {"seed": 4, "max_tokens": 6})[1]["choices"][0]
+    asks = {"input": "what is two", "seed": 4, "max_output_tokens": 6}
+    body = post(f"{url}/v1/responses", asks)[1]
+    assert body["output"][0]["content"][0]["text"] == chat["message"]["content"]
+    assert body["status"] == ("completed" if chat["finish_reason"] == "stop" else "incomplete")
+    kinds = [json.loads(event)["type"] for event in events(f"{url}/v1/responses", asks)]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == f"response.{body['status']}"
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "two"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "4"},
+    ]
+    tools = [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}]
+    assert post(f"{url}/v1/responses", {"input": items, "tools": tools, "instructions": "so"})[0] == 200
+
+
+def test_models_and_health(url):
+    assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny"
+    assert httpx.get(f"{url}/v1/models/tiny").json()["id"] == "tiny"
+    assert httpx.get(f"{url}/v1/models/large").status_code == 404
+    assert httpx.get(f"{url}/health").json()["status"] == "ok"
+
+
+# Bad input ----------------------------------------------------------------------------------------------
+
+LONG = {"messages": [{"role": "user", "content": "two " * CONTEXT}]}
+IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("chat/completions", "{", 400, "the request is not JSON"),
+        ("chat/completions", "[" * 100_000, 413, "more than 65536 bytes"),
+        ("chat/completions", "[" * 60_000, 400, "the request is not JSON"),
+        ("chat/completions", "[]", 400, "must be a JSON object"),
+        ("chat/completions", {}, 400, "messages must be a list of at least one message"),
+        ("chat/completions", ASK | {"model": "gpt-9"}, 404, "model 'gpt-9' is unknown: this gateway serves 'tiny'"),
+        ("chat/completions", {"messages": ["x"]}, 400, "messages[0] must be an object with a role among"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0] has no content"),
+        ("chat/completions", {"messages": [{"role": "user", "content": IMAGE}]}, 400, "reads text alone"),
+        ("chat/completions", LONG, 400, f"which must be less than {CONTEXT}"),
+        ("chat/completions", ASK | {"n": 0}, 400, "n must be a whole number of at least 1"),
+        ("chat/completions", ASK | {"n": 1000}, 400, "and at most 64"),
+        ("chat/completions", ASK | {"max_tokens": "x"}, 400, "max_tokens must be a whole number"),
+        ("chat/completions", ASK | {"temperature": 9}, 400, "temperature must be a number of at least 0 and at most 2"),
+        ("chat/completions", ASK | {"stop": [""]}, 400, "stop must be a string"),
+        ("chat/completions", ASK | {"stream": "yes"}, 400, "stream must be true or false"),
+        ("chat/completions", ASK | {"tools": {}}, 400, "tools must be a list"),
+        ("chat/completions", ASK | {"tools": [{}]}, 400, "tools[0] must be a function with a name"),
+        (
+            "chat/completions",
+            ASK | {"tools": [], "tool_choice": {"function": {"name": "f"}}},
+            400,
+            "tool_choice must be",
+        ),
+        ("completions", {"prompt": ""}, 400, "prompt must be a string of at least one character"),
+        ("completions", {"prompt": ["a", "b"]}, 400, "send several apart"),
+        ("completions", {"prompt": [10**9]}, 400, "prompt must hold ids below"),
+        ("responses", {"input": []}, 400, "input must be a string"),
+        ("responses", {"input": "x", "previous_response_id": "r"}, 400, "no response is kept here"),
+        ("responses", {"input": [{"type": "image"}]}, 400, "input[0] is of the type 'image'"),
+        ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, 400, "can't be had here: give functions"),
+    ],
+)
+def test_bad_requests_get_one_sentence(url, path, body, status, message):
+    found, answer = post(f"{url}/v1/{path}", body)
+    assert found == status, answer
+    assert message in answer["error"]["message"]
+    assert "\n" not in answer["error"]["message"]
+    assert post(f"{url}/v1/chat/completions", ASK)[0] == 200  # and the next one is answered
+
+
+def test_unknown_sessions_and_rewards_without_one_are_refused(url):
+    assert post(f"{url}/s/nobody/v1/chat/completions", ASK)[0] == 404
+    assert post(f"{url}/v1/chat/completions", ASK, headers={"x-session-id": "nobody"})[0] == 404
+    assert post(f"{url}/s/nobody/reward", {"reward": 1})[0] == 404
+    assert post(f"{url}/reward", {"reward": 1})[0] == 400
+
+
+def test_a_token_is_asked_for_and_needed_where_others_can_reach_the_server():
+    with pytest.raises(fg.BadInput, match=r"host=0\.0\.0\.0 can be reached from other machines: set a token"):
+        Gateway(model="tiny", spell=str, host="0.0.0.0")
+    with Gateway(model="tiny", spell=str, token="secret") as gateway:
+        assert httpx.get(f"{gateway.url}/models").status_code == 401
+        assert httpx.get(f"{gateway.url}/models", headers={"authorization": "Bearer secre"}).status_code == 401
+        assert httpx.get(f"{gateway.url}/models", headers={"authorization": "Bearer secret"}).status_code == 200
+        with pytest.raises(fg.BadInput, match="can't be listened on"):
+            Gateway(model="tiny", spell=str, port=gateway.port)
+
+
+def test_a_request_that_never_comes_to_its_end_is_given_up(url, monkeypatch):
+    monkeypatch.setattr(server_module, "READ_SECONDS", 0.2)
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as slow:
+        slow.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert b"408" in slow.recv(1000)
+
+
+def test_a_client_that_leaves_frees_its_slot(url, served):
+    lost = served.engine.lost.fates.get(Fate.DROPPED_CANCELLED, 0)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/chat/completions", json=ASK | {"n": 64}, timeout=0.05)
+    for _ in range(200):
+        if served.engine.lost.fates.get(Fate.DROPPED_CANCELLED, 0) > lost:
+            break
+        time.sleep(0.02)
+    assert served.engine.lost.fates.get(Fate.DROPPED_CANCELLED, 0) > lost
+
+
+def test_A3_a_thousand_mutated_requests_crash_nothing_and_leak_nothing(url, served, played):
+    """A session holds a secret; whatever others send, no answer spells it, and the session goes on."""
+    secret = "zxqvzxqv"
+    session = post(f"{url}/sessions", {"task": secret})[1]
+    messages = [{"role": "user", "content": secret}]
+    assert post(f"{session['base_url']}/chat/completions", {"messages": messages})[0] == 200
+    rng = random.Random(0)
+    bodies = [ASK, {"prompt": "what is", "max_tokens": 2}, {"input": "what", "max_output_tokens": 2}]
+    bodies += [ASK | {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto"}]
+    paths = [f"/v1/{path}" for path in ("chat/completions", "completions", "responses")]
+    paths += ["/sessions", "/reward", "/s/x/reward", "/weights"]
+    odd = [None, -1, 1e99, "", [], {}, True, "\ud83d", "\x00" * 9, [[]], {"role": 1}]
+    odd.append([{"role": "tool", "content": None}])
+    seen = set()
+    with httpx.Client(timeout=60) as client:
+        for _ in range(1000):
+            body = json.loads(json.dumps(rng.choice(bodies) | {"max_tokens": 1}))
+            for _ in range(rng.randint(0, 3)):
+                body[rng.choice([*body, "n", "stop", "seed", "logprobs", "stream", "task", "folder"])] = rng.choice(odd)
+            data = json.dumps(body).encode()
+            if rng.random() < 0.3:
+                at = rng.randrange(len(data))
+                data = data[:at] + bytes([rng.randrange(256)]) + data[at + rng.randint(0, 3) :]
+            response = client.post(url + rng.choice(paths), content=data)
+            seen.add(response.status_code)
+            assert secret not in response.text
+            assert response.status_code < 500, (data, response.text)
+    assert {200, 400, 404} <= seen
+    assert post(f"{url}/s/{session['session']}/reward", {"reward": 1.0})[1]["status"] == "FINISHED"
+    assert [one.task.query for one in played if one.turns] == [secret]
+    for name in list(served.live):
+        assert httpx.delete(f"{url}/s/{name}").status_code == 200
+
+
+# Sessions of agents elsewhere ---------------------------------------------------------------------------
+
+
+def talk(base_url: str, query: str, times: int = 3) -> str:
+    messages = [{"role": "user", "content": query}]
+    for number in range(times):
+        status, body = post(f"{base_url}/chat/completions", {"messages": messages})
+        assert status == 200, body
+        messages += [body["choices"][0]["message"], {"role": "user", "content": f"again {number}"}]
+    return messages[-2]["content"]
+
+
+def test_A7_a_session_has_the_bits_of_a_hosted_rollout_under_its_seed(url, engine, played):
+    from gateway.test_agents import by_hand, same_bits
+
+    task = tasks_of(1)[0]
+    session = post(f"{url}/sessions", {"task": task.query, "seed": 11})[1]
+    said = talk(session["base_url"], task.query)
+    status, record = post(f"{url}/s/{session['session']}/reward", {"output": said, "reward": 0.5})
+    assert status == 200
+    assert (record["status"], record["turns"], record["contexts"], record["outcome"]) == ("FINISHED", 3, 1, 0.5)
+    expected = fg.hosted(by_hand(["again 0", "again 1"]), engine.submit)([task], jax.random.key(11)[None], [0])
+    same_bits(played[0], expected.played[0])
+    assert post(f"{session['base_url']}/chat/completions", ASK)[0] in (404, 410)
+    assert post(f"{url}/s/{session['session']}/reward", {"reward": 1})[0] in (404, 410)
+
+
+def test_sessions_by_header_and_what_they_say_of_themselves(url, played):
+    session = post(f"{url}/sessions", {})[1]
+    headers = {"x-session-id": session["session"]}
+    assert post(f"{url}/v1/chat/completions", ASK, headers=headers)[0] == 200
+    assert httpx.get(f"{url}/s/{session['session']}").json() == {
+        "session": session["session"],
+        "answered": 1,
+        "over": False,
+    }
+    assert post(f"{url}/v1/chat/completions", ASK | {"n": 2}, headers=headers)[0] == 400
+    assert httpx.delete(f"{url}/s/{session['session']}").status_code == 200
+    assert (played[0].status, played[0].outcome) == (Status.ABORTED, None)
+    assert played[0].reason == "the session was ended by its client"
+
+
+def test_the_output_of_a_session_is_judged_where_there_is_a_reward(url, served):
+    served.reward = fg.rewards.answer()
+    try:
+        for output, outcome in (("4", 1.0), ("5", 0.0)):
+            body = {"task": {"query": "what is two plus two", "answers": ["4"], "domain": "answer"}}
+            session = post(f"{url}/sessions", body)[1]
+            talk(session["base_url"], "what is two plus two", 1)
+            assert post(f"{url}/s/{session['session']}/reward", {"output": output})[1]["outcome"] == outcome
+    finally:
+        served.reward = None
+
+
+def test_A7_a_session_of_which_nothing_is_heard_is_aborted_and_never_a_reward_of_0(url, served, played):
+    served.silent_seconds = 0.3
+    try:
+        session = post(f"{url}/sessions", {})[1]
+        assert post(f"{session['base_url']}/chat/completions", ASK)[0] == 200
+        for _ in range(300):
+            if played:
+                break
+            time.sleep(0.02)
+    finally:
+        served.silent_seconds = 600.0
+    assert (played[0].status, played[0].outcome, len(played[0].turns)) == (Status.ABORTED, None, 1)
+    assert "asked for nothing and did not end in 0.3 s" in played[0].reason
+
+
+def test_there_are_only_so_many_sessions(url, served):
+    names = []
+    while (answer := post(f"{url}/sessions", {}))[0] == 200:
+        names.append(answer[1]["session"])
+    assert answer[0] == 429
+    assert len(served.live) == 4
+    for name in names:
+        httpx.delete(f"{url}/s/{name}")
+    assert not served.live
+
+
+def test_weights_are_swapped_while_requests_are_answered_and_tokens_say_by_which_they_were_chosen(url, tmp_path):
+    folder = tmp_path / "other"
+    model = tiny_model()
+    other = jax.tree.map(lambda x: x * 1.01, model.params)
+    fg.save_model(folder, model._replace(params=other))
+    statuses, versions = [], []
+
+    def ask(number: int) -> None:
+        status, body = post(f"{url}/v1/chat/completions", ASK | {"seed": number, "return_token_ids": True})
+        statuses.append(status)
+        versions.append(body["choices"][0]["versions"])
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(24)]
+    for thread in threads[:12]:
+        thread.start()
+    assert post(f"{url}/weights", {"folder": str(folder), "version": 7}) == (200, {"version": 7})
+    for thread in threads[12:]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(statuses) == {200}
+    assert {version for one in versions for version in one} <= {0, 7}
+    assert versions[-1][-1] == 7
+    for body in ({}, {"folder": str(folder)}, {"folder": "/nowhere", "version": 8}):
+        assert post(f"{url}/weights", body)[0] == 400
+    assert tiny_folder().exists()
+
+
+def test_a_gateway_of_sessions_alone_says_so():
+    with Gateway(model="tiny", spell=str) as gateway:
+        status, body = post(f"{gateway.url}/chat/completions", ASK)
+        assert (status, body["error"]["code"]) == (404, "no_session")
+        assert post(f"{gateway.url.removesuffix('/v1')}/sessions", {})[0] == 405
+        assert post(f"{gateway.url.removesuffix('/v1')}/weights", {})[0] == 405
+
+
+def test_two_clients_in_one_session_are_answered_one_after_the_other(url):
+    session = post(f"{url}/sessions", {"seed": 1})[1]
+
+    async def both() -> list[int]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            asks = [{"messages": [{"role": "user", "content": word}]} for word in ("two", "plus")]
+            posts = [client.post(f"{session['base_url']}/chat/completions", json=one) for one in asks]
+            return [response.status_code for response in await asyncio.gather(*posts)]
+
+    assert asyncio.run(both()) == [200, 200]
+    record = post(f"{url}/s/{session['session']}/reward", {"reward": 1.0})[1]
+    assert (record["turns"], record["contexts"]) == (2, 2)
+    assert make_env().turns == TURNS
