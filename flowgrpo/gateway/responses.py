@@ -73,7 +73,9 @@ def body_of(
 ) -> dict[str, Any]:
     """The whole answer."""
     answer, usage = answers[0], usage_of(answers)
-    cut = answer.finish_reason == "length"
+    # Where an agent sets no limit, an answer that is cut at ours is whole for it: it would take another for a failure,
+    # and a policy that says too much would get away without a verdict.
+    cut = answer.finish_reason == "length" and asked.max_tokens is not None
     head = _head(identity, created, model, "incomplete" if cut else "completed")
     return head | {
         "output": _items(asked, answer, identity),

@@ -1,0 +1,88 @@
+"""Clients that this project did not write, played over the real engine: ids, masks and log-probabilities are those of
+`fg.hosted` on an environment that says the same.
+
+FLOWGRPO_CLIENTS names a Python that has smolagents and langgraph, where they are not to be beside the package.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from gateway.test_agents import Scripted, by_hand, hosting, same_bits
+from gateway_cases import keys_of, make_env, tasks_of
+
+import flowgrpo as fg
+from flowgrpo.rollout.records import from_json, to_json
+from flowgrpo.types import Status
+
+CLIENTS = Path(__file__).parent / "clients"
+PYTHON = os.environ.get("FLOWGRPO_CLIENTS", sys.executable)
+pytestmark = pytest.mark.oracle
+
+
+@cache
+def has(*modules: str) -> bool:
+    code = f"from importlib.util import find_spec; assert all(map(find_spec, {modules!r}))"
+    return subprocess.run([PYTHON, "-c", code], check=False, capture_output=True).returncode == 0
+
+
+def client(name: str, *needs: str) -> object:
+    why = f"a client by {' and '.join(needs)}: pip install {' '.join(needs)}"
+    words = [PYTHON, str(CLIENTS / name.split()[0]), *name.split()[1:]]
+    lacking = pytest.mark.skipif(not has(*(need.replace("-", "_") for need in needs)), reason=why)
+    return pytest.param(words, marks=lacking, id=name)
+
+
+SAME = [
+    client("sync.py", "openai"),
+    client("streaming.py", "openai"),
+    client("responses.py", "openai"),
+    client("agents_sdk.py chats", "agents"),
+    client("agents_sdk.py responses", "agents"),
+    client("graph.py", "langgraph", "langchain_openai"),
+    pytest.param(
+        ["sh", str(CLIENTS / "shell.sh")],
+        marks=pytest.mark.skipif(shutil.which("curl") is None, reason="a client by curl, which is not installed"),
+        id="shell.sh",
+    ),
+]
+
+
+@pytest.mark.parametrize("words", SAME)
+def test_A7_clients_have_the_bits_of_an_environment_that_says_the_same(engine, words):
+    with hosting(words, engine, retries=0) as play:
+        got = play(2)
+    rollout = fg.hosted(by_hand(["again 0", "again 1"]), engine.submit)
+    expected = rollout(tasks_of(2), keys_of(2), [0, 1])
+    for one, other in zip(got.played, expected.played, strict=True):
+        assert one.status == Status.FINISHED, one.reason
+        assert one.output.strip() == other.output.strip()
+        assert not any(turn.begins for turn in one.turns)
+        same_bits(one, other)
+
+
+@pytest.mark.parametrize("words", [client("agents_sdk.py chats tools", "agents")])
+def test_an_agent_that_calls_a_tool_goes_on_from_what_was_sampled(words):
+    engine = Scripted('<tool_call>{"name": "add", "arguments": {"x": 2, "y": 3}}</tool_call>', "it is 5")
+    with hosting(words, engine, retries=0) as play:
+        one = play(1, env=make_env(max_tokens=64)).played[0]
+    assert one.status == Status.FINISHED, one.reason
+    assert one.output == "it is 5"
+    assert one.tools == ("add", "")
+    assert not any(turn.begins for turn in one.turns)
+    said = json.loads(one.log[1].result.text)["asks"]["messages"]
+    assert [(message["role"], message["content"]) for message in said] == [("tool", "5")]
+
+
+@pytest.mark.parametrize("words", [client("smol.py", "smolagents")])
+def test_an_agent_that_writes_code_is_recorded_whatever_it_makes_of_it(engine, words):
+    """What it says is noise, which the agent answers with an error, and then asks for a last word."""
+    with hosting(words, engine, retries=0) as play:
+        one = play(1, env=make_env(context_tokens=255)).played[0]
+    assert one.status in (Status.FINISHED, Status.TOKEN_LIMIT, Status.ABORTED, Status.TOOL_FAILURE), one.reason
+    assert to_json(from_json(to_json(one))) == to_json(one)
