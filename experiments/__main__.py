@@ -14,10 +14,10 @@ from pathlib import Path
 from experiments.cli.listing import listing
 
 GROUPS = {
-    "Train": ("quickstart", "agentflow", "self_verify", "cluster", "finetune"),
+    "Train": ("quickstart", "agentflow", "train_agent", "self_verify", "cluster", "finetune"),
     "Look": ("view", "plots", "family", "environments"),
     "Compare": ("compare", "evaluate", "replay", "soak"),
-    "Serve": ("export", "chat", "score"),
+    "Serve": ("gateway", "export", "chat", "score"),
     "Plan": ("plan", "simulate", "device_check"),
 }
 MEASURED = "python -m experiments.benchmarks lists what is measured: speed, memory, exactness."

@@ -14,12 +14,13 @@ of their content and the same on every machine. A planner plays all sets in whos
 
 import json
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
 from experiments.cli import app
 from experiments.cli.help import flag_heading
-from flowgrpo.recipes import agent, agent_config, panel, pure
+from flowgrpo.recipes import agent, agent_config, own_agent, panel, pure
 from flowgrpo.recipes.export import read_config
 from flowgrpo.run.config import RunConfig
 from flowgrpo.types import BadInput
@@ -53,11 +54,13 @@ def main() -> None:
     if _PANEL.value:
         print_panel(config, folder)
         return
-    sizes = {"seed": _SEED.value, "tasks": _TASKS.value, "samples": samples}
+    sizes: dict[str, Any] = {"seed": _SEED.value, "tasks": _TASKS.value, "samples": samples}
     if isinstance(config, pure.Config):
         best, tested = pure.evaluate(config, folder, **sizes)
     elif isinstance(config, agent_config.Config):
         best, tested = agent.evaluate(config, folder, **sizes)
+    elif isinstance(config, own_agent.Config):
+        best, tested = own_agent.evaluate(config, folder, **sizes)
     else:
         raise BadInput(f"{folder} is a run of another command, whose own result.json says how it did")
     print(tested.words)

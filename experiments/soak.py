@@ -36,6 +36,8 @@ SMALL = {  # sizes that are large enough for a gradient
     "quickstart": "--updates=8 --warm_steps=300 --queries=8 --samples=6 --test_tasks=64 --checkpoint_every=2",
     "agentflow": "--updates=6 --warm_steps=250 --demonstrations=600 --queries=4 --samples=4 --test_tasks=24 "
     "--slots=16 --checkpoint_every=2",
+    "train_agent": "--updates=6 --warm_steps=250 --demonstrations=600 --queries=4 --samples=4 --test_tasks=24 "
+    "--slots=16 --checkpoint_every=2",
     "cluster": "--updates=40 --warm_steps=250 --demonstrations=600 --queries=4 --samples=4 --test_tasks=24 "
     "--slots=16 --checkpoint_every=2 --rollout_workers=2 --reward_workers=any=2",
     "self_verify": "--updates=6 --queries=4 --samples=4 --test_tasks=32 --checkpoint_every=2",

@@ -7,7 +7,7 @@ result = train(Config(updates=3), "runs/agent")
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -381,10 +381,16 @@ def rehearse(config: Config, folder: str | Path) -> None:
 
 
 def evaluate(
-    config: Config, folder: Path, *, seed: int = 1000, tasks: int = 1000, samples: int = 1
+    config: TaskConfig,
+    folder: Path,
+    *,
+    seed: int = 1000,
+    tasks: int = 1000,
+    samples: int = 1,
+    open_setup: Callable[..., AbstractContextManager[HostedSetup]] = open,
 ) -> tuple[int | None, Tested]:
     """Test a run's start and its best planner on fresh tasks -> (the update of the best, figures by domain, too)."""
-    with open(config, folder) as setup:
+    with open_setup(config, folder) as setup:
         session = open_session(HostedWork(setup, read_run(folder)["recipe"]), folder)
         best, final = session.best_params()
         key, sizes = jax.random.key(seed), {"tasks": tasks, "samples": samples, "first": FRESH}

@@ -14,12 +14,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import flowgrpo as fg
-from flowgrpo.recipes import agent_config, cluster_config, pure, self_verify_tasks
+from flowgrpo.recipes import agent_config, cluster_config, own_agent, pure, self_verify_tasks
 from flowgrpo.recipes.planner import PlannerConfig
 from flowgrpo.run.config import RunConfig, setting_infos
 from flowgrpo.run.session import RESULT
 
-COMMANDS = {"pure": "quickstart", "agent": "agentflow", "cluster": "cluster", "self_verify": "self_verify"}
+COMMANDS = {
+    "pure": "quickstart",
+    "agent": "agentflow",
+    "own_agent": "train_agent",
+    "cluster": "cluster",
+    "self_verify": "self_verify",
+}
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 SERVER = "SERVER"  # in the place of an address
 FIGURES = {  # of result.json, before and after
@@ -96,6 +102,8 @@ def _preset(config: RunConfig) -> RunConfig:
             return cluster_config.preset(config.model)
         case agent_config.Config():
             return agent_config.preset(config.model)
+        case own_agent.Config():
+            return own_agent.preset(config.model)
         case self_verify_tasks.Config():
             return self_verify_tasks.preset(config.model)
     raise fg.BadInput(f"a {type(config).__name__} has no model card: give a run of {', '.join(COMMANDS)}")

@@ -23,6 +23,7 @@ from flowgrpo.data.tokenizer import Text
 from flowgrpo.gateway.agent_env import agent_env
 from flowgrpo.gateway.agents import Agent, AgentHost
 from flowgrpo.gateway.server import Gateway
+from flowgrpo.recipes import agent as agent_recipe
 from flowgrpo.recipes import offline_start, task_choice
 from flowgrpo.recipes.agent import (
     Source,
@@ -47,6 +48,7 @@ from flowgrpo.recipes.planner import check_planner, load_start, make_planner
 from flowgrpo.rollout.records import Played
 from flowgrpo.run.config import make_config, setting
 from flowgrpo.run.run_dir import START
+from flowgrpo.run.session import Tested
 from flowgrpo.run.time_budget import ENDLESS, TimeBudget
 from flowgrpo.run.warm_start import no_warm_start
 from flowgrpo.types import BadInput
@@ -254,3 +256,8 @@ def rehearse(config: Config, folder: str | Path) -> None:
         for one in played.played:
             why = one.scored.reason if one.scored else one.reason
             print(f"{setup.story(setup.env, one)}\nreward    {one.outcome} {why}\n")
+
+
+def evaluate(config: Config, folder: Path, **sizes: int) -> tuple[int | None, Tested]:
+    """Test a run's start and its best planner on fresh tasks -> (the update of the best, figures by domain, too)."""
+    return agent_recipe.evaluate(config, folder, open_setup=open, **sizes)

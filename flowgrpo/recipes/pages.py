@@ -120,7 +120,7 @@ def write_page(folder: Path, out: Path, *, ratios: str | None = None, tokenizer:
     ]
     is_trained = any(one.update is not None for one in recorded)
     lacking = {"ratio": UNSCORED} | ({} if is_trained else {"advantage": EXAMINED})
-    chosen = [config.algorithm] if isinstance(config, pure.Config | agent_config.Config) else []
+    chosen = [config.algorithm] if isinstance(config, pure.Config | agent_config.TaskConfig) else []
     note = ", ".join([folder.resolve().name, *chosen])
     viewer(every, out, title="Rollouts", note=f"{note}, seed {config.seed}", lacking=lacking, names=names)
     return len(every)
