@@ -24,6 +24,7 @@ FLOORS = [
     ["parallel"],
     ["learner", "rollout"],
     ["loop", "gateway"],
+    ["external_envs"],
     ["staged", "run", "planning"],
     ["distributed"],
     ["recipes"],

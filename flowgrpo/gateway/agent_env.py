@@ -63,23 +63,30 @@ class Rendered(NamedTuple):
 
 
 def agent_env(
-    text: Text, *, turns: int, max_tokens: int, context_tokens: int, name: str = "agent", form: Form | None = None
+    text: Text,
+    *,
+    turns: int,
+    max_tokens: int,
+    context_tokens: int,
+    tools: Sequence[str] = (),
+    name: str = "agent",
+    form: Form | None = None,
 ) -> HostEnv:
     """The environment that an agent is to its model.
 
     `turns` are the requests that are answered; to any other the agent gets an error, and may end with what it has. A
     context and its action have at most `context_tokens`. `form` is that of tool calls, by default what the chat
-    template teaches.
+    template teaches, and `tools` names those whose calls are counted.
     """
     for setting, value in (("turns", turns), ("max_tokens", max_tokens)):
         check_range("agent_env", setting, value, 1, whole=True)
     if context_tokens <= max_tokens:
         raise BadInput(f"context_tokens={context_tokens} must be greater than max_tokens={max_tokens}, which it holds")
     form = form or form_of(text.tokenizer.chat_template)
-    agent = AgentEnv(text, guard(text), form, turns, max_tokens, context_tokens, name)
+    agent = AgentEnv(text, guard(text), form, turns, max_tokens, context_tokens, tuple(tools), name)
     return HostEnv(
         name=name,
-        tools=(),
+        tools=tuple(tools),
         turns=turns,
         max_tokens=max_tokens,
         stop_ids=text.stop_ids,
@@ -103,6 +110,7 @@ class AgentEnv(NamedTuple):
     turns: int
     max_tokens: int
     context_tokens: int
+    tools: tuple[str, ...]
     name: str
 
     def reset(self, key: jax.Array, task: Any, do: Do) -> tuple[AgentState, Said]:
@@ -127,7 +135,7 @@ class AgentEnv(NamedTuple):
         event, failure, state = self._reply(do, state, {"answer": as_json(answer)})
         state, step = self._go_on(state, event, failure, do)
         called = answer.tool_calls[0]["function"]["name"] if answer.tool_calls else ""
-        return state, step._replace(error=broken, tool=called)
+        return state, step._replace(error=broken, tool=called if called in self.tools else "")
 
     def _go_on(self, state: AgentState, event: Any, failure: str, do: Do) -> tuple[AgentState, HostStep]:
         """Until there is a request that can be answered, or the agent has ended."""

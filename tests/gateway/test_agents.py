@@ -447,7 +447,7 @@ def test_tools_are_shown_by_the_template_and_calls_are_read_and_gone_on_from():
     written = 'So.<tool_call>{"name": "add", "arguments": {"x": 2}}</tool_call>'
     engine = Scripted(written, "<tool_call>{4}")
     with hosting(calling, engine) as play:
-        one = play(1, env=make_env(max_tokens=64)).played[0]
+        one = play(1, env=make_env(max_tokens=64, tools=("add",))).played[0]
     assert one.status == Status.FINISHED, one.reason
     assert one.output == "<tool_call>{4}"
     assert one.errors == (False, True)  # a call that can't be read is an error of the action (A4)

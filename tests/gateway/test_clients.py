@@ -70,7 +70,7 @@ def test_A7_clients_have_the_bits_of_an_environment_that_says_the_same(engine, w
 def test_an_agent_that_calls_a_tool_goes_on_from_what_was_sampled(words):
     engine = Scripted('<tool_call>{"name": "add", "arguments": {"x": 2, "y": 3}}</tool_call>', "it is 5")
     with hosting(words, engine, retries=0) as play:
-        one = play(1, env=make_env(max_tokens=64)).played[0]
+        one = play(1, env=make_env(max_tokens=64, tools=("add",))).played[0]
     assert one.status == Status.FINISHED, one.reason
     assert one.output == "it is 5"
     assert one.tools == ("add", "")
