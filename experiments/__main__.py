@@ -14,7 +14,7 @@ from pathlib import Path
 from experiments.cli.listing import listing
 
 GROUPS = {
-    "Train": ("quickstart", "agentflow", "train_agent", "self_verify", "cluster", "finetune"),
+    "Train": ("quickstart", "agentflow", "train_agent", "train_env", "self_verify", "cluster", "finetune"),
     "Look": ("view", "plots", "family", "environments"),
     "Compare": ("compare", "evaluate", "replay", "soak"),
     "Serve": ("gateway", "export", "chat", "score"),

@@ -20,7 +20,7 @@ from absl import flags
 
 from experiments.cli import app
 from experiments.cli.help import flag_heading
-from flowgrpo.recipes import agent, agent_config, own_agent, panel, pure
+from flowgrpo.recipes import agent, agent_config, own_agent, own_env, panel, pure
 from flowgrpo.recipes.export import read_config
 from flowgrpo.run.config import RunConfig
 from flowgrpo.types import BadInput
@@ -61,6 +61,8 @@ def main() -> None:
         best, tested = agent.evaluate(config, folder, **sizes)
     elif isinstance(config, own_agent.Config):
         best, tested = own_agent.evaluate(config, folder, **sizes)
+    elif isinstance(config, own_env.Config):
+        best, tested = own_env.evaluate(config, folder, **sizes)
     else:
         raise BadInput(f"{folder} is a run of another command, whose own result.json says how it did")
     print(tested.words)

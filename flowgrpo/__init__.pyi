@@ -6,6 +6,7 @@ from . import data as data
 from . import distributed as distributed
 from . import envs as envs
 from . import evaluation as evaluation
+from . import external_envs as external_envs
 from . import gateway as gateway
 from . import generate as generate
 from . import launch as launch

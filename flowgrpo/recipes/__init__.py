@@ -20,6 +20,7 @@ Modules:
     offline_tasks      Tasks of four domains that need real tools, made here without a file
     pages              Write a page of what a run recorded in `trajectories/`
     own_agent          The recipe of a run on an agent of your own, a program or a function, which is trained as it is
+    own_env            The recipe of a run on an environment of your own: TRL-style, gymnasium, textarena, or OpenEnv
     panel              Fixed sets of test tasks, one of each environment and difficulty
     planner            The planner of a hosted run
     pure               The recipe of a run on a pure environment
@@ -47,6 +48,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "hub",
         "offline_start",
         "own_agent",
+        "own_env",
         "panel",
         "pure",
         "registry",

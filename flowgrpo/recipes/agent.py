@@ -60,6 +60,7 @@ from flowgrpo.rollout.replay import last_state
 from flowgrpo.run.run_dir import START, read_run
 from flowgrpo.run.session import Tested, open_session
 from flowgrpo.run.time_budget import ENDLESS, TimeBudget
+from flowgrpo.run.warm_start import no_warm_start
 from flowgrpo.sandbox import Limits, Sandbox
 from flowgrpo.tools.calculator import calculator
 from flowgrpo.tools.mcp import Stdio, mcp_tools
@@ -145,35 +146,54 @@ def open(config: Config, folder: Path, *, begin: Callable[[], object] = do_nothi
         if config.model is None:
             offline_start.write_start(folder / START, make, tools.do, config)
         model = load_start(config.model or folder / START, config)
-        planner = make_planner(model, config)
-        served = model._replace(policy=planner.served, params=planner.serve(planner.params))
-        engine = stack.enter_context(make_engine(served, config))
-        speakers, spoken = _speakers(config, frozen(model, config), stack)
-        env, exam_env = (make(model.text, turns=turns) for turns in (config.turns, config.exam_turns))
-        yield HostedSetup(
+        setup = assemble(
+            stack,
+            config,
+            folder,
+            model,
+            make,
             name="agent",
-            config=config,
-            folder=folder,
-            model=model,
-            planner=planner,
-            env=env,
-            exam_env=exam_env,
-            engine=engine,
-            residency=stack.enter_context(make_residency(config, folder)),
-            do=either(tools.do, endpoints | speakers),
+            do=tools.do,
             reward=reward,
             tasks=draw,
             prompts=hard,
-            share=partial(task_choice.open_share, config),
-            algorithm=algorithm_of(config),
-            optimizer=optimizer_of(config),
-            sizes=sizes_of(config, planner),
-            warm_start=partial(
-                offline_start.script_imitation, model._replace(params=planner.params), env, tools.do, config
-            ),
             story=partial(_story, model.text),
-            spoken=spoken,
         )
+        speakers, spoken = _speakers(config, frozen(model, config), stack)
+        start = model._replace(params=setup.planner.params)
+        yield setup._replace(
+            do=either(tools.do, endpoints | speakers),
+            spoken=spoken,
+            warm_start=partial(offline_start.script_imitation, start, setup.env, tools.do, config),
+        )
+
+
+def assemble(
+    stack: ExitStack, config: TaskConfig, folder: Path, model: Model, make_env: Callable[..., HostEnv], **own: Any
+) -> HostedSetup:
+    """What every run on tasks has, around its environment: `make_env(text, turns=...)`; `own` are the other parts.
+
+    Nothing is imitated before, unless `warm_start` is replaced.
+    """
+    planner = make_planner(model, config)
+    served = model._replace(policy=planner.served, params=planner.serve(planner.params))
+    env, exam_env = (make_env(model.text, turns=turns) for turns in (config.turns, config.exam_turns))
+    return HostedSetup(
+        config=config,
+        folder=folder,
+        model=model,
+        planner=planner,
+        env=env,
+        exam_env=exam_env,
+        engine=stack.enter_context(make_engine(served, config)),
+        residency=stack.enter_context(make_residency(config, folder)),
+        share=partial(task_choice.open_share, config),
+        algorithm=algorithm_of(config),
+        optimizer=optimizer_of(config),
+        sizes=sizes_of(config, planner),
+        warm_start=partial(no_warm_start, planner.params),
+        **own,
+    )
 
 
 @contextmanager

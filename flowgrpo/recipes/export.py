@@ -22,7 +22,7 @@ from flowgrpo.models.hf import Model, load_model, save_model
 from flowgrpo.models.lora import Adapted, merge
 from flowgrpo.models.peft import save_adapter
 from flowgrpo.models.trainable import ActorCritic, acting
-from flowgrpo.recipes import agent_config, cluster_config, own_agent, pure, self_verify_tasks
+from flowgrpo.recipes import agent_config, cluster_config, own_agent, own_env, pure, self_verify_tasks
 from flowgrpo.recipes.model_card import CardFacts, model_card
 from flowgrpo.recipes.planner import PlannerConfig, base_kind, lora_of
 from flowgrpo.recipes.registry import make_env
@@ -36,6 +36,7 @@ CONFIGS: dict[str, type[RunConfig]] = {
     "agent": agent_config.Config,
     "cluster": cluster_config.Config,
     "own_agent": own_agent.Config,
+    "own_env": own_env.Config,
     "self_verify": self_verify_tasks.Config,
 }
 WHICH = ("best", "last", "start")  # in validation, of all, the start of the training

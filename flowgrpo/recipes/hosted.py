@@ -21,6 +21,7 @@ import flowgrpo as fg
 from flowgrpo import loop
 from flowgrpo.contracts import Do, HostEnv, Request, Reward, Scored
 from flowgrpo.data.tasks import Tasks, batch_at, split_tasks
+from flowgrpo.data.tokenizer import Text
 from flowgrpo.evaluation.metrics import Evaluation, compute_metrics
 from flowgrpo.files import make_folder, write_whole
 from flowgrpo.generate.engine import Engine
@@ -177,6 +178,17 @@ def make_residency(config: HostedConfig, folder: Path) -> Residency:
     """Make the residency that places models which a stage doesn't use; on the disk, they go into the run's folder."""
     elsewhere = OFFLOAD[config.offload]
     return Residency(places(elsewhere), folder=make_folder(folder / "offload") if elsewhere == DISK else None)
+
+
+def plain_story(text: Text, _env: HostEnv, played: Played) -> str:
+    """A trajectory as text to read: what the model was told and what it said, context by context."""
+    lines = [played.task.query]
+    for number, turn in enumerate(played.turns):
+        said = text.decode(turn.tokens[~turn.chosen])
+        head = "context, begun anew" if turn.begins else "context" if not number else "told"
+        lines += [f"[{number}] {head}", said.rstrip(), f"[{number}] said", text.decode(turn.tokens[turn.chosen])]
+    end = f": {played.reason}" if played.reason else ""
+    return "\n".join([*lines, f"answer    {played.output}", f"ended     {played.status.name}{end}"])
 
 
 # Rollouts --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import flowgrpo as fg
-from flowgrpo.recipes import agent_config, cluster_config, own_agent, pure, self_verify_tasks
+from flowgrpo.recipes import agent_config, cluster_config, own_agent, own_env, pure, self_verify_tasks
 from flowgrpo.recipes.planner import PlannerConfig
 from flowgrpo.run.config import RunConfig, setting_infos
 from flowgrpo.run.session import RESULT
@@ -23,6 +23,7 @@ COMMANDS = {
     "pure": "quickstart",
     "agent": "agentflow",
     "own_agent": "train_agent",
+    "own_env": "train_env",
     "cluster": "cluster",
     "self_verify": "self_verify",
 }
@@ -104,6 +105,8 @@ def _preset(config: RunConfig) -> RunConfig:
             return agent_config.preset(config.model)
         case own_agent.Config():
             return own_agent.preset(config.model)
+        case own_env.Config():
+            return own_env.preset(config.model, env=config.env)
         case self_verify_tasks.Config():
             return self_verify_tasks.preset(config.model)
     raise fg.BadInput(f"a {type(config).__name__} has no model card: give a run of {', '.join(COMMANDS)}")

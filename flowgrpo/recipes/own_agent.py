@@ -27,10 +27,9 @@ from flowgrpo.recipes import agent as agent_recipe
 from flowgrpo.recipes import offline_start, task_choice
 from flowgrpo.recipes.agent import (
     Source,
-    algorithm_of,
+    assemble,
     check_settings,
     make_sandbox,
-    optimizer_of,
     reward_of,
 )
 from flowgrpo.recipes.agent_config import LARGE, TaskConfig
@@ -38,19 +37,15 @@ from flowgrpo.recipes.hosted import (
     HostedSetup,
     compile_engines,
     do_nothing,
-    make_engine,
-    make_residency,
+    plain_story,
     play_tasks,
-    sizes_of,
 )
 from flowgrpo.recipes.hosted_training import HostedWork, begin_hosted, train_hosted, training_tasks
-from flowgrpo.recipes.planner import check_planner, load_start, make_planner
-from flowgrpo.rollout.records import Played
+from flowgrpo.recipes.planner import check_planner, load_start
 from flowgrpo.run.config import make_config, setting
 from flowgrpo.run.run_dir import START
 from flowgrpo.run.session import Tested
 from flowgrpo.run.time_budget import ENDLESS, TimeBudget
-from flowgrpo.run.warm_start import no_warm_start
 from flowgrpo.types import BadInput
 
 NAME = "own_agent"
@@ -139,36 +134,16 @@ def open(
             offline_start.write_start(folder / START, _make_env, host.do, config)
         model = load_start(config.model or folder / START, config)
         gateway.spell = model.text.decode
-        planner = make_planner(model, config)
-        served = model._replace(policy=planner.served, params=planner.serve(planner.params))
-        engine = stack.enter_context(make_engine(served, config))
-        make = partial(_make_env, model.text, config=config)
-        env, exam_env = make(turns=config.turns), make(turns=config.exam_turns)
-        start = model._replace(params=planner.params)
-        imitate = partial(offline_start.script_imitation, start, env, host.do, config)
-        yield HostedSetup(
-            name="agent of your own",
-            config=config,
-            folder=folder,
-            model=model,
-            planner=planner,
-            env=env,
-            exam_env=exam_env,
-            engine=engine,
-            residency=stack.enter_context(make_residency(config, folder)),
-            do=host.do,
-            submit=host.submit_to(engine.submit),
-            width=config.agents,
-            reward=judge,
-            tasks=draw,
-            prompts=hard,
-            share=partial(task_choice.open_share, config),
-            algorithm=algorithm_of(config),
-            optimizer=optimizer_of(config),
-            sizes=sizes_of(config, planner),
-            warm_start=imitate if config.model is None else partial(no_warm_start, planner.params),
-            story=partial(_story, model.text),
-        )
+        make = partial(_make_env, config=config)
+        own = {"do": host.do, "width": config.agents, "reward": judge, "tasks": draw, "prompts": hard}
+        story = partial(plain_story, model.text)
+        setup = assemble(stack, config, folder, model, make, name="agent of your own", story=story, **own)
+        setup = setup._replace(submit=host.submit_to(setup.engine.submit))
+        if config.model is None:
+            start = model._replace(params=setup.planner.params)
+            imitate = partial(offline_start.script_imitation, start, setup.env, host.do, config)
+            setup = setup._replace(warm_start=imitate)
+        yield setup
 
 
 def _reward(config: Config, source: Source, stack: ExitStack) -> Reward | None:
@@ -176,17 +151,6 @@ def _reward(config: Config, source: Source, stack: ExitStack) -> Reward | None:
     if config.reward == POSTED:
         return None
     return reward_of(config, source, stack.enter_context(make_sandbox(config, source)))
-
-
-def _story(text: Text, _env: HostEnv, played: Played) -> str:
-    """A trajectory as text to read: what the model was told and what it said, context by context."""
-    lines = [played.task.query]
-    for number, turn in enumerate(played.turns):
-        said = text.decode(turn.tokens[~turn.chosen])
-        head = "context, begun anew" if turn.begins else "context" if not number else "told"
-        lines += [f"[{number}] {head}", said.rstrip(), f"[{number}] said", text.decode(turn.tokens[turn.chosen])]
-    end = f": {played.reason}" if played.reason else ""
-    return "\n".join([*lines, f"answer    {played.output}", f"ended     {played.status.name}{end}"])
 
 
 def train(
