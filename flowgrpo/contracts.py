@@ -357,4 +357,8 @@ class EngineClosed(BadInput):
     """A request came after an engine was closed: whoever made it can't go on, whatever else it asks for."""
 
 
+class RequestFailed(RuntimeError):
+    """A generator could not answer a request, for a reason of its own: the trajectory does not count (F5)."""
+
+
 Generate = Callable[[Sequence[Request]], Sequence[Completion]]

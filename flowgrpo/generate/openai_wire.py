@@ -32,6 +32,8 @@ class TextRequest(NamedTuple):
     seed: int | None = None
     deadline: float | None = None  # seconds from submission, with queueing and every retry in it
     top_logprobs: int = 0  # alternatives to report for each token; 0: no log-probabilities
+    tokens: Sequence[int] | None = None  # a prompt as ids; the answer then has ids and log-probabilities, too
+    stop_ids: Sequence[int] = ()  # tokens that end the answer, which are part of it
 
 
 class TokenLogprob(NamedTuple):
@@ -49,6 +51,8 @@ class TextCompletion(NamedTuple):
     finish_reason: FinishReason
     logprobs: Sequence[TokenLogprob] | None = None
     error: str | None = None
+    tokens: Sequence[int] | None = None  # where the prompt was of ids: those that were sampled
+    logp_sampled: Sequence[float] | None = None  # of these
 
 
 class RemoteFailure(RuntimeError):
@@ -82,9 +86,10 @@ def encode_request(request: TextRequest, model: str) -> tuple[str, bytes]:
     """Path and body of a request, or `BadInput`."""
     if not isinstance(request, TextRequest):
         raise BadInput(f"a remote model takes a TextRequest, not {type(request).__name__}")
-    if (request.messages is None) == (request.prompt is None) or isinstance(request.messages, str):
-        raise BadInput("a TextRequest takes a list of messages or a prompt: give one of them")
-    given = request._replace(messages=None, prompt=None)
+    given = [x for x in (request.messages, request.prompt, request.tokens) if x is not None]
+    if len(given) != 1 or isinstance(request.messages, str):
+        raise BadInput("a TextRequest takes a list of messages, a prompt, or the tokens of one: give one of them")
+    given = request._replace(messages=None, prompt=None, tokens=None)
     numbers = (given.max_tokens, given.temperature, given.top_p, given.top_logprobs, given.deadline or 0.0)
     if not all(isinstance(number, (int, float)) and not math.isnan(number) for number in numbers):
         raise BadInput(f"max_tokens, temperature, top_p, top_logprobs and deadline must be numbers in {given}")
@@ -94,6 +99,9 @@ def encode_request(request: TextRequest, model: str) -> tuple[str, bytes]:
     body: dict[str, Any] = {"model": model}
     body |= {"messages": list(request.messages)} if request.messages is not None else {"prompt": request.prompt}
     body |= {name: getattr(request, name) for name in ("max_tokens", "temperature", "top_p")}
+    if request.tokens is not None:
+        ids = {"prompt": [int(token) for token in request.tokens], "stop_token_ids": list(map(int, request.stop_ids))}
+        body |= ids | {"return_token_ids": True, "logprobs": 1}
     if request.stop:
         body["stop"] = [request.stop] if isinstance(request.stop, str) else list(request.stop)
     if request.seed is not None:
@@ -141,10 +149,29 @@ def completion_of(body: bytes, request: TextRequest) -> TextCompletion:
     reason = get_path(answer, "choices", 0, "finish_reason", kind=str)
     if reason not in ENDED:
         raise RemoteFailure(f"the answer ended for the reason {reason!r}, not stop or length")
+    if request.tokens is not None:
+        return TextCompletion(text, ENDED[reason])._replace(**_sampled(answer, request, reason))
     if not request.top_logprobs:
         return TextCompletion(text, ENDED[reason])
     read = _chat_logprobs if chat else _prompt_logprobs
     return TextCompletion(text, ENDED[reason], tuple(read(answer)))
+
+
+def _sampled(answer: Any, request: TextRequest, reason: str) -> dict[str, Any]:
+    """The ids that were sampled with their log-probabilities, or `RemoteFailure` where they can't be those."""
+    tokens = get_path(answer, "choices", 0, "token_ids", kind=list)
+    logp = get_path(answer, "choices", 0, "logprobs", "token_logprobs", kind=list)
+    if not tokens or len(tokens) != len(logp):
+        raise RemoteFailure(f"the answer has {len(tokens)} ids and {len(logp)} log-probabilities")
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        raise RemoteFailure("token_ids of the answer are no ids")
+    if not all(isinstance(value, (int, float)) and math.isfinite(value) and value <= 1e-6 for value in logp):
+        raise RemoteFailure("token_logprobs of the answer are no log-probabilities")
+    if len(tokens) > request.max_tokens:
+        raise RemoteFailure(f"the answer has {len(tokens)} tokens, where {request.max_tokens} were asked for")
+    if reason == "stop" and not request.stop and request.stop_ids and tokens[-1] not in request.stop_ids:
+        raise RemoteFailure("the answer ends without its stop token, which has to be among the ids")
+    return {"tokens": tuple(tokens), "logp_sampled": tuple(map(float, logp))}
 
 
 def _chat_logprobs(answer) -> Iterator[TokenLogprob]:

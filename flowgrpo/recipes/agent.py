@@ -4,6 +4,7 @@ with open(config, folder) as setup: ...      the parts, while sandbox, servers a
 result = train(Config(updates=3), "runs/agent")
 """
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,11 +31,13 @@ from flowgrpo.contracts import Algorithm, Do, HostEnv, Reward, Tool
 from flowgrpo.data.task_files import parse_fields, read_tasks
 from flowgrpo.data.tasks import split_tasks
 from flowgrpo.data.tokenizer import Text
+from flowgrpo.files import make_folder
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.openai_client import remote
 from flowgrpo.generate.openai_wire import TextRequest
+from flowgrpo.generate.remote_engine import UPDATES, RemoteEngine
 from flowgrpo.learner.loss_scale import optimizer_for
-from flowgrpo.models.hf import Model, check_model
+from flowgrpo.models.hf import Model, check_model, save_model
 from flowgrpo.recipes import offline_start, offline_tasks, registry, task_choice
 from flowgrpo.recipes.agent_config import Config, TaskConfig
 from flowgrpo.recipes.agent_config import preset as preset
@@ -168,6 +171,21 @@ def open(config: Config, folder: Path, *, begin: Callable[[], object] = do_nothi
         )
 
 
+def _engine(model: Model, config: TaskConfig, folder: Path) -> Engine | RemoteEngine:
+    """The engine of this process, or one that stands for a server."""
+    if config.sampled_by is None:
+        return make_engine(model, config)
+    url, _, name = config.sampled_by.partition("#")
+
+    def save(params: Any, path: Path) -> None:
+        save_model(path, model._replace(params=params))
+
+    where = make_folder(Path(config.served_folder or folder / "served"))
+    server = remote(url, name, api_key=os.environ.get("OPENAI_API_KEY"), concurrency=config.slots)
+    hand_over = UPDATES[config.handed_over](server.url, save, where)
+    return RemoteEngine(server, hand_over=hand_over, seconds=config.group_seconds)
+
+
 def assemble(
     stack: ExitStack, config: TaskConfig, folder: Path, model: Model, make_env: Callable[..., HostEnv], **own: Any
 ) -> HostedSetup:
@@ -185,7 +203,7 @@ def assemble(
         planner=planner,
         env=env,
         exam_env=exam_env,
-        engine=stack.enter_context(make_engine(served, config)),
+        engine=stack.enter_context(_engine(served, config, folder)),
         residency=stack.enter_context(make_residency(config, folder)),
         share=partial(task_choice.open_share, config),
         algorithm=algorithm_of(config),

@@ -57,8 +57,31 @@ class TaskConfig(HostedConfig, ChoiceConfig):
     decay_updates: int = setting(50, "Updates in which the learning rate falls.", "Learning", at_least=1)
     warm_steps: int = setting(800, "Steps of imitation at most, in the offline run.", "Learning", at_least=0)
     demonstrations: int = setting(8000, "How many are imitated, in the offline run.", "Learning", at_least=0)
-    correction: float = setting(0.0, "Bound of the correction for stale tokens; 0: none.", None, at_least=0.0)
+    correction: float = setting(
+        0.0, "Bound of the correction for tokens of other weights or another engine; 0: none.", "Learning", at_least=0.0
+    )
+    sampled_by: str | None = setting(
+        None,
+        "A server that samples, as URL#MODEL: it takes ids and gives ids and log-probabilities; None: this process.",
+        "Devices and memory",
+    )
+    handed_over: str = setting(
+        "gateway", "How that server takes weights.", "Devices and memory", choices=("gateway", "vllm", "sglang")
+    )
+    served_folder: str | None = setting(
+        None, "The folder from which it reads them; one of the run's own by default.", "Devices and memory"
+    )
     learn_from: str = setting("all", "Versions whose tokens are in the loss.", None, choices=("all", "newest"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sampled_by is None:
+            return
+        url, _, model = self.sampled_by.partition("#")
+        if "://" not in url or not model:
+            raise BadInput(f"--sampled_by={self.sampled_by} must be a server and its model, as URL#MODEL")
+        if self.lora_rank or self.offload != "none":
+            raise BadInput("--sampled_by takes whole weights, which stay where they are: no --lora_rank, no --offload")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from flowgrpo.data.tokenizer import Text
 from flowgrpo.evaluation.metrics import Evaluation, compute_metrics
 from flowgrpo.files import make_folder, write_whole
 from flowgrpo.generate.engine import Engine
+from flowgrpo.generate.remote_engine import RemoteEngine
 from flowgrpo.generate.sampler import MAX_KEPT
 from flowgrpo.models.hf import Model
 from flowgrpo.parallel.offload import DISK, Residency, places
@@ -99,7 +100,7 @@ class HostedSetup(NamedTuple):
     planner: Planner
     env: HostEnv
     exam_env: HostEnv  # the same with the turns that are allowed when it is examined
-    engine: Engine
+    engine: Engine | RemoteEngine
     residency: Residency  # which may hold a judge
     do: Do
     reward: Reward | None  # None: the environment pays

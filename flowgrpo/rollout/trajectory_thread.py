@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flowgrpo.contracts import Call, Completion, Do, EngineClosed, Request, Result
+from flowgrpo.contracts import Call, Completion, Do, EngineClosed, Request, RequestFailed, Result
 from flowgrpo.rollout.effects import DeadlineStop, recorded
 from flowgrpo.rollout.records import Unfinished, acted
 from flowgrpo.rollout.replay import retrace
@@ -209,6 +209,9 @@ def _ask(member: Member, submit: Submit, temperature: float, budget: int | None)
             return None
     try:
         return future.result()
+    except RequestFailed as error:
+        member.advance("ended", course.end, Status.TOOL_FAILURE, f"the engine: {error}")
+        return None
     except CancelledError:
         if member.stopped:
             raise Stopped from None
