@@ -34,6 +34,7 @@ class TextRequest(NamedTuple):
     top_logprobs: int = 0  # alternatives to report for each token; 0: no log-probabilities
     tokens: Sequence[int] | None = None  # a prompt as ids; the answer then has ids and log-probabilities, too
     stop_ids: Sequence[int] = ()  # tokens that end the answer, which are part of it
+    banned: Sequence[int] = ()  # tokens that are never sampled
 
 
 class TokenLogprob(NamedTuple):
@@ -102,6 +103,8 @@ def encode_request(request: TextRequest, model: str) -> tuple[str, bytes]:
     if request.tokens is not None:
         ids = {"prompt": [int(token) for token in request.tokens], "stop_token_ids": list(map(int, request.stop_ids))}
         body |= ids | {"return_token_ids": True, "logprobs": 1}
+    if request.banned:
+        body["logit_bias"] = {str(int(token)): -100 for token in request.banned}  # the least that servers take
     if request.stop:
         body["stop"] = [request.stop] if isinstance(request.stop, str) else list(request.stop)
     if request.seed is not None:
@@ -167,6 +170,8 @@ def _sampled(answer: Any, request: TextRequest, reason: str) -> dict[str, Any]:
         raise RemoteFailure("token_ids of the answer are no ids")
     if not all(isinstance(value, (int, float)) and math.isfinite(value) and value <= 1e-6 for value in logp):
         raise RemoteFailure("token_logprobs of the answer are no log-probabilities")
+    if strange := set(tokens) & set(request.banned):
+        raise RemoteFailure(f"the answer has the id {min(strange)}, which is never to be sampled")
     if len(tokens) > request.max_tokens:
         raise RemoteFailure(f"the answer has {len(tokens)} tokens, where {request.max_tokens} were asked for")
     if reason == "stop" and not request.stop and request.stop_ids and tokens[-1] not in request.stop_ids:

@@ -36,10 +36,18 @@ class RemoteEngine:
 
     kept = 0
 
-    def __init__(self, server: Remote, *, hand_over: HandOver, seconds: float = 600.0, version: int = 0):
-        """A request has so many `seconds`, with every retry."""
+    def __init__(
+        self,
+        server: Remote,
+        *,
+        hand_over: HandOver,
+        banned: Sequence[int] = (),
+        seconds: float = 600.0,
+        version: int = 0,
+    ):
+        """`banned` ids are never sampled (the padding token); a request has so many `seconds`, with every retry."""
         self._server, self._hand_over, self.seconds = server, hand_over, seconds
-        self._version, self._held = version, None
+        self._version, self._held, self.banned = version, None, tuple(banned)
         self.lost = Ledger()  # what a server decodes for nobody is not told
 
     def submit(self, request: Request) -> Future:
@@ -53,6 +61,7 @@ class RemoteEngine:
             top_p=request.top_p,
             stop=request.stop,
             stop_ids=request.stop_ids,
+            banned=self.banned,
             seed=int(np.asarray(jax.random.key_data(request.key)).astype(np.uint64).sum() % SEEDS),
             deadline=self.seconds if request.deadline is None else request.deadline,
         )

@@ -183,7 +183,7 @@ def _engine(model: Model, config: TaskConfig, folder: Path) -> Engine | RemoteEn
     where = make_folder(Path(config.served_folder or folder / "served"))
     server = remote(url, name, api_key=os.environ.get("OPENAI_API_KEY"), concurrency=config.slots)
     hand_over = UPDATES[config.handed_over](server.url, save, where)
-    return RemoteEngine(server, hand_over=hand_over, seconds=config.group_seconds)
+    return RemoteEngine(server, hand_over=hand_over, banned=model.banned, seconds=config.group_seconds)
 
 
 def assemble(

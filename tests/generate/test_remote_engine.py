@@ -123,13 +123,14 @@ def misbehaving():
         (GOOD | {"logprobs": {"token_logprobs": [-1.0, 3.0]}}, "are no log-probabilities"),
         (GOOD | {"logprobs": None}, "the answer has no choices.0.logprobs.token_logprobs"),
         (GOOD | {"token_ids": [5] * 99, "logprobs": {"token_logprobs": [-1.0] * 99}}, "where 12 were asked for"),
+        (GOOD | {"token_ids": [0, 2]}, "the answer has the id 0, which is never to be sampled"),
         (GOOD | {"finish_reason": "abort"}, "ended for the reason 'abort'"),
     ],
 )
 def test_F5_an_answer_that_cannot_be_right_costs_its_trajectory_and_no_other(misbehaving, choice, why):
     handler, url = misbehaving
     handler.choice = choice
-    with RemoteEngine(fg.remote(url, "m", retries=0), hand_over=lambda *_: None) as engine:
+    with RemoteEngine(fg.remote(url, "m", retries=0), hand_over=lambda *_: None, banned=(0,)) as engine:
         one = play(engine, 1)[0]
         assert (one.status, one.outcome) == (Status.TOOL_FAILURE, None)
         assert why in one.reason
@@ -162,9 +163,7 @@ def test_how_servers_are_told_of_weights(misbehaving, tmp_path, kind):
     found = tmp_path / "served" / ("version-3" if kind == "gateway" else "")
     assert fg.load_model(found).config == tiny_model().config
     handler.status = 500
-    with pytest.raises(
-        fg.BadInput, match="did not take the weights: HTTP 500, out of memory; see that"
-    ):
+    with pytest.raises(fg.BadInput, match="did not take the weights: HTTP 500, out of memory; see that"):
         hand_over(tiny_model().params, 4)
 
 
