@@ -82,7 +82,13 @@ class Gateway:
         self._socket = _listen(host, port)
         self.host, self.port = host, self._socket.getsockname()[1]
         config = uvicorn.Config(
-            self.app(), log_level="error", lifespan="off", access_log=False, timeout_keep_alive=60, ws="none"
+            self.app(),
+            log_config=None,  # which would close the handlers of others
+            log_level="error",
+            lifespan="off",
+            access_log=False,
+            timeout_keep_alive=60,
+            ws="none",
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="flowgrpo-gateway", daemon=True)
