@@ -69,7 +69,7 @@ flag_heading("Files and resuming")
 _RECORD = flags.DEFINE_string("record", None, "File to which sessions are added when they have ended, a line each.")
 
 
-def make_engine(model: Model, kept: int) -> Engine:
+def serving_engine(model: Model, kept: int) -> Engine:
     """An engine over the model, that cuts the support where `kept` is not 0."""
     return Engine(
         model.policy,
@@ -121,7 +121,7 @@ def open_gateway() -> Iterator[Gateway]:
     with ExitStack() as stack:
         reward, recorder = judge(stack), Recorder(_RECORD.value)
         model = load_model(_MODEL.value, dtype=_DTYPE.value)
-        engine = stack.enter_context(make_engine(model, 0))
+        engine = stack.enter_context(serving_engine(model, 0))
         served = Served(
             engine,
             model.text,
@@ -135,7 +135,7 @@ def open_gateway() -> Iterator[Gateway]:
             sessions=_SESSIONS.value,
             reward=reward,
             on_played=recorder,
-            make_greedy=lambda: stack.enter_context(make_engine(model._replace(params=served.params), MAX_KEPT)),
+            make_greedy=lambda: stack.enter_context(serving_engine(model._replace(params=served.params), MAX_KEPT)),
             load=partial(load_model, dtype=_DTYPE.value),
         )
         how = {"ask": served.ask, "begin": served.begin, "swap": served.swap}

@@ -25,6 +25,7 @@ LAWS = {
     "A4": "a malformed action is an observation",
     "A5": "tokens in, tokens out",
     "A6": "every token is accounted for",
+    "A7": "an agent over HTTP is under the same laws",
     "E1": "one contract for every environment",
     "E2": "compiled and hosted rollouts agree",
     "E3": "an outcome depends on its own key",

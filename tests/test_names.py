@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-RECIPES = {"Config", "preset", "open", "train", "evaluate"}  # what every recipe offers
+RECIPES = {"Config", "preset", "open", "train", "evaluate", "rehearse"}  # what recipes offer
 COMMANDS = {"main"}
 PAIRS = {"to_json", "from_json"}  # what is written, and read again
 

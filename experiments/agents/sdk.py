@@ -36,7 +36,7 @@ def client() -> AsyncOpenAI:
 
 
 @cache
-def tools() -> Toolset:
+def own_tools() -> Toolset:
     """A calculator, Python in a sandbox, and a search through the corpus of the offline tasks."""
     documents = [Document(p["title"], p["text"], "corpus", n, False) for n, p in enumerate(passages(), 1)]
     own = [
@@ -60,19 +60,19 @@ def read(words: str) -> tuple[str, str]:
 
 
 def use(name: str, context: str) -> str:
-    """What a tool says, or why it says nothing."""
-    schema = next((schema for schema in tools().schemas if schema["name"] == name), None)
+    """Call a tool; return what it says, or why it says nothing."""
+    schema = next((schema for schema in own_tools().schemas if schema["name"] == name), None)
     if schema is None:
         return f"Error: there is no tool {name!r}"
     argument = next(iter(schema["parameters"]["properties"]))
-    result = tools().do(Call("tool", name, {argument: context}))
+    result = own_tools().do(Call("tool", name, {argument: context}))
     return f"Error: {result.text}" if result.error or result.failure else f"Result: {result.text}"
 
 
 async def agent(task: Any, base_url: str | None = None) -> str:
     """The answer to a task's query."""
     own = client().with_options(base_url=base_url) if base_url else client()
-    names = ", ".join([*(schema["name"] for schema in tools().schemas), "answer"])
+    names = ", ".join([*(schema["name"] for schema in own_tools().schemas), "answer"])
     messages: list[Any] = [{"role": "user", "content": f"{task.query}\nTools: {names}"}]
     while True:
         try:

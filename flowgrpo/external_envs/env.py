@@ -134,7 +134,7 @@ class ExternalEnv(NamedTuple):
     def _then(
         self, state: ExternalState, found: Mapping[str, Any], failure: str, messages: Sequence[Any], words: str
     ) -> tuple[ExternalState, HostStep]:
-        """What is said next, or how it ended."""
+        """Return the step: with what is said next, or how it ended."""
         if failure:
             return state, HostStep(None, True, status=Status.TOOL_FAILURE, reason=failure)
         reward, error = found.get("reward"), bool(found.get("error"))
@@ -159,7 +159,7 @@ class ExternalEnv(NamedTuple):
     def _ask(
         self, do: Do, state: ExternalState, asked: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], str, ExternalState]:
-        """What the environment says, or why it says nothing; one whose process was killed is begun again."""
+        """Ask the environment; return its answer, or why there is none. One whose process was killed is begun again."""
         state = replace(state, asked=(*state.asked, asked))
         result = do(Call("env", self.name, {**asked, "number": len(state.asked)}, state.seed))
         found = json.loads(result.text) if result.text else {}

@@ -26,8 +26,8 @@ KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: 
 OPENING = 60.0  # seconds in which a server has to take a connection
 
 
-def load(name):
-    """The thing that MODULE:NAME names; the module may lie in the current folder."""
+def named_thing(name):
+    """Import what MODULE:NAME names; the module may lie in the current folder."""
     sys.path.insert(0, os.getcwd())
     module, _, own = name.partition(":")
     return getattr(import_module(module), own)
@@ -37,20 +37,23 @@ class Trl:
     """A class whose public methods are tools."""
 
     def __init__(self, spec):
-        self.env = load(spec)()
+        self.env = named_thing(spec)()
         members = inspect.getmembers(type(self.env), predicate=inspect.isfunction)
         named = [name for name, _ in members if not name.startswith("_") and name not in ("reset", "get_reward")]
         self.methods = {name: getattr(self.env, name) for name in named}
 
     def reset(self, seed, task):
-        """What `reset` says, and the schemas of the methods."""
+        """Reset it; return what it says, and the schemas of the methods."""
         own = inspect.signature(self.env.reset).parameters
         takes_all = any(one.kind is one.VAR_KEYWORD for one in own.values())
         given = {"seed": seed, **task} if takes_all else {k: v for k, v in {"seed": seed, **task}.items() if k in own}
-        return {"said": self.env.reset(**given) or "", "tools": [schema_of(method) for method in self.methods.values()]}
+        return {
+            "said": self.env.reset(**given) or "",
+            "tools": [method_schema(method) for method in self.methods.values()],
+        }
 
     def call(self, name, arguments):
-        """What a method returns; what it raises is an observation, as in TRL."""
+        """Call a method; an exception is an observation, as in TRL."""
         if name not in self.methods:
             return {"said": f"Error: there is no tool {name!r}", "error": True}
         try:
@@ -65,8 +68,8 @@ class Trl:
         return {"reward": getattr(self.env, "reward", None)}
 
 
-def schema_of(method):
-    """The schema of a method: from its types, and the lines under "Args:" of its docstring."""
+def method_schema(method):
+    """Derive the schema of a method: from its types, and the lines under "Args:" of its docstring."""
     words = inspect.getdoc(method) or ""
     about = dict(re.findall(r"^\s+(\w+)(?:\s*\([^)]*\))?:\s*(.+)$", words.partition("Args:")[2], re.MULTILINE))
     hints = typing.get_type_hints(method)
@@ -94,16 +97,16 @@ class Gymnasium:
     def reset(self, seed, task):
         """The first observation."""
         shown, _ = self.env.reset(seed=seed, options=task or None)
-        return {"said": written(shown)}
+        return {"said": written_out(shown)}
 
     def step(self, action):
-        """What comes of an action; one that can't be read is answered with an error, and changes nothing."""
+        """Take an action; one that can't be read is answered with an error, and changes nothing."""
         try:
             read = self._read(action)
         except (ValueError, TypeError) as error:
             return {"said": f"Error: {error}", "error": True}
         shown, reward, terminated, truncated, _ = self.env.step(read)
-        return {"said": written(shown), "reward": float(reward), "done": bool(terminated or truncated)}
+        return {"said": written_out(shown), "reward": float(reward), "done": bool(terminated or truncated)}
 
     def _read(self, action):
         space, words = self.env.action_space, action.strip()
@@ -118,8 +121,8 @@ class Gymnasium:
         return space.from_jsonable([json.loads(words)])[0]
 
 
-def written(shown):
-    """An observation as text."""
+def written_out(shown):
+    """Write an observation as text."""
     if isinstance(shown, str):
         return shown
     try:
@@ -142,7 +145,7 @@ class TextArena:
         return {"said": self.env.get_observation()[1]}
 
     def step(self, action):
-        """What comes of an action; the reward comes at the end."""
+        """Take an action; the reward comes at the end."""
         done, _ = self.env.step(action=action)
         if not done:
             return {"said": self.env.get_observation()[1]}
@@ -164,7 +167,7 @@ class OpenEnv:
         return {"said": self._said(self._ask("reset", {"seed": seed, **task}))}
 
     def step(self, action):
-        """What comes of an action: JSON of the environment's own, or the text of its one field."""
+        """Take an action: JSON of the environment's own, or the text of its one field."""
         try:
             given = json.loads(action)
         except ValueError:
@@ -197,7 +200,7 @@ class OpenEnv:
         if isinstance(shown, dict):
             words = [value for name, value in shown.items() if isinstance(value, str) and name != "metadata"]
             return words[0] if len(words) == 1 else json.dumps({k: v for k, v in shown.items() if k != "metadata"})
-        return written(shown)
+        return written_out(shown)
 
     def close(self):
         """Leave the server."""
@@ -207,7 +210,7 @@ class OpenEnv:
 MAKERS = {"trl": Trl, "gymnasium": Gymnasium, "textarena": TextArena, "openenv": OpenEnv}
 
 
-class Worker:
+class Episodes:
     """The episodes of a process."""
 
     def __init__(self, kind, spec, out):
@@ -243,7 +246,7 @@ def main():
     """Serve until the input ends, and then leave at once."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an environment prints is no answer of ours
-    worker = Worker(sys.argv[1], sys.argv[2], out)
+    worker = Episodes(sys.argv[1], sys.argv[2], out)
     for line in sys.stdin:
         threading.Thread(target=worker.answer, args=(line,), daemon=True).start()
     os._exit(0)

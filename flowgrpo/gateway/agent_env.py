@@ -41,8 +41,8 @@ WHOLE = {"whole": True}  # the reply that asks for all messages of a request, al
 
 
 @dataclass(frozen=True)
-class AgentState:
-    """What an agent and its model have said to each other."""
+class ServedState:
+    """The exchange of an agent and its model so far."""
 
     task: Mapping[str, Any]
     seed: tuple[int, ...]
@@ -92,12 +92,12 @@ def agent_env(
         stop_ids=text.stop_ids,
         reset=agent.reset,
         step=agent.step,
-        anchor=anchor,
+        anchor=context_anchor,
     )
 
 
-def anchor(state: AgentState) -> int:
-    """A number that is equal where the contexts are."""
+def context_anchor(state: ServedState) -> int:
+    """Hash the context to a number that is equal where the contexts are."""
     return int.from_bytes(blake2b(np.array(state.prompt.tokens, np.int32).tobytes(), digest_size=6).digest())
 
 
@@ -113,10 +113,10 @@ class AgentEnv(NamedTuple):
     tools: tuple[str, ...]
     name: str
 
-    def reset(self, key: jax.Array, task: Any, do: Do) -> tuple[AgentState, Said]:
+    def reset(self, key: jax.Array, task: Any, do: Do) -> tuple[ServedState, Said]:
         """Start the agent on a task, whose answers it is not told; the first request is the first prompt."""
         told = task_of(task)
-        state = AgentState(told, tuple(np.asarray(jax.random.key_data(key)).tolist()))
+        state = ServedState(told, tuple(np.asarray(jax.random.key_data(key)).tolist()))
         event, failure = self._do(do, state, {"task": told})
         if failure:  # of the effect, which decides: what is said here is never answered
             return state, Said((self.text.pad_id,))
@@ -125,19 +125,19 @@ class AgentEnv(NamedTuple):
             raise BadInput(f"the agent ended without a request that could be answered: {step.reason}")
         return state, step.said
 
-    def step(self, state: AgentState, tokens: Sequence[int], do: Do) -> tuple[AgentState, HostStep]:
+    def step(self, state: ServedState, tokens: Sequence[int], do: Do) -> tuple[ServedState, HostStep]:
         """Answer the request with an action; the next request, or the end, follows."""
         assert state.asks is not None
         turn = len(state.contexts)
         answer, broken = answer_of(self.text, self.form, state.asks, tokens, state.prompt.tokens, turn=turn)
         context = state.prompt.extend(tuple(map(int, tokens)), chosen=True)
         state = replace(state, contexts=(*state.contexts, context), limit=None)
-        event, failure, state = self._reply(do, state, {"answer": as_json(answer)})
+        event, failure, state = self._reply(do, state, {"answer": answer_to_json(answer)})
         state, step = self._go_on(state, event, failure, do)
         called = answer.tool_calls[0]["function"]["name"] if answer.tool_calls else ""
         return state, step._replace(error=broken, tool=called if called in self.tools else "")
 
-    def _go_on(self, state: AgentState, event: Any, failure: str, do: Do) -> tuple[AgentState, HostStep]:
+    def _go_on(self, state: ServedState, event: Any, failure: str, do: Do) -> tuple[ServedState, HostStep]:
         """Until there is a request that can be answered, or the agent has ended."""
         refused = 0
         while not failure and "asks" in event:
@@ -158,7 +158,7 @@ class AgentEnv(NamedTuple):
             return state, HostStep(None, True, status=Status.ABORTED, reason=failure)
         return self._ended(state, event["ended"])
 
-    def _said(self, state: AgentState, rendered: Rendered, asks: Mapping[str, Any]) -> tuple[AgentState, HostStep]:
+    def _said(self, state: ServedState, rendered: Rendered, asks: Mapping[str, Any]) -> tuple[ServedState, HostStep]:
         context, kept, kind = rendered
         state = replace(state, prompt=context, kinds=(*state.kinds, kind), limit=None)
         room = self.context_tokens - len(context.tokens)
@@ -172,7 +172,7 @@ class AgentEnv(NamedTuple):
         )
         return state, HostStep(said, False)
 
-    def _ended(self, state: AgentState, ended: Mapping[str, Any]) -> tuple[AgentState, HostStep]:
+    def _ended(self, state: ServedState, ended: Mapping[str, Any]) -> tuple[ServedState, HostStep]:
         """How it ended: a limit that it ran into counts, whatever it made of that; a crash does not (F5)."""
         output, reward, failed = ended.get("output"), ended.get("reward"), ended.get("failed", "")
         status = Status.FINISHED if state.limit is None else state.limit
@@ -187,12 +187,12 @@ class AgentEnv(NamedTuple):
 
     # The agent ------------------------------------------------------------------------------------------
 
-    def _do(self, do: Do, state: AgentState, arguments: Mapping[str, Any]) -> tuple[Any, str]:
-        """What the agent does next, or why that can't be known."""
+    def _do(self, do: Do, state: ServedState, arguments: Mapping[str, Any]) -> tuple[Any, str]:
+        """Have the effect done; return the agent's next event, or why there is none."""
         result = do(Call("agent", self.name, arguments, state.seed))
         return (json.loads(result.text) if result.text else {}), result.failure
 
-    def _reply(self, do: Do, state: AgentState, reply: Mapping[str, Any]) -> tuple[Any, str, AgentState]:
+    def _reply(self, do: Do, state: ServedState, reply: Mapping[str, Any]) -> tuple[Any, str, ServedState]:
         """Give the agent a reply. One that is no longer there, since its process was killed, is started again."""
         turn = len(state.contexts)
         state = replace(state, exchanges=(*state.exchanges, (digest_of(state.asks), reply)))
@@ -204,7 +204,7 @@ class AgentEnv(NamedTuple):
 
     # As tokens ------------------------------------------------------------------------------------------
 
-    def _render(self, state: AgentState, asks: Mapping[str, Any]) -> Rendered | Mapping[str, Any]:
+    def _render(self, state: ServedState, asks: Mapping[str, Any]) -> Rendered | Mapping[str, Any]:
         """The request as tokens, or a reply that refuses it."""
         if len(state.contexts) >= self.turns:
             return _refusal(TURNS_USED, f"all {self.turns} requests of this session were used: end with what you have")
@@ -217,7 +217,7 @@ class AgentEnv(NamedTuple):
             return _refusal(TOO_LONG, f"the request has {size} tokens, which must be less than {self.context_tokens}")
         return rendered
 
-    def _messages(self, state: AgentState, asks: Mapping[str, Any]) -> Rendered:
+    def _messages(self, state: ServedState, asks: Mapping[str, Any]) -> Rendered:
         """Messages: after the answer that they follow, or from the beginning."""
         messages, after = [for_template(message) for message in asks["messages"]], asks.get("after")
         if after is None:
@@ -229,7 +229,7 @@ class AgentEnv(NamedTuple):
         kept = len(context.tokens) if after == len(state.contexts) - 1 else None
         return Rendered(context.extend(new, chosen=False), kept, asks["kind"])
 
-    def _prompt(self, state: AgentState, asks: Mapping[str, Any]) -> Rendered:
+    def _prompt(self, state: ServedState, asks: Mapping[str, Any]) -> Rendered:
         """A prompt: ids, after the recorded ones that they begin with, or text."""
         given = asks["prompt"]
         ids = tuple(self.text.encode(clean(given)) if isinstance(given, str) else given)
@@ -286,7 +286,7 @@ def answer_of(
     return answer, broken
 
 
-def as_json(answer: Answer) -> dict[str, Any]:
+def answer_to_json(answer: Answer) -> dict[str, Any]:
     """An answer as a reply to the agent holds it."""
     names = ("content", "finish_reason", "tokens", "prompt", "tool_calls")
     found = {name: value for name, value in asdict(answer).items() if name in names}
@@ -294,7 +294,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
 
 
 def answer_from_json(value: Mapping[str, Any]) -> Answer:
-    """The answer that `as_json` wrote."""
+    """The answer that `answer_to_json` wrote."""
     tuples = {name: tuple(value[name]) for name in ("tokens", "prompt", "tool_calls")}
     return Answer(**{**value, **tuples})
 
@@ -305,7 +305,7 @@ def digest_of(asks: Any) -> str:
 
 
 def task_of(task: Any) -> Any:
-    """What an agent is told of a task: not its answers, nor what a reward reads."""
+    """Give what an agent is told of a task: not its answers, nor what a reward reads."""
     return {"id": task.id, "query": task.query, "domain": task.domain} if isinstance(task, Task) else task
 
 

@@ -24,7 +24,7 @@ THREADS = 256  # in which functions that are no coroutines are called
 
 
 def task_told(told: Any) -> Any:
-    """What an agent's function is given: a task without its answers."""
+    """Make the task that an agent's function is given, without its answers."""
     if not isinstance(told, Mapping) or "query" not in told:
         return told
     return Task(told["id"], told["query"], (), told["domain"])
@@ -43,7 +43,7 @@ def call_agent(agent: Callable[..., Any], pool: ThreadPoolExecutor) -> Callable[
 
 
 def failure_of(error: BaseException) -> str:
-    """What an agent raised, in one line."""
+    """Say in one line what an agent raised."""
     return f"the agent raised {type(error).__name__}: {first_line(Exception(str(error))):.300}"
 
 

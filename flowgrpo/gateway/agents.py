@@ -137,7 +137,7 @@ class LiveSession:
     # In the trajectory's thread -----------------------------------------------------------------------------
 
     def next_event(self, seconds: float) -> dict[str, Any]:
-        """What the agent does next, as the environment hears it."""
+        """Wait for what the agent does next, as the environment hears it."""
         try:
             event = self.events.get(timeout=seconds)
         except queue.Empty:
@@ -404,7 +404,7 @@ class AgentFailed(RuntimeError):
 
 
 def as_result(event: Mapping[str, Any]) -> Result:
-    """What an agent does next, as the result of an effect."""
+    """Make the result of an effect of what an agent does next."""
     return Result(json.dumps(event))
 
 
@@ -488,7 +488,7 @@ class _Worker:
             raise BadInput(str(error)) from None
 
     async def __call__(self, told: Any, url: str) -> Any:
-        """What the function returns."""
+        """Call the function, and return its value."""
         async with self._starting:
             if self._process is None:
                 await self._begin()

@@ -19,7 +19,7 @@ Kind = Literal["first", "append", "rewrite", "branch"]
 
 
 class Place(NamedTuple):
-    """Where the messages of a request stand among those that are recorded.
+    """Place of a request's messages among those that are recorded.
 
     kind    first, append (goes on from the newest answer), branch (from an older one, or with other words from the
             beginning), rewrite (begins as another context did, and says something else later)
@@ -41,7 +41,7 @@ class Histories:
         self._count = 0
 
     def place(self, messages: Sequence[Message], tools: Sequence[Any]) -> Place:
-        """Where a request stands."""
+        """Find where a request stands."""
         digests = _digests(messages, tools)
         for size in range(len(messages) - 1, 0, -1):
             after = self._answer_at.get(digests[size])
@@ -83,7 +83,7 @@ def _digest(before: bytes, value: Any) -> bytes:
 
 
 def comparable(message: Message) -> dict[str, Any]:
-    """What of a message tells it from others: fields that clients add or leave out at will are not in it."""
+    """Reduce a message to what tells it from others: fields that clients add or leave out at will are not in it."""
     found = {"role": message["role"], "content": message.get("content") or ""}
     if message.get("tool_calls"):
         found["tool_calls"] = [_comparable_call(call) for call in message["tool_calls"]]

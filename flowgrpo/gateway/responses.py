@@ -112,7 +112,7 @@ def _head(identity: str, created: int, model: str, status: str) -> dict[str, Any
 
 
 def _items(asked: Asked, answer: Answer, identity: str) -> list[dict[str, Any]]:
-    """What was said and called, an item each."""
+    """List what was said and called, an item each."""
     items: list[dict[str, Any]] = []
     if answer.content is not None:
         text = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}

@@ -3,8 +3,8 @@
     with Gateway(model="planner", spell=text.decode) as gateway:
         gateway.add(session)                 -> the base URL of an agent: http://127.0.0.1:PORT/s/NAME/v1
 
-A session is all that one agent asks for on one task; anything with the methods of `Session` is one. The server listens
-on the machine's own address, unless a token is set that clients have to send.
+A session is all that one agent asks for on one task; anything with the methods of `AgentSession` is one. The server
+listens on the machine's own address, unless a token is set that clients have to send.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 STOP_SECONDS = 5.0
 
 
-class Session(Protocol):
-    """What answers the requests of one agent on one task; its methods are called in the server's loop."""
+class AgentSession(Protocol):
+    """The requests of one agent on one task, answered; its methods are called in the server's loop."""
 
     name: str
 
@@ -51,7 +51,7 @@ class Session(Protocol):
 
 
 Ask = Callable[[Asked], Awaitable[Sequence[Answer]]]
-Begin = Callable[[Mapping[str, Any]], Session]
+Begin = Callable[[Mapping[str, Any]], AgentSession]
 Swap = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
 
@@ -78,7 +78,7 @@ class Gateway:
             raise BadInput(f"host={host} can be reached from other machines: set a token, or listen on 127.0.0.1")
         self.model, self.spell, self.token, self.max_bytes = model, spell, token, max_bytes
         self._ask, self._begin, self._swap = ask, begin, swap
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentSession] = {}
         self._socket = _listen(host, port)
         self.host, self.port = host, self._socket.getsockname()[1]
         config = uvicorn.Config(
@@ -105,12 +105,12 @@ class Gateway:
     def _root(self) -> str:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
-    def add(self, session: Session) -> str:
+    def add(self, session: AgentSession) -> str:
         """Answer requests to a session from now on; returns its base URL."""
         self._sessions[session.name] = session
         return f"{self._root}/s/{session.name}/v1"
 
-    def remove(self, session: Session) -> None:
+    def remove(self, session: AgentSession) -> None:
         """Answer no more requests to a session."""
         self._sessions.pop(session.name, None)
 
@@ -192,7 +192,7 @@ class Gateway:
             raise Refusal("this gateway answers sessions alone: use the base URL of one", status=404, code="no_session")
         return self._ask(asked)
 
-    def _session(self, request: Any) -> Session | None:
+    def _session(self, request: Any) -> AgentSession | None:
         """The session that a path or a header names."""
         name = request.path_params.get("session") or request.headers.get("x-session-id")
         if name is None:
@@ -202,7 +202,7 @@ class Gateway:
             raise Refusal(f"there is no session {name!r:.80}, or it is over", status=404, code="session_not_found")
         return session
 
-    def _named(self, request: Any) -> Session:
+    def _named(self, request: Any) -> AgentSession:
         session = self._session(request)
         if session is None:
             raise Refusal("name a session, by the path /s/NAME or the header X-Session-Id", code="no_session")

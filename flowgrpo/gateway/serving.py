@@ -114,7 +114,7 @@ class Served:
 
     @cached_property
     def env(self) -> HostEnv:
-        """What an agent is to the model."""
+        """Make the environment that an agent is to the model."""
         return agent_env(self.text, turns=self.turns, max_tokens=self.max_tokens, context_tokens=self.context_tokens)
 
     @cached_property

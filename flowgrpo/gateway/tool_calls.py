@@ -28,7 +28,7 @@ class ToolCall(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """What a model wrote, taken apart."""
+    """Words of a model, taken apart."""
 
     content: str
     calls: tuple[ToolCall, ...]
@@ -59,7 +59,7 @@ def parse_calls(words: str, form: Form) -> Parsed:
 
 
 def _apart(words: str, form: Form) -> tuple[str, list[str]]:
-    """What is said, and the pieces of text that are calls."""
+    """Split words into what is said, and the pieces of text that are calls."""
     if form == "tags":
         return TAGGED.sub("", words).strip() if "<tool_call>" in words else words, TAGGED.findall(words)
     if form == "bracket":

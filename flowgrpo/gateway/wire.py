@@ -128,7 +128,7 @@ def text_request(body: Mapping[str, Any]) -> Asked:
 
 
 def _common(body: Mapping[str, Any], most: int | None) -> Asked:
-    """What requests of both kinds have."""
+    """Read what requests of both kinds have."""
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise Refusal("model must be a string", field="model")

@@ -189,7 +189,7 @@ def _engine(model: Model, config: TaskConfig, folder: Path) -> Engine | RemoteEn
 def assemble(
     stack: ExitStack, config: TaskConfig, folder: Path, model: Model, make_env: Callable[..., HostEnv], **own: Any
 ) -> HostedSetup:
-    """What every run on tasks has, around its environment: `make_env(text, turns=...)`; `own` are the other parts.
+    """Make what every run on tasks has, around its environment: `make_env(text, turns=...)`; `own` are the other parts.
 
     Nothing is imitated before, unless `warm_start` is replaced.
     """

@@ -96,7 +96,7 @@ def preset(model: str | None = None, **chosen: Any) -> Config:
 
 
 def _make_env(text: Text, *, config: Config, turns: int) -> HostEnv:
-    """What the agent is to its model."""
+    """Make the environment that the agent is to its model."""
     return agent_env(text, turns=turns, max_tokens=config.max_tokens, context_tokens=config.context_tokens)
 
 

@@ -153,7 +153,7 @@ class OpenTrajectory:
 
     @property
     def message(self) -> Said:
-        """What the environment said last, which waits for an action."""
+        """The environment's last message, which waits for an action."""
         assert self.following is not None
         assert self.following.message is not None
         return self.following.message

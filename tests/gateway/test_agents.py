@@ -119,7 +119,7 @@ def test_A7_rewritten_history_and_sub_agents_begin_contexts_and_a_branch_keeps_t
 
 
 def test_A7_a_branch_has_the_log_probabilities_of_a_context_that_was_gone_on_from(engine):
-    """What is recorded is scored as the engine scored it, and what comes after as one whole context would be."""
+    """Recorded ids are scored as the engine scored it, and what comes after as one whole context would be."""
     with hosting(rewriting, engine) as play:
         one = play(1).played[0]
     turn, model = one.turns[4], tiny_model()

@@ -81,7 +81,7 @@ def test_an_agent_that_calls_a_tool_goes_on_from_what_was_sampled(words):
 
 @pytest.mark.parametrize("words", [client("smol.py", "smolagents")])
 def test_an_agent_that_writes_code_is_recorded_whatever_it_makes_of_it(engine, words):
-    """What it says is noise, which the agent answers with an error, and then asks for a last word."""
+    """Its model says noise, which the agent answers with an error, and then asks for a last word."""
     with hosting(words, engine, retries=0) as play:
         one = play(1, env=make_env(context_tokens=255)).played[0]
     assert one.status in (Status.FINISHED, Status.TOKEN_LIMIT, Status.ABORTED, Status.TOOL_FAILURE), one.reason

@@ -1,4 +1,4 @@
-"""Where a request goes on from: found by the messages that were handed out, and by nothing else (A7)."""
+"""The place from which a request goes on: found by the messages that were handed out, and by nothing else (A7)."""
 
 import pytest
 

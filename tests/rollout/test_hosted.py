@@ -131,7 +131,7 @@ def test_a_context_that_appends_says_what_was_sampled_and_a_fresh_one_is_a_new_s
 
 
 def test_A7_a_turn_may_begin_another_context_and_go_on_from_what_was_sampled_before(engine):
-    """What it goes on from is given as ids, with what was sampled among them; the action is this turn's alone."""
+    """Its beginning is given as ids, with what was sampled among them; the action is this turn's alone."""
     env = make_env()
 
     def step(state, tokens, do):
