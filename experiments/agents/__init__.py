@@ -2,5 +2,6 @@
 
 Modules:
 
-    sdk     An agent written with the SDK of OpenAI: three tools, and words to call them
+    sdk      An agent written with the SDK of OpenAI: three tools, and words to call them
+    waiting  An agent that does nothing but ask and wait, to measure with
 """

@@ -12,7 +12,7 @@ from experiments.cli.listing import listing
 GROUPS = {
     "The machine": ("ceilings", "startup"),
     "Learning": ("update", "attention", "packing", "meshes"),
-    "Playing": ("decode", "hosted", "exactness", "loading"),
+    "Playing": ("decode", "hosted", "gateway", "exactness", "loading"),
     "Looking": ("viewer",),
     "Rewards": ("answers", "rewards"),
     "Whole iterations": ("iteration", "seeds", "staged", "cluster"),
