@@ -47,7 +47,12 @@ _REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts."
 flag_heading("Costs")
 _LATENCY = flags.DEFINE_float("latency", 0.5, "Seconds that a tool takes.", lower_bound=0.0)
 flag_heading("Devices and memory")
-_SLOTS = flags.DEFINE_integer("slots", 64, "Slots of the engine.", lower_bound=2)
+_SLOTS = flags.DEFINE_integer(
+    "slots",
+    256,
+    "Slots of the engine; fewer than sessions, and contexts that lose theirs are computed again.",
+    lower_bound=2,
+)
 CONTEXT = 256
 WORDS = ["the tool says: go on", "count the words of this query and say how many there are"]
 

@@ -519,6 +519,7 @@ class _Worker:
         ready = self._waiting[READY] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read(process))
         if "failed" in (said := await ready):
+            self._process = None
             raise AgentFailed(said["failed"])
 
     async def _send(self, line: Mapping[str, Any]) -> None:

@@ -263,7 +263,8 @@ FIRST = 400  # demonstrations from which the tokenizer is learned
 ROOM = 4  # times as many tokens as the tokenizer that is learned from them needs
 # Settings that what planner and tools say to each other depends on.
 MADE_WITH = ("seed", "domains", "tools", "mcp", "turns", "rendering", "executor", "verifier", "generator", "analyst")
-MADE_WITH += ("max_tokens", "context_tokens", "memory_tokens", "passages", "agent")
+MADE_WITH += ("max_tokens", "context_tokens", "memory_tokens", "passages")
+OF_OWN_AGENTS = "agent"  # likewise, where the agent is one's own
 LENGTHS = ("max_tokens", "context_tokens", "memory_tokens")
 PATIENCE = 6  # validations of the imitation that may bring nothing
 
@@ -274,7 +275,7 @@ def write_start(folder: Path, make_env: Callable[..., HostEnv], do: Do, config: 
     Their words depend on no tokenizer, but to write them down takes one: a first one, learned from the queries alone.
     The folder appears when it is whole. One that other settings made is refused.
     """
-    made = {name: value for name, value in config.to_json().items() if name in MADE_WITH}
+    made = {name: value for name, value in config.to_json().items() if name in (*MADE_WITH, OF_OWN_AGENTS)}
     if folder.exists():
         check_made(folder, made)
         return
