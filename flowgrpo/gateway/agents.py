@@ -478,6 +478,7 @@ class _Worker:
         self._starting = asyncio.Lock()
         self._waiting: dict[int, asyncio.Future] = {}
         self._numbers = count()
+        self._readings: set[asyncio.Task] = set()  # one for each process, until it has ended
 
     async def begin(self) -> None:
         """Start the process; `BadInput` where there is no such function."""
@@ -517,7 +518,9 @@ class _Worker:
             *words, stdin=pipe, stdout=pipe, env=env, start_new_session=True, limit=MAX_OUTPUT
         )
         ready = self._waiting[READY] = asyncio.get_running_loop().create_future()
-        self._reading = asyncio.create_task(self._read(process))
+        reading = asyncio.create_task(self._read(process))
+        self._readings.add(reading)
+        reading.add_done_callback(self._readings.discard)
         if "failed" in (said := await ready):
             self._process = None
             raise AgentFailed(said["failed"])
@@ -552,7 +555,7 @@ class _Worker:
         """End the process."""
         if self._process is not None:
             kill_group(self._process)
-            await self._reading
+        await asyncio.gather(*self._readings)
 
 
 async def _program(words: Sequence[str], environ: Mapping[str, str], told: Any, url: str) -> str:
