@@ -7,9 +7,9 @@ Every session asks the same number of times, and its tool takes `--latency` seco
 coroutines in a process of their own. The engine alone is given the requests that they made, all at once, so that it
 waits for no tool. Medians of several runs, which alternate; latencies are those that the agents see.
 
-Measured on one core with AVX-512, agents and all, a model of 0.4 M parameters: 200 sessions of 3 turns and 32 tokens with
-a latency of 0.5 s come to 851 tokens a second, 0.26 (0.23 to 0.27) of the engine alone; half of the requests take 6.0 s,
-one in a hundred 9.0. A minute and a half.
+Measured on one core with AVX-512, agents and all, a model of 0.4 M parameters: 200 sessions of 3 turns and 32 tokens
+with a latency of 0.5 s come to 851 tokens a second, 0.26 (0.23 to 0.27) of the engine alone; half of the requests take
+6.0 s, one in a hundred 9.0. A minute and a half.
 """
 
 import json
