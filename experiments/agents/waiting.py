@@ -24,7 +24,7 @@ def connections() -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None), trust_env=False)
 
 
-async def agent(task: Any, base_url: str) -> str:
+async def waiting_agent(task: Any, base_url: str) -> str:
     """Ask, wait, and ask again; return the seconds of each answer."""
     messages, times = [{"role": "user", "content": task.query}], []
     for _ in range(TURNS):

@@ -97,7 +97,7 @@ def main() -> None:
             banned=model.banned,
         ) as engine,
         Gateway(model="planner", spell=model.text.decode) as gateway,
-        AgentHost("experiments.agents.waiting:agent", gateway) as host,
+        AgentHost("experiments.agents.waiting:waiting_agent", gateway) as host,
     ):
 
         def recorded(request: Request) -> "Future[Completion]":
