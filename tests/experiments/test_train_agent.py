@@ -10,7 +10,7 @@ from gateway.test_agents import PROGRAM
 from gateway_cases import CONTEXT, MAX_TOKENS, talkative, tiny_folder
 
 import flowgrpo as fg
-from flowgrpo.recipes import own_agent
+from flowgrpo.recipes import own_agent, own_env
 from flowgrpo.recipes.own_agent import preset
 from flowgrpo.rollout.records import from_json
 from tests.experiments.conftest import last_line, metrics, result
@@ -119,3 +119,12 @@ def test_an_agent_that_never_comes_to_an_outcome_is_a_sentence_with_the_reason(t
 
     with pytest.raises(fg.BadInput, match="none of 4 trajectories came to an outcome; the first one: the agent ended"):
         fg.train_agent(broken, tasks, length, model=tiny_folder(), folder=tmp_path / "run", **SMALL)
+
+
+@pytest.mark.slow
+def test_an_environment_of_ones_own_is_trained_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    config = own_env.preset(str(tiny_folder()), env="trl:external_env_cases:Counter", **{**SMALL, "updates": 1})
+    assert own_env.train(config, tmp_path / "run")["updates"] == 1
+    with pytest.raises(fg.BadInput, match="must be KIND:SPEC"):
+        own_env.preset(str(tiny_folder()), env="chess")
