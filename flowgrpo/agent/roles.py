@@ -7,9 +7,9 @@ Values: the analyst's and the generator's are text; the planner's a `PlannerChoi
 verifier's a `Verdict`. A `Role` is spoken by the policy where it is trained, and else by whoever answers its
 `Call("role", ...)`.
 
-What a query, a model or a tool says stands in every prompt as data: lines that begin with "> ", or JSON within a line.
-So nothing in it passes for a field of ours, and two states that differ are never shown alike. A prompt is one message
-of the user, which every chat template can render.
+The words of a query, a model or a tool stand in every prompt as data: lines that begin with "> ", or JSON within a
+line. So nothing in it passes for a field of ours, and two states that differ are never shown alike. A prompt is one
+message of the user, which every chat template can render.
 """
 
 import json

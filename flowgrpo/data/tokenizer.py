@@ -2,8 +2,8 @@
 
     load_text(folder) -> Text;   start -> Conversation;   add_action, add_messages: Conversation -> Conversation
 
-What the model sampled is kept as the ids that it sampled. What stands between two of its actions, the *glue*, is what
-the template writes after a placeholder in the assistant's place, in a small conversation that holds nothing else:
+All that the model sampled is kept as the ids that it sampled. What stands between two of its actions, the *glue*, is
+what the template writes after a placeholder in the assistant's place, in a small conversation that holds nothing else:
 
     template([user, assistant: placeholder, *new messages]) = … placeholder glue
 

@@ -1,6 +1,6 @@
 """Kill the processes of a cluster at random moments, each kind in turn, the master included (S1, S4).
 
-The same run is done once undisturbed and once not; then metrics, parameters and the trajectories of every update are
+One run is done once undisturbed and once not; then metrics, parameters and the trajectories of every update are
 compared bit for bit. A killed master is started again by the same command; the master replaces all others.
 """
 

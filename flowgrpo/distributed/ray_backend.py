@@ -5,7 +5,8 @@
         calls = backend.call("rollout-0", "play", order, returns=2)
         done = backend.wait([calls[0]], 1.0);   backend.get(calls[0])
 
-What a call returns stays where it was made until somebody asks for it: it is passed on to other calls by reference.
+The value that a call returns stays where it was made until somebody asks for it: it is passed on to other calls by
+reference.
 """
 
 import os

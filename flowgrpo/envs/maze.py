@@ -3,9 +3,10 @@
     east        east -> east south west      east -> south key west      south -> key north       north -> south west
                 west -> east south west      south -> north south goal   south
 
-What is shown: `key` or `goal` if it is in this room, then each direction that has a door, and after it what lies in the
-room behind. A key is taken by entering its room. Entering the goal's room with the key ends the episode with 1; without
-it, nothing happens. A move into a wall says `wall`, and anything malformed `error`: both are errors and cost a turn.
+An observation shows: `key` or `goal` if it is in this room, then each direction that has a door, and after it what
+lies in the room behind. A key is taken by entering its room. Entering the goal's room with the key ends the episode
+with 1; without it, nothing happens. A move into a wall says `wall`, and anything malformed `error`: both are errors
+and cost a turn.
 
 Rooms form a square. Doors are a random tree and a sixth of the other walls, so every room can be reached; a maze whose
 shortest way is longer than 4 (width - 1) moves has all doors open. Splits share no (start, key, goal). With

@@ -4,7 +4,7 @@
         env = external_env(text, turns=20, max_tokens=16, context_tokens=1024)
         hosted(env, engine.submit, do=process.do)(tasks, keys, groups)
 
-Where the environment has tools, an action that calls some is answered by them, and one that calls none ends the
+If the environment has tools, an action that calls some is answered by them, and one that calls none ends the
 episode; else each action is a step. Effects are of kind "env", and results JSON, so that a trajectory is replayed
 without the environment (A2), and one whose process was killed is brought to where it was (S1):
 

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 from flowgrpo.contracts import Call, Completion, Do, HostEnv, Policy, Request, Result, Reward
 from flowgrpo.data.tokenizer import Text, guard
 from flowgrpo.gateway.agent_env import agent_env, answer_of, first_context
-from flowgrpo.gateway.agents import Ended, LiveSession, as_result, read_reward, with_scores
+from flowgrpo.gateway.agents import as_result
 from flowgrpo.gateway.histories import for_template
+from flowgrpo.gateway.live_session import Ended, LiveSession, read_reward, with_scores
 from flowgrpo.gateway.tool_calls import Form, form_of
 from flowgrpo.gateway.wire import Answer, Asked, Refusal
 from flowgrpo.generate.engine import Engine

@@ -2,7 +2,7 @@
 
     folder -> load_adapter -> (lora, adapter) -> save_adapter -> folder
 
-What PEFT knows beyond plain low-rank products on whole projections is refused by the name of its field.
+All that PEFT knows beyond plain low-rank products on whole projections is refused by the name of its field.
 """
 
 import math

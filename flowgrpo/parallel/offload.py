@@ -12,7 +12,7 @@
         critic       elsewhere  device     device
         judge        device     device     elsewhere
 
-What is held belongs to the `Residency` and stays the same to the bit: buffers on the device are deleted as soon as
+All that is held belongs to the `Residency` and stays the same to the bit: buffers on the device are deleted as soon as
 their copy is under way. Copies off the device stay while the version lasts, so a frozen model is written once and only
 dropped afterwards. Moves are dispatched and not waited for: they overlap with what the caller does next, where the
 hardware allows it. Under an adapter the base is the policy's own, so that reference and frozen roles are small.

@@ -21,7 +21,8 @@ import jax
 from flowgrpo.contracts import HostEnv, Reward, Scored
 from flowgrpo.data.tokenizer import Text
 from flowgrpo.gateway.agent_env import agent_env
-from flowgrpo.gateway.agents import Agent, AgentHost
+from flowgrpo.gateway.agent_start import Agent
+from flowgrpo.gateway.agents import AgentHost
 from flowgrpo.gateway.server import Gateway
 from flowgrpo.recipes import agent as agent_recipe
 from flowgrpo.recipes import offline_start, task_choice

@@ -2,7 +2,7 @@
 
     replay(env, played)     the same Played, with nothing running but the environment's own code
 
-What an environment says must be what the record holds; a record of another environment, or one that was changed, is
+An environment's words must be what the record holds; a record of another environment, or one that was changed, is
 `BadInput` that names the first turn at which the two differ.
 """
 

@@ -2,7 +2,7 @@
 
     differences(one, two)     {} or {"checkpoint": "run/learner/params/embed", ...}
 
-What clocks have a part in may differ: timings, and of a result its speed and where it was resumed.
+All that clocks have a part in may differ: timings, and of a result its speed and where it was resumed.
 """
 
 import json

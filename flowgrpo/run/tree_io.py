@@ -3,7 +3,7 @@
     take_leaves(tree) -> [Leaf];  give_leaves(leaves, template) -> tree
 
 Leaves are arrays of JAX and NumPy, typed keys, Python's bool, int, float, str and bytes, None, and empty containers.
-Where the template has `...`, what is stored there comes back whatever its structure, as dicts, lists and leaves: for
+If the template has `...`, what is stored there comes back whatever its structure, as dicts, lists and leaves: for
 ragged parts of a run, such as unfinished trajectories.
 """
 

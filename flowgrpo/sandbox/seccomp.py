@@ -6,7 +6,7 @@ nothing is left by which runs could see each other or the host (watches and leas
 the state of the page cache, counters of the kernel), use up what the kernel counts for a user or for the machine
 (aio, epoll, huge pages, the size of pipes), or attack it (bpf, io_uring, ptrace, new namespaces, mounts).
 
-Where a call does many things, one argument decides: `_ARGUMENTS`. Some calls are answered with success and have no
+If a call does many things, one argument decides: `_ARGUMENTS`. Some calls are answered with success and have no
 effect: those that write a file out, because the scratch folder is memory and no other file can be written; and those
 that lock a file, because a lock on a file that all runs see is seen by all of them, while a run has its scratch folder
 to itself. Processes of one run exclude each other by `multiprocessing.Lock`, not by locks on files.

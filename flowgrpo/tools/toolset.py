@@ -5,7 +5,7 @@
 
     Call -> is there such a tool, do the arguments fit -> kept? -> a thread, up to its deadline -> clean bounded text
 
-What the caller did wrong, and what a tool raises, is `Result(error=True)` with a sentence. `ToolFailure`, and whatever
+A mistake of the caller, and what a tool raises, is `Result(error=True)` with a sentence. `ToolFailure`, and whatever
 says that the world failed rather than the call, is `Result(failure=...)`. A tool gets a copy of the arguments, so it
 can't change what is recorded. Its time begins when it starts: waiting for one of the `workers` places doesn't count,
 and comes to an end, since every holder of a place has a deadline. A tool that doesn't return keeps its thread, which

@@ -2,8 +2,9 @@
 
     exact, choice, truth, time, date, ratio, numeric, quantity, list, text
 
-What gold is decides which rule speaks: a letter is a choice, `5 km` a quantity, `1, 2, 3` a list, and what is nothing
-else is text. Each rule is a function of its own, so that `match_answers` takes any of them, and others beside them.
+The gold answer decides which rule speaks: a letter is a choice, `5 km` a quantity, `1, 2, 3` a list, and what is
+nothing else is text. Each rule is a function of its own, so that `match_answers` takes any of them, and others beside
+them.
 
 Letters are read as people name them: "(b)", "b. photosynthesis", "The answer is B.", or the text of an option. The
 options of a task are `metadata["options"]` or `metadata["choices"]` (texts in order, or a mapping from letters), or

@@ -8,7 +8,7 @@ The scope knows what kind of thing each name holds by now. Kinds:
     changed     an argument that a statement handed over to be changed: it is what the candidate's run says that it is
     shared      an import, in both runs         builtin   in both runs
 
-What is said of a remote name or of an argument is computed in the tests' run, on one value that the candidate's run
+All that is said of a remote name or of an argument is computed in the tests' run, on one value that the candidate's run
 returns until the candidate is called again. Only where that value is not plain data (an object of the candidate's
 class, a generator) does the candidate's run compute `s.pop()` or `len(s)`, which are calls of its methods.
 """
