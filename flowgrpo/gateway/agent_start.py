@@ -187,6 +187,7 @@ async def run_program(words: Sequence[str], environ: Mapping[str, str], told: An
         status = await process.wait()
     finally:
         kill_group(process)
+        await process.wait()  # so that nothing of it is left, also where this is cancelled
     if status:
         last = complaint.decode(errors="replace").strip().splitlines()[-1:]
         raise AgentFailed(f"the agent exited with status {status}: {''.join(last):.300}")
