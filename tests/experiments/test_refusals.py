@@ -238,6 +238,8 @@ def test_flags_that_cannot_be_read_end_with_status_2(command, module, given, sai
 
 OPENERS = {"evaluate", "export", "replay", "view"}  # say what is wrong with a run, in the flags it was started with
 PARTS_ONLY = {  # commands that take nothing from a module that would say its sentences
+    "flowgrpo.recipes.agent": {"train_agent", "train_env"},
+    "flowgrpo.recipes.agent_config": {"self_verify"},
     "flowgrpo.recipes.hosted": {"quickstart"},
     "flowgrpo.recipes.planner": {"quickstart", "finetune"},
     "flowgrpo.recipes.task_choice": {"quickstart", "self_verify"},
