@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import time
-from functools import cache
 from typing import Any
 
 import httpx
@@ -18,21 +17,17 @@ TURNS, TOKENS = (
 )
 
 
-@cache
-def connections() -> httpx.AsyncClient:
-    """Make the client of all sessions, with as many connections as there are."""
-    return httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None), trust_env=False)
-
-
 async def waiting_agent(task: Any, base_url: str) -> str:
     """Ask, wait, and ask again; return the seconds of each answer."""
     messages, times = [{"role": "user", "content": task.query}], []
-    for _ in range(TURNS):
-        began = time.perf_counter()
-        body = {"messages": messages, "max_tokens": TOKENS}
-        answer = await connections().post(f"{base_url}/chat/completions", json=body)
-        message = answer.json()["choices"][0]["message"]
-        times.append(time.perf_counter() - began)
-        await asyncio.sleep(SECONDS)
-        messages += [message, {"role": "user", "content": "the tool says: go on"}]
+    # One client each: a pool goes through all of its connections for every request.
+    async with httpx.AsyncClient(timeout=600, trust_env=False, verify=False) as connection:
+        for _ in range(TURNS):
+            began = time.perf_counter()
+            body = {"messages": messages, "max_tokens": TOKENS}
+            answer = await connection.post(f"{base_url}/chat/completions", json=body)
+            message = answer.json()["choices"][0]["message"]
+            times.append(time.perf_counter() - began)
+            await asyncio.sleep(SECONDS)
+            messages += [message, {"role": "user", "content": "the tool says: go on"}]
     return json.dumps(times)
