@@ -74,8 +74,8 @@ class LiveSession:
                 pending = self._by_identity[asked.identity] = Pending(asked)
                 self.events.put(pending)
         try:
-            # Shielded: the turn is counted, whether this client is still there or comes again.
-            return [await asyncio.shield(asyncio.wrap_future(pending.future))]
+            # The turn is counted, whether this client is still there or comes again.
+            return [await outcome_of(pending.future)]
         except CancelledError:
             raise OVER from None
 
@@ -188,6 +188,13 @@ def with_scores(answer: Answer, completion: Completion | None) -> Answer:
         return answer
     scores = tuple(map(float, completion.logp_sampled))
     return replace(answer, logprobs=scores, version=tuple(map(int, completion.version)), reused=completion.reused)
+
+
+def outcome_of(future: "Future[Any]") -> "asyncio.Future[Any]":
+    """Wrap a future that goes on when nobody waits for it any more, be it to an error that nobody hears."""
+    wrapped = asyncio.wrap_future(future)
+    wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return asyncio.shield(wrapped)
 
 
 def _settle(pending: Pending, outcome: Answer | Refusal) -> None:

@@ -26,7 +26,7 @@ from flowgrpo.data.tokenizer import Text, guard
 from flowgrpo.gateway.agent_env import agent_env, answer_of, first_context
 from flowgrpo.gateway.agents import as_result
 from flowgrpo.gateway.histories import for_template
-from flowgrpo.gateway.live_session import Ended, LiveSession, read_reward, with_scores
+from flowgrpo.gateway.live_session import Ended, LiveSession, outcome_of, read_reward, with_scores
 from flowgrpo.gateway.tool_calls import Form, form_of
 from flowgrpo.gateway.wire import Answer, Asked, Refusal
 from flowgrpo.generate.engine import Engine
@@ -55,12 +55,12 @@ class OpenSession(LiveSession):
             raise Refusal("give a reward, or the output that is to be judged", field="reward")
         reward, correct = read_reward(given) if "reward" in given else (None, None)
         self.end_with(Ended(output=output, reward=reward, correct=correct))
-        return record_of(self.name, await asyncio.shield(asyncio.wrap_future(self.played)))
+        return record_of(self.name, await outcome_of(self.played))
 
     async def end(self) -> None:
         """End it without a reward."""
         self.end_with(Ended(failed="the session was ended by its client"))
-        await asyncio.shield(asyncio.wrap_future(self.played))
+        await outcome_of(self.played)
 
 
 def record_of(name: str, played: Played) -> dict[str, Any]:
