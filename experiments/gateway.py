@@ -39,6 +39,7 @@ from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.sampler import MAX_KEPT
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.recipes import registry
+from flowgrpo.recipes.hosted import narrowest_rows
 from flowgrpo.rollout.records import Played, to_json
 from flowgrpo.sandbox import Sandbox
 from flowgrpo.types import BadInput, Task
@@ -78,6 +79,7 @@ def serving_engine(model: Model, kept: int) -> Engine:
         slot_length=_CONTEXT.value,
         banned=model.banned,
         kept=kept,
+        narrowest=narrowest_rows(),
         text_of=model.text.decode,
     )
 

@@ -34,6 +34,7 @@ from flowgrpo.gateway.agents import AgentHost
 from flowgrpo.gateway.server import Gateway
 from flowgrpo.generate.engine import Engine
 from flowgrpo.models.hf import Model, load_model
+from flowgrpo.recipes.hosted import narrowest_rows
 from flowgrpo.recipes.offline_start import write_model
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import show_lines
@@ -94,6 +95,7 @@ def main() -> None:
             slot_length=CONTEXT,
             chunk=32,
             steps=8,
+            narrowest=narrowest_rows(),
             banned=model.banned,
         ) as engine,
         Gateway(model="planner", spell=model.text.decode) as gateway,

@@ -24,9 +24,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from flowgrpo.contracts import Completion, EngineClosed, Policy, Request
-from flowgrpo.generate.kv_slots import Slot, TokenSpan, cut, decode_inputs, held_by, rest, widths
+from flowgrpo.generate.kv_slots import (
+    Slot,
+    TokenSpan,
+    cut,
+    decode_inputs,
+    held_by,
+    narrower,
+    rest,
+    slots_to_decode,
+    widths,
+)
 from flowgrpo.generate.requests import Job, TextOf, make_job
-from flowgrpo.generate.sampler import MAX_KEPT, Rows, Sampled, decode, prefill, row_axis, start_rows
+from flowgrpo.generate.sampler import (
+    MAX_KEPT,
+    Rows,
+    Sampled,
+    decode,
+    prefill,
+    put_rows,
+    row_axis,
+    start_rows,
+    take_rows,
+)
 from flowgrpo.types import BadInput, Fate, Ledger, check_range
 
 
@@ -46,7 +66,7 @@ class Programs(NamedTuple):
     start: Any  # (slots, slot_length) -> rows
     extend: Any  # (params, rows, source, target, held, tokens [c], size, entry) -> rows
     force: Any  # (params, rows, slot, tokens [c], size) -> rows
-    decode: Any  # (params, rows, going_r, settings, stop_ids, leave) -> (rows, sampled)
+    decode: Any  # (params, rows, index_w, going_w, settings, stop_ids, leave) -> (rows, sampled)
 
 
 def make_programs(policy: Policy, *, steps: int, banned: tuple[int, ...], width: int) -> Programs:
@@ -111,10 +131,13 @@ def _force(policy, params, rows: Rows, slot, tokens, size) -> Rows:
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("steps", "banned", "width"), donate_argnums=2)
-def _decode(policy, params, rows: Rows, going_r, settings, stop_ids, leave, *, steps, banned, width):
-    """A stretch of decoding in the rows that are still wanted."""
-    rows = rows.replace(active=rows.active & going_r)
-    return decode(policy, params, rows, settings, stop_ids, steps=steps, leave=leave, banned=banned, width=width)
+def _decode(policy, params, rows: Rows, index_w, going_w, settings, stop_ids, leave, *, steps, banned, width):
+    """A stretch of decoding in the rows that are still wanted: of all, or of these alone (None: all)."""
+    own = rows if index_w is None else take_rows(rows, index_w)
+    own = own.replace(active=own.active & going_w)
+    how = {"steps": steps, "leave": leave, "banned": banned, "width": width}
+    own, sampled = decode(policy, params, own, settings, stop_ids, **how)
+    return (own if index_w is None else put_rows(rows, index_w, own)), sampled
 
 
 def _put(x, row, *, slot):
@@ -140,6 +163,7 @@ class Engine:
         kept: int = 0,
         at_swap: AtSwap = "recompute",
         version: int = 0,
+        narrowest: int | None = None,
         text_of: TextOf | None = None,
     ):
         """`banned` ids are never sampled (the padding token); `text_of` reads ids, for requests with stop strings.
@@ -148,10 +172,15 @@ class Engine:
         top_p or min_p alone; with 0 it draws from all, as training needs, and refuses such requests. `at_swap` says
         what becomes of the caches of requests in flight when weights are swapped: they are computed again, or kept for
         the rest of the request and no longer.
+
+        With `narrowest` few requests decode in a quarter of the slots, a quarter of those, and so on down to so many,
+        which is faster where a step takes as long as its rows, as on a CPU. Bits don't depend on that where kernels
+        round every row alike (`launch.configure(exact=True)` on a CPU). Elsewhere leave it out: all slots are computed.
         """
         check_range("Engine", "kept", kept, 0, MAX_KEPT, whole=True)
         for name, value in (("slots", slots), ("slot_length", slot_length), ("chunk", chunk), ("steps", steps)):
             check_range("Engine", name, value, 1, whole=True)
+        check_range("Engine", "narrowest", narrowest, 2, whole=True, optional=True)
         if at_swap not in ("recompute", "keep"):
             raise BadInput(f"at_swap={at_swap!r}, but must be recompute or keep")
         if policy.make_cache is None:
@@ -165,6 +194,7 @@ class Engine:
         self._weights = 0  # counts swaps, since a version may come twice
         # At least two: sums over a single row go in an order of their own, and results must not depend on the width.
         self._slots = [Slot() for _ in range(max(slots, 2))]
+        self._widths = narrower(len(self._slots), narrowest)
         self._clock = 0
         self._rows: Any = None  # made with the first request, and again after each release
         self._leaving: list[Future] = []  # of `release`: answered with the bytes that were freed
@@ -279,7 +309,8 @@ class Engine:
             nothing = np.zeros(width, np.int32)
             self._rows = program.extend(params, self._rows, 0, 0, 0, nothing, 0, entry)
         self._rows = program.force(params, self._rows, 0, nothing, 0)
-        self._rows, _ = program.decode(params, self._rows, *decode_inputs(self._slots), False)
+        for width in self._widths:
+            self._rows, _ = self._decode(list(range(width)), leave=False)
 
     def _make_slots(self) -> None:
         """Make empty slots, and lay the parameters out, where that isn't done."""
@@ -391,17 +422,25 @@ class Engine:
         """Decode until a row ends while others wait, or for the set number of steps; take in what came."""
         with self._wake:
             leave = bool(self._queue)
-        self._rows, sampled = self.programs.decode(self._laid, self._rows, *decode_inputs(self._slots), leave)
+        chosen = slots_to_decode(self._slots, self._widths)
+        self._rows, sampled = self._decode(chosen, leave=leave)
         sampled, active_r = jax.device_get((sampled, self._rows.active))
-        for index, slot in enumerate(self._slots):
-            if slot.job is not None:
-                outcome = self._take_in(slot.job, sampled, index)
+        for row, index in enumerate(chosen):
+            job = self._slots[index].job
+            if job is not None:
+                outcome = self._take_in(job, sampled, row)
                 if outcome or not active_r[index]:
-                    self._leave(index, outcome or slot.job.limit)
+                    self._leave(index, outcome or job.limit)
 
-    def _take_in(self, job: Job, sampled: Sampled, index: int) -> str | Exception:
+    def _decode(self, chosen: Sequence[int], *, leave: bool) -> tuple[Rows, Sampled]:
+        """Decode in these slots -> (all rows, what those sampled)."""
+        index = None if len(chosen) == len(self._slots) else np.array(chosen, np.int32)
+        inputs = decode_inputs([self._slots[i] for i in chosen])
+        return self.programs.decode(self._laid, self._rows, index, *inputs, leave)
+
+    def _take_in(self, job: Job, sampled: Sampled, row: int) -> str | Exception:
         """Add what a row sampled to its job, up to where that stops; returns why it ends, empty where it need not."""
-        new = job.take_in(sampled, index, self._version)
+        new = job.take_in(sampled, row, self._version)
         try:
             stopped, past = job.stop(new, self.text_of)
         except Exception as error:  # of text_of, which is foreign: it fails the request that it was called for

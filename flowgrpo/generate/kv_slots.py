@@ -108,6 +108,25 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else size
 
 
+def narrower(slots: int, narrowest: int | None) -> list[int]:
+    """Say in how many rows stretches are decoded: in all slots, a quarter, a quarter of that, down to `narrowest`.
+
+    >>> narrower(64, 4)
+    [64, 16, 4]
+    """
+    sizes = [slots]
+    while narrowest is not None and sizes[-1] // 4 >= narrowest:
+        sizes.append(sizes[-1] // 4)
+    return sizes
+
+
+def slots_to_decode(slots: Sequence[Slot], sizes: Sequence[int]) -> list[int]:
+    """Choose the slots of a stretch: those with a job, and idle ones up to the smallest of `sizes` that holds them."""
+    busy_first = sorted(range(len(slots)), key=lambda index: slots[index].job is None)
+    busy = sum(slot.job is not None for slot in slots)
+    return sorted(busy_first[: min(size for size in sizes if size >= busy)])
+
+
 def decode_inputs(slots: Sequence[Slot]) -> tuple[np.ndarray, Sampling, np.ndarray]:
     """Collect the inputs of a stretch: rows that decode [r], how they draw, their stop ids padded with -1 [r m]."""
     going_r = np.array([slot.job is not None for slot in slots])

@@ -223,13 +223,10 @@ def _narrowing(step, i: Array, rows: Rows, settings, stop_ids, *, steps: int, na
         return _while_active(step, i, rows, settings, stop_ids, 1, steps, width)[1:]
     i, rows, sampled = _while_active(step, i, rows, settings, stop_ids, half + 1, steps, width)
     left = jnp.argsort(~rows.active, stable=True)[:half]
-    own = rows.replace(cache=jax.tree.map(lambda x: x.take(left, row_axis(x)), rows.cache), **_each(rows, left))
+    own = take_rows(rows, left)
     settings, stop_ids = Sampling(*(jnp.asarray(x)[left] for x in settings)), jnp.asarray(stop_ids)[left]
     own, more = _narrowing(step, i, own, settings, stop_ids, steps=steps, narrowest=narrowest, width=width)
-    rows = rows.replace(
-        cache=jax.tree.map(partial(_put_rows, left=left), rows.cache, own.cache),
-        **{name: x.at[left].set(getattr(own, name)) for name, x in _each(rows, slice(None)).items()},
-    )
+    rows = put_rows(rows, left, own)
     later_u = jnp.arange(steps) >= i
     sampled = jax.tree.map(
         lambda x, now: x.at[:, left].set(jnp.where(later_u.reshape(-1, *(1,) * (x.ndim - 1)), now, x[:, left])),
@@ -239,9 +236,19 @@ def _narrowing(step, i: Array, rows: Rows, settings, stop_ids, *, steps: int, na
     return rows, sampled
 
 
-def _each(rows: Rows, index) -> dict[str, Array]:
-    """Take some rows of everything but the cache."""
-    return {name: getattr(rows, name)[index] for name in ("token", "key", "count", "budget", "active")}
+EACH = ("token", "key", "count", "budget", "active")  # of a row, beside its cache
+
+
+def take_rows(rows: Rows, index: Array) -> Rows:
+    """Take some rows apart."""
+    cache = jax.tree.map(lambda x: x.take(index, row_axis(x)), rows.cache)
+    return Rows(cache, **{name: getattr(rows, name)[index] for name in EACH})
+
+
+def put_rows(rows: Rows, index: Array, own: Rows) -> Rows:
+    """Put rows that `take_rows` took in their places again."""
+    cache = jax.tree.map(partial(_put, index=index), rows.cache, own.cache)
+    return Rows(cache, **{name: getattr(rows, name).at[index].set(getattr(own, name)) for name in EACH})
 
 
 def row_axis(x: Array) -> int:
@@ -249,8 +256,8 @@ def row_axis(x: Array) -> int:
     return 1 if x.ndim == 5 else 0
 
 
-def _put_rows(x: Array, own: Array, *, left: Array) -> Array:
-    return x.at[:, left].set(own) if row_axis(x) else x.at[left].set(own)
+def _put(x: Array, own: Array, *, index: Array) -> Array:
+    return x.at[:, index].set(own) if row_axis(x) else x.at[index].set(own)
 
 
 def _no_tokens(steps: int, rows: int, width: int) -> Sampled:

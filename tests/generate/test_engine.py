@@ -86,6 +86,25 @@ def test_E3_between_widths_only_near_ties_differ(engine):
             assert margin(POLICY, tiny_params(), tokens, request.key, parted, banned=BANNED) < 1e-4
 
 
+def test_E3_few_requests_decode_in_fewer_rows_to_the_same_bits(engine):
+    """Ask kernels that round every row alike, which tests do; then the width is nothing that bits depend on."""
+    requests, rows = make_requests(12, seed=8), []
+    with Engine(POLICY, tiny_params(), narrowest=2, **SETTINGS) as narrow:
+        decode = narrow.programs.decode
+
+        def recorded(params, all_rows, index, going, *rest):
+            rows.append(len(going))
+            return decode(params, all_rows, index, going, *rest)
+
+        narrow.programs = narrow.programs._replace(decode=recorded)
+        together = narrow.generate(requests)
+        assert set(rows) == {8, 2}
+        rows.clear()
+        alone = [narrow.generate([request])[0] for request in requests]
+        assert set(rows) == {2}
+    assert bits(together) == bits(alone) == bits(engine.generate(requests))
+
+
 def test_E3_and_F7_hold_where_each_layer_has_a_cache_of_its_own(engine):
     """Draw equal bits in any company; and to rounding those that scoring and stacked layers give."""
     requests = make_requests(12, seed=6, temperature=0.7)
