@@ -31,7 +31,9 @@ from flowgrpo.data.tokenizer import Conversation, Text, add_messages, clean, gua
 from flowgrpo.gateway.histories import for_template
 from flowgrpo.gateway.tool_calls import Form, as_openai, form_of, parse_calls
 from flowgrpo.gateway.wire import Answer
+from flowgrpo.rollout.effects import Effect
 from flowgrpo.rollout.judging import is_solved
+from flowgrpo.rollout.records import Played
 from flowgrpo.types import BadInput, Status, Task, check_range, first_line
 
 REFUSALS = 3  # requests in a row that can't be answered, until the agent is ended
@@ -284,6 +286,26 @@ def answer_of(
         tool_calls=named,
     )
     return answer, broken
+
+
+def context_figures(played: Sequence[Played]) -> dict[str, float]:
+    """Count the contexts of a trajectory, and of its requests those that rewrote history, both in the mean (A6)."""
+    if not played:
+        return {}
+    contexts = [bool(one.turns) + sum(turn.begins for turn in one.turns) for one in played]
+    rewrites = [_answered_kinds(one.log).count("rewrite") for one in played]
+    return {"contexts": float(np.mean(contexts)), "rewrites": float(np.mean(rewrites))}
+
+
+def _answered_kinds(log: Sequence[Effect]) -> list[str]:
+    """Where each request that was answered went on from, as far as it came as messages."""
+    kinds, kind = [], ""
+    for call, result in log:
+        if "answer" in call.arguments.get("reply", {}):
+            kinds.append(kind)
+        event = json.loads(result.text) if result.text else {}
+        kind = event["asks"].get("kind", "") if "asks" in event else kind
+    return kinds
 
 
 def answer_to_json(answer: Answer) -> dict[str, Any]:

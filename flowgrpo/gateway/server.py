@@ -24,6 +24,7 @@ from flowgrpo.types import BadInput
 
 MAX_BYTES = 8 << 20  # of a request
 READ_SECONDS = 30.0  # in which a request has to be there
+SEND_SECONDS = 60.0  # in which a client has to read what fills its buffers
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 STOP_SECONDS = 5.0
 
@@ -297,7 +298,7 @@ async def _refused(_request: Any, refusal: Exception) -> Any:
 
 
 class _Guard:
-    """Lets nobody in without the token, and turns what no endpoint foresaw into one sentence."""
+    """Lets nobody in without the token, and leaves a client that reads nothing."""
 
     def __init__(self, app: Any, token: str | None):
         self.app, self.token = app, token
@@ -307,7 +308,13 @@ class _Guard:
             refusal = Refusal("send the gateway's token as Authorization: Bearer TOKEN", status=401, code="no_token")
             await (await _refused(None, refusal))(scope, receive, send)
             return
-        await self.app(scope, receive, send)
+
+        async def send_in_time(message: Any) -> None:
+            async with asyncio.timeout(SEND_SECONDS):
+                await send(message)
+
+        with contextlib.suppress(TimeoutError):  # the response stays incomplete, and the connection is closed
+            await self.app(scope, receive, send_in_time)
 
     def _has_token(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         sent = dict(headers).get(b"authorization", b"")

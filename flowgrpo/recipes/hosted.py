@@ -114,6 +114,7 @@ class HostedSetup(NamedTuple):
     journal: Journal | None = None  # of what the world answers
     prompts: Hard | None = None  # what chooses the tasks of training, where `tasks` does not
     share: Callable[[int], dict[str, float]] = lambda _update: {}  # figures of the tasks that may come up in an update
+    seen: Callable[[Sequence[Played]], dict[str, float]] = lambda _played: {}  # more figures of an update's rollout
     spoken: Engine | None = None  # of the roles that frozen weights speak
     progress: Progress | None = None  # that shows how far rollouts are
     submit: Submit | None = None  # that of the engine, or what stands before it

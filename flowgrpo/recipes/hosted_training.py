@@ -211,7 +211,7 @@ def learned_from(setup: HostedSetup, run: loop.Run, played: Hosted, timings: Map
     right = {name: [one.correct for one in own] for name, own in domains_of(judged).items()}
     solved = {f"success_{name}": float(np.mean(own)) for name, own in right.items()}
     drawn = setup.share(update) if setup.prompts is None else setup.prompts.learn(update, played.played)
-    seen = repetition(judged) | held_out(judged)
+    seen = repetition(judged) | held_out(judged) | setup.seen(judged)
 
     def credited(credit: loop.Credit) -> None:
         record_advantages(path.with_suffix(ADVANTAGES), recorded, np.asarray(credit.adv)[np.array(first, int)])

@@ -20,7 +20,7 @@ import jax
 
 from flowgrpo.contracts import HostEnv, Reward, Scored
 from flowgrpo.data.tokenizer import Text
-from flowgrpo.gateway.agent_env import agent_env
+from flowgrpo.gateway.agent_env import agent_env, context_figures
 from flowgrpo.gateway.agent_start import Agent
 from flowgrpo.gateway.agents import AgentHost
 from flowgrpo.gateway.server import Gateway
@@ -139,7 +139,7 @@ def open(
         own = {"do": host.do, "width": config.agents, "reward": judge, "tasks": draw, "prompts": hard}
         story = partial(plain_story, model.text)
         setup = assemble(stack, config, folder, model, make, name="agent of your own", story=story, **own)
-        setup = setup._replace(submit=host.submit_to(setup.engine.submit))
+        setup = setup._replace(submit=host.submit_to(setup.engine.submit), seen=context_figures)
         if config.model is None:
             start = model._replace(params=setup.planner.params)
             imitate = partial(offline_start.script_imitation, start, setup.env, host.do, config)

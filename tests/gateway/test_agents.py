@@ -19,6 +19,7 @@ from gateway_cases import CONTEXT, MAX_TOKENS, TURNS, ask, keys_of, make_env, ta
 import flowgrpo as fg
 from flowgrpo.contracts import HostEnv, HostStep, Said
 from flowgrpo.data.tokenizer import add_messages, start
+from flowgrpo.gateway.agent_env import context_figures
 from flowgrpo.gateway.agents import AgentHost
 from flowgrpo.gateway.server import Gateway
 from flowgrpo.rollout.records import from_json, to_json
@@ -116,6 +117,7 @@ def test_A7_rewritten_history_and_sub_agents_begin_contexts_and_a_branch_keeps_t
         rows = fg.pack([one], np.ones((1, 5)), np.ones((1, 5)), row_length=CONTEXT)
         assert len({*rows.segments[rows.segments > 0].tolist()}) >= 1
         assert rows.chosen.sum() == sum(turn.chosen.sum() for turn in one.turns)
+    assert context_figures(got.played) == {"contexts": 4, "rewrites": 1}
 
 
 def test_A7_a_branch_has_the_log_probabilities_of_a_context_that_was_gone_on_from(engine):
@@ -371,18 +373,41 @@ def test_a_request_that_a_client_repeats_is_one_turn(engine):
     assert len(one.turns) == 2
 
 
-def test_a_client_that_leaves_in_the_middle_costs_its_session_nothing_but_a_turn(engine):
-    async def impatient(task, url):
-        body = {"messages": [{"role": "user", "content": task.query}]}
-        async with httpx.AsyncClient() as client:
-            with pytest.raises(httpx.ReadTimeout):
-                await client.post(f"{url}/chat/completions", json=body, timeout=0.001)
-        return await talkative(task, url)
+async def impatient(task: fg.Task, url: str) -> str:
+    body = {"messages": [{"role": "user", "content": task.query}]}
+    async with httpx.AsyncClient(timeout=httpx.Timeout(20, read=0.001)) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(f"{url}/chat/completions", json=body)
+    return await talkative(task, url)
 
+
+def test_a_client_that_leaves_in_the_middle_costs_its_session_nothing_but_a_turn(engine):
     with hosting(impatient, engine) as play:
         one = play(1).played[0]
     assert one.status == Status.FINISHED, one.reason
     assert len(one.turns) in (3, 4)
+
+
+async def of_all_kinds(task: fg.Task, url: str) -> str:
+    kinds = [talkative, crashing, rewriting, impatient, parallel]
+    return await kinds[int(task.id.removeprefix("task-")) % len(kinds)](task, url)
+
+
+def test_A6_every_token_that_was_sampled_is_in_a_turn_or_in_the_ledger(engine):
+    """Of agents that end well, crash after an answer, rewrite, leave before an answer, and ask for two at a time."""
+    sampled: list[int] = []
+
+    class Counted:
+        def submit(self, request):
+            future = engine.submit(request)
+            future.add_done_callback(lambda done: sampled.append(0 if done.cancelled() else len(done.result().tokens)))
+            return future
+
+    with hosting(of_all_kinds, Counted()) as play:
+        got = play(15)
+    assert {one.status for one in got.played} == {Status.FINISHED, Status.ABORTED}
+    in_turns = sum(int(turn.chosen.sum()) for one in got.played for turn in one.turns)
+    assert in_turns + got.ledger.check().generated == sum(sampled) > 100
 
 
 # What an answer holds -----------------------------------------------------------------------------------

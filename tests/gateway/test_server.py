@@ -18,6 +18,7 @@ from flowgrpo.data.tokenizer import start
 from flowgrpo.gateway import server as server_module
 from flowgrpo.gateway.server import Gateway
 from flowgrpo.gateway.serving import Served
+from flowgrpo.gateway.wire import Answer
 from flowgrpo.rollout.records import Played
 from flowgrpo.types import Fate, Status
 
@@ -224,6 +225,28 @@ def test_a_request_that_never_comes_to_its_end_is_given_up(url, monkeypatch):
     with socket.create_connection((host, int(port)), timeout=20) as slow:
         slow.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         assert b"408" in slow.recv(1000)
+
+
+def test_a_client_that_never_reads_is_left_and_others_are_answered(monkeypatch):
+    monkeypatch.setattr(server_module, "SEND_SECONDS", 0.3)
+    size = 1 << 17
+
+    async def say_much(_asked):
+        tokens = tuple(range(size))
+        return [Answer(content="x" * size, finish_reason="stop", tokens=tokens, prompt=(1,), logprobs=(0.0,) * size)]
+
+    with Gateway(model="tiny", spell=lambda ids: "x" * len(ids), ask=say_much) as gateway:
+        body = json.dumps(ASK | {"stream": True, "logprobs": True}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with socket.create_connection((gateway.host, gateway.port), timeout=20) as client:
+            client.sendall(head + body)
+            assert client.recv(12) == b"HTTP/1.1 200"
+            assert httpx.get(f"{gateway.url}/models").status_code == 200
+            time.sleep(2)
+            received = b""
+            while part := client.recv(1 << 20):
+                received = received[-100:] + part
+        assert b"[DONE]" not in received
 
 
 def test_a_client_that_leaves_frees_its_slot(url, served):
