@@ -60,6 +60,7 @@ def test_a_function_is_trained_by_one_call_and_the_run_writes_what_every_run_doe
     assert len(trained) == 2
     assert all(line["tokens_trained"] > 0 for line in trained)
     assert any(line["grad_norm"] > 0 for line in trained)
+    assert [(line["contexts"], line["rewrites"]) for line in trained] == [(1, 0)] * 2
     lines = (whole / "trajectories" / "000001.jsonl").read_text().splitlines()
     played = [from_json(line) for line in lines]
     assert [len(one.turns) for one in played] == [3] * 2
