@@ -298,7 +298,7 @@ def context_figures(played: Sequence[Played]) -> dict[str, float]:
 
 
 def _answered_kinds(log: Sequence[Effect]) -> list[str]:
-    """Where each request that was answered went on from, as far as it came as messages."""
+    """Say of each request that was answered where it went on from, as far as it came as messages."""
     kinds, kind = [], ""
     for call, result in log:
         if "answer" in call.arguments.get("reply", {}):

@@ -77,14 +77,16 @@ class Slot:
     weights: int = -1  # which weights it was filled with: what was decoded since may come from later ones
     job: Job | None = None
     used_at: int = 0
+    head: bytes = b""  # the first of these tokens, to compare without a loop
 
     def record(self, job: Job, chunk: int) -> None:
         """The cache holds all of the job's tokens but the last."""
         self.tokens, self.pieces = np.array(job.tokens[:-1], np.int32), cut(job.chosen, chunk=chunk)
+        self.head = self.tokens[:chunk].tobytes()
 
     def forget(self) -> None:
         """The cache holds nothing."""
-        self.tokens, self.pieces, self.weights = np.zeros(0, np.int32), [], -1
+        self.tokens, self.pieces, self.weights, self.head = np.zeros(0, np.int32), [], -1, b""
 
 
 def held_by(slots: Sequence[Slot], job: Job, weights: int, chunk: int) -> list[int]:
@@ -94,8 +96,13 @@ def held_by(slots: Sequence[Slot], job: Job, weights: int, chunk: int) -> list[i
     with it. There are no weights newer than the present ones, so what was filled with those holds nothing else.
     """
     tokens, pieces = np.array(job.tokens[:-1], np.int32), cut(job.chosen, chunk=chunk)
+    # Nothing of a prefilled piece is held where not all of it is, and most slots differ in the first.
+    first = tokens[: pieces[0].end].tobytes() if pieces and not pieces[0].stepwise else b""
     return [
-        shared(pieces, slot.pieces, _common(tokens, slot.tokens)) if slot.weights == weights else 0 for slot in slots
+        shared(pieces, slot.pieces, _common(tokens, slot.tokens))
+        if slot.weights == weights and slot.head.startswith(first)
+        else 0
+        for slot in slots
     ]
 
 
