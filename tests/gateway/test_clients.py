@@ -1,7 +1,8 @@
 """Clients that this project did not write, played over the real engine: ids, masks and log-probabilities are those of
 `fg.hosted` on an environment that says the same.
 
-FLOWGRPO_CLIENTS names a Python that has smolagents and langgraph, where they are not to be beside the package.
+FLOWGRPO_CLIENTS names a Python that has smolagents and langgraph, where they are not to be beside the package;
+FLOWGRPO_VERIFIERS one that has verifiers, whose pins are others again.
 """
 
 import json
@@ -22,19 +23,20 @@ from flowgrpo.types import Status
 
 CLIENTS = Path(__file__).parent / "clients"
 PYTHON = os.environ.get("FLOWGRPO_CLIENTS", sys.executable)
+VERIFIERS = os.environ.get("FLOWGRPO_VERIFIERS", sys.executable)
 pytestmark = pytest.mark.oracle
 
 
 @cache
-def has(*modules: str) -> bool:
+def has(python: str, *modules: str) -> bool:
     code = f"from importlib.util import find_spec; assert all(map(find_spec, {modules!r}))"
-    return subprocess.run([PYTHON, "-c", code], check=False, capture_output=True).returncode == 0
+    return subprocess.run([python, "-c", code], check=False, capture_output=True).returncode == 0
 
 
-def client(name: str, *needs: str) -> object:
+def client(name: str, *needs: str, python: str = PYTHON) -> object:
     why = f"a client by {' and '.join(needs)}: pip install {' '.join(needs)}"
-    words = [PYTHON, str(CLIENTS / name.split()[0]), *name.split()[1:]]
-    lacking = pytest.mark.skipif(not has(*(need.replace("-", "_") for need in needs)), reason=why)
+    words = [python, str(CLIENTS / name.split()[0]), *name.split()[1:]]
+    lacking = pytest.mark.skipif(not has(python, *(need.replace("-", "_") for need in needs)), reason=why)
     return pytest.param(words, marks=lacking, id=name)
 
 
@@ -45,6 +47,7 @@ SAME = [
     client("agents_sdk.py chats", "agents"),
     client("agents_sdk.py responses", "agents"),
     client("graph.py", "langgraph", "langchain_openai"),
+    client("verifiers_env.py", "verifiers", python=VERIFIERS),
     pytest.param(
         ["sh", str(CLIENTS / "shell.sh")],
         marks=pytest.mark.skipif(shutil.which("curl") is None, reason="a client by curl, which is not installed"),
@@ -55,7 +58,7 @@ SAME = [
 
 @pytest.mark.parametrize("words", SAME)
 def test_A7_clients_have_the_bits_of_an_environment_that_says_the_same(engine, words):
-    with hosting(words, engine, retries=0) as play:
+    with hosting(words, engine, retries=0, silence=60.0) as play:
         got = play(2)
     rollout = fg.hosted(by_hand(["again 0", "again 1"]), engine.submit)
     expected = rollout(tasks_of(2), keys_of(2), [0, 1])
@@ -86,3 +89,10 @@ def test_an_agent_that_writes_code_is_recorded_whatever_it_makes_of_it(engine, w
         one = play(1, env=make_env(context_tokens=255)).played[0]
     assert one.status in (Status.FINISHED, Status.TOKEN_LIMIT, Status.ABORTED, Status.TOOL_FAILURE), one.reason
     assert to_json(from_json(to_json(one))) == to_json(one)
+
+
+@pytest.mark.parametrize("words", [client("verifiers_env.py", "verifiers", python=VERIFIERS)])
+def test_the_reward_of_an_environment_of_verifiers_is_that_of_its_trajectory(engine, words):
+    with hosting(words, engine, retries=0, silence=60.0) as play:
+        played = play(2).played
+    assert [one.outcome for one in played] == [pytest.approx(1 / (1 + len(one.output.strip("\n")))) for one in played]
