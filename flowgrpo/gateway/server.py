@@ -297,6 +297,10 @@ async def _refused(_request: Any, refusal: Exception) -> Any:
     return JSONResponse(refusal.body(), status_code=refusal.status)
 
 
+class _Unread(Exception):
+    """A client does not read its response."""
+
+
 class _Guard:
     """Lets nobody in without the token, and leaves a client that reads nothing."""
 
@@ -310,10 +314,13 @@ class _Guard:
             return
 
         async def send_in_time(message: Any) -> None:
-            async with asyncio.timeout(SEND_SECONDS):
-                await send(message)
+            try:
+                async with asyncio.timeout(SEND_SECONDS):
+                    await send(message)
+            except TimeoutError:
+                raise _Unread from None
 
-        with contextlib.suppress(TimeoutError):  # the response stays incomplete, and the connection is closed
+        with contextlib.suppress(_Unread):  # the response stays incomplete, and the connection is closed
             await self.app(scope, receive, send_in_time)
 
     def _has_token(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:

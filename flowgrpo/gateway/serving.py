@@ -155,13 +155,14 @@ class Served:
             rollout = hosted(self.env, submit, temperature=self.temperature, width=1, **settings)
             played = rollout([task], key[None], [0]).played[0]
             self.on_played(played)
-            session.played.set_result(played)
+            settle = partial(session.played.set_result, played)
         except Exception as error:  # of the engine that is closed, or of a file that can't be written
-            session.played.set_exception(Refusal(first_line(error), status=500, code="session_failed"))
-        finally:
-            session.close()
-            with self._lock:
-                self.live.pop(session.name, None)
+            refusal = Refusal(first_line(error), status=500, code="session_failed")
+            settle = partial(session.played.set_exception, refusal)
+        session.close()
+        with self._lock:
+            self.live.pop(session.name, None)
+        settle()  # last: whoever waits for it may begin another session
 
     def _effects(self, session: OpenSession, completion: Sequence["Future[Completion]"]) -> Do:
         def do(call: Call) -> Result:

@@ -238,7 +238,9 @@ def test_a_client_that_never_reads_is_left_and_others_are_answered(monkeypatch):
     with Gateway(model="tiny", spell=lambda ids: "x" * len(ids), ask=say_much) as gateway:
         body = json.dumps(ASK | {"stream": True, "logprobs": True}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        gateway._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # full at once
         with socket.create_connection((gateway.host, gateway.port), timeout=20) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
             client.sendall(head + body)
             assert client.recv(12) == b"HTTP/1.1 200"
             assert httpx.get(f"{gateway.url}/models").status_code == 200
