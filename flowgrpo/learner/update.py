@@ -46,7 +46,7 @@ Score = Callable[[Any, Batch], Scores]  # (params, batch) -> what they say of it
 
 
 class Visit(NamedTuple):
-    """Which rows are visited, `size` at a time (i counts the slots of all micro-batches)."""
+    """Choose the rows to visit, `size` at a time (i counts the slots of all micro-batches)."""
 
     row_i: Array  # the wanted ones first
     wanted: Array  # how many they are

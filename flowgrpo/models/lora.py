@@ -33,7 +33,7 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Which projections are adapted, at what rank, and how strongly."""
+    """Choice of the projections that are adapted, their rank, and the strength."""
 
     rank: int = 16
     alpha: float = 32.0

@@ -1,4 +1,4 @@
-"""Which part of the parameters an update changes: all of them, an adapter, the actor and its critic.
+"""Choose the part of the parameters that an update changes: all of them, an adapter, the actor and its critic.
 
     part = trained.take(params);   params = trained.put(params, part)
 

@@ -1,4 +1,4 @@
-"""Which tasks a hosted run trains on: settings and tasks flow in, the draw of every update flows out.
+"""Choose the tasks that a hosted run trains on: settings and tasks flow in, the draw of every update flows out.
 
     uniform      a stream of permutations, without state
     hard         with a probability proportional to 1 - success, as far as it is known

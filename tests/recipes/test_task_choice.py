@@ -1,4 +1,4 @@
-"""Which tasks a hosted run trains on: what is known follows from what was learned, and goes on with the run (S1)."""
+"""Choose the tasks that a hosted run trains on: what is known is learned, and goes on (S1)."""
 
 import json
 import signal

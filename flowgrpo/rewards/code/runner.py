@@ -50,7 +50,7 @@ class CodeSettings:
 
 
 class CodeVerdict(NamedTuple):
-    """Whether a test was passed, and in words why it was not."""
+    """Verdict of a test: passed or not, and in words why not."""
 
     passed: bool
     why: str
