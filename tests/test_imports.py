@@ -122,10 +122,3 @@ def test_guides_and_notebooks_import_nothing_below_a_folder():
     deep = re.compile(r"(?:from|import) flowgrpo\.\w+\.\w+")
     paths = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*.ipynb")]
     assert not [f"{path.name}: {found[0]}" for path in paths for found in deep.finditer(path.read_text())]
-
-
-def test_no_docstring_opens_with_a_word_that_leaves_the_reader_to_guess():
-    """A function's first line is imperative ("Count the rows."), not "What is counted." or "The same of rows."."""
-    opening = re.compile(r'^\s*r?"""(What|Who|Where|The same)\b.*', re.MULTILINE)
-    paths = [path for folder in ("flowgrpo", "experiments", "tests") for path in (ROOT / folder).rglob("*.py")]
-    assert not [f"{path}: {found[0].strip()}" for path in paths for found in opening.finditer(path.read_text())]
