@@ -2,6 +2,8 @@
 
 import io
 
+import pytest
+
 from flowgrpo.report.progress import Progress, clock_time, format_figures, with_progress
 
 FIGURES = {"success": 0.541, "turns": 3.17, "tool_errors": 0.083, "kl": 0.01234, "entropy": 1.308}
@@ -24,15 +26,48 @@ def test_plain_lines_where_there_is_no_terminal():
     assert format_figures({"success": None, "turns": float("nan"), "kl": 0.0, "other": 3}) == ["KL 0.0000"]
 
 
-def test_a_terminal_line_is_rewritten_cut_to_its_width_and_a_new_phase_begins_another(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "20")
+def test_a_terminal_line_is_rewritten_and_a_new_phase_begins_another(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "24")
     out = Terminal()
     progress = Progress(5, stream=out, clock=lambda: 0.0)
     for phase, update in (("train", 1), ("train", 2), ("validation", 2)):
         progress.show(phase, update, FIGURES)
     progress.say("done")
-    clear, first, last = "\r\x1b[2K", "train 1/5  success ", "validation 2/5  suc"
-    assert out.getvalue() == f"{clear}{first}{clear}train 2/5  success \n{clear}{last}\ndone\n"
+    clear, first, last = "\r\x1b[2K", "train 1/5  success 0.54", "validation 2/5"
+    assert out.getvalue() == f"{clear}{first}{clear}train 2/5  0:00 left\n{clear}{last}\ndone\n"
+
+
+@pytest.mark.parametrize(
+    ("columns", "line", "stage"),
+    [
+        (12, "train  82/1", "rollout  8/"),
+        (40, "train  82/120  1:16 left  success 0.54", "rollout  8/32  0:03 left"),
+        (
+            80,
+            "train  82/120  1:16 left  success 0.54  turns 3.2  tool errors 0.08  KL 0.0123",
+            "rollout  8/32  0:03 left  |  train  82/120  1:16 left  success 0.54  turns 3.2",
+        ),
+        (
+            200,
+            "train  82/120  1:16 left  success 0.54  turns 3.2  tool errors 0.08  KL 0.0123  entropy 1.31  "
+            "3,380 tok/s  rollout 1.2 s  update 0.8 s",
+            "rollout  8/32  0:03 left  |  train  82/120  1:16 left  success 0.54  turns 3.2  tool errors 0.08  "
+            "KL 0.0123  entropy 1.31  3,380 tok/s  rollout 1.2 s  update 0.8 s",
+        ),
+    ],
+)
+def test_the_time_left_comes_first_and_figures_as_they_fit(monkeypatch, columns, line, stage):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out, times = Terminal(), [0.0]
+    progress = Progress(120, stream=out, clock=lambda: times[0])
+    progress.show("train", 81, {})
+    times[0] += 2.0
+    progress.show("train", 82, FIGURES | {"rollout_seconds": 1.2, "train_seconds": 0.8})
+    progress.step("rollout", 0, 32)
+    times[0] += 1.0
+    progress.step("rollout", 8, 32)
+    drawn = out.getvalue().split("\r\x1b[2K")
+    assert (drawn[2], drawn[4]) == (line, stage)
 
 
 def test_the_time_left_is_that_of_the_updates_seen_here():
