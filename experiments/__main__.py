@@ -11,7 +11,7 @@ docstring of that one; its flags are in `python -m experiments.NAME --help`.
 import sys
 from pathlib import Path
 
-from experiments.cli.listing import listing
+from .cli.listing import listing
 
 GROUPS = {
     "Train": ("quickstart", "agentflow", "train_agent", "train_env", "self_verify", "cluster", "finetune"),

@@ -24,18 +24,13 @@ which can be replayed without tools. The same command goes on where a run was st
 import json
 from pathlib import Path
 
-import jax
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.flags import chosen_run, define_config, define_run, given
-from experiments.cli.help import flag_heading
-from flowgrpo.planning.cost_model import count_parameters
-from flowgrpo.planning.mesh_search import shape_of_model
-from flowgrpo.planning.targets import parse_target
-from flowgrpo.recipes import agent
-from flowgrpo.recipes.agent import Config, preset
-from flowgrpo.recipes.dry_runs import hosted_programs, parse_memory, show_programs
+from flowgrpo.recipes.agent_config import Config, preset
+
+from .cli import app
+from .cli.flags import chosen_run, define_config, define_run, given
+from .cli.help import flag_heading
 
 define_config(Config)
 flag_heading("What is run")
@@ -54,6 +49,16 @@ flag_heading("Devices and memory")
 _MEMORY = flags.DEFINE_string("device_memory", None, "Of a device, for --dry_run=compile: 80GiB, 24GB.")
 _TARGET = flags.DEFINE_string("target", None, "Machine that --dry_run=compile compiles for, such as v5e-8 or h100-1.")
 define_run("runs/agentflow-SEED")
+
+app.read_flags(__name__)
+
+import jax
+
+from flowgrpo.planning.cost_model import count_parameters
+from flowgrpo.planning.mesh_search import shape_of_model
+from flowgrpo.planning.targets import parse_target
+from flowgrpo.recipes import agent
+from flowgrpo.recipes.dry_runs import hosted_programs, parse_memory, show_programs
 
 
 def dry_compile(config: Config, folder: Path) -> None:

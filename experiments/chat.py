@@ -18,18 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.data.tokenizer import Conversation, Text, add_action, add_messages, start
-from flowgrpo.generate.sampler import MAX_KEPT, Sampling, decode, prefill, sampling, start_rows
-from flowgrpo.models.hf import Model, load_model
-from flowgrpo.run.signals import Terminated
-from flowgrpo.types import BadInput
+from .cli import app
+from .cli.help import flag_heading
 
 flag_heading("What is run")
 _MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id.")
@@ -44,6 +36,18 @@ _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from this many tokens at most;
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the smallest set with this probability.")
 flag_heading("Devices and memory")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "What the weights are held in.")
+
+app.read_flags(__name__)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flowgrpo.data.tokenizer import Conversation, Text, add_action, add_messages, start
+from flowgrpo.generate.sampler import MAX_KEPT, Sampling, decode, prefill, sampling, start_rows
+from flowgrpo.models.hf import Model, load_model
+from flowgrpo.run.signals import Terminated
+from flowgrpo.types import BadInput
 
 CHUNK, STEPS = 64, 4  # tokens of a prefill, and of a stretch of decoding between two prints
 UNFINISHED = "\ufffd"  # what a character decodes to before all of its bytes are there

@@ -25,15 +25,13 @@ the trajectories of every update: `python -m experiments.replay WORKDIR` makes t
 
 import json
 
-import jax
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.flags import chosen_run, define_config, define_run, given
-from experiments.cli.help import flag_heading
-from flowgrpo.distributed.ray_backend import RayBackend
-from flowgrpo.distributed.table import StatusTable
-from flowgrpo.recipes.cluster import Config, Launched, preset, train
+from flowgrpo.recipes.cluster_config import Config, preset
+
+from .cli import app
+from .cli.flags import chosen_run, define_config, define_run, given
+from .cli.help import flag_heading
 
 define_config(Config)
 flag_heading("The cluster")
@@ -43,6 +41,14 @@ flag_heading("Devices and memory")
 _ROLLOUT_GPUS = flags.DEFINE_float("rollout_gpus", 0.0, "GPUs of a rollout worker.", lower_bound=0.0)
 _TRAINER_GPUS = flags.DEFINE_float("trainer_gpus", 0.0, "GPUs of a trainer.", lower_bound=0.0)
 define_run("runs/cluster-SEED")
+
+app.read_flags(__name__)
+
+import jax
+
+from flowgrpo.distributed.ray_backend import RayBackend
+from flowgrpo.distributed.table import StatusTable
+from flowgrpo.recipes.cluster import Launched, train
 
 
 def main() -> None:

@@ -25,21 +25,17 @@ import json
 import time
 from pathlib import Path
 
-import jax
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.flags import define_stop_after, stop_after
-from experiments.cli.help import flag_heading
 from flowgrpo import launch
-from flowgrpo.recipes import compare, study_pages
-from flowgrpo.recipes.studies import STUDIES, Study, chosen_arms
-from flowgrpo.report.metrics import plain_json
-from flowgrpo.run.run_dir import begin_anew, run_folder
-from flowgrpo.types import BadInput
+from flowgrpo.recipes.names import STUDIES
+
+from .cli import app
+from .cli.flags import define_stop_after, stop_after
+from .cli.help import flag_heading
 
 flag_heading("What is run")
-_STUDY = flags.DEFINE_enum("study", "credit", list(STUDIES), "What is compared.")
+_STUDY = flags.DEFINE_enum("study", "credit", STUDIES, "What is compared.")
 _ARMS = flags.DEFINE_list(
     "arms", None, 'Some of the study\'s arms, by commas, in "quotes" where a name has one; all by default.'
 )
@@ -66,6 +62,16 @@ _UNTIL = flags.DEFINE_integer("until", None, "Of --check: end after so many upda
 _RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins again.")
 define_stop_after()
 
+app.read_flags(__name__)
+
+import jax
+
+from flowgrpo.recipes import compare, studies, study_pages
+from flowgrpo.recipes.studies import Study, chosen_arms
+from flowgrpo.report.metrics import plain_json
+from flowgrpo.run.run_dir import begin_anew, run_folder
+from flowgrpo.types import BadInput
+
 
 def check(study: Study, folder: Path) -> None:
     """Run one seed of one arm again, and hold its curve against the published one; raise where it is another."""
@@ -84,7 +90,7 @@ def check(study: Study, folder: Path) -> None:
 def main() -> None:
     """Run what is missing, make the table and the page."""
     began, budget = time.monotonic(), stop_after()
-    study = chosen_arms(STUDIES[_STUDY.value](), _ARMS.value)
+    study = chosen_arms(studies.STUDIES[_STUDY.value](), _ARMS.value)
     if _CHECK.value:
         check(study, Path(_CHECK.value))
         return
@@ -100,7 +106,7 @@ def main() -> None:
     with run_folder(folder, "compare", identity):
         runs = compare.run_study(study, folder, seeds=seeds, chosen=chosen, budget=budget, **own)
         rows = study_pages.tabulate_study(study, runs, seeds)
-        expected = inspect.getdoc(STUDIES[_STUDY.value]) or ""
+        expected = inspect.getdoc(studies.STUDIES[_STUDY.value]) or ""
         study_pages.write_study(folder, study, rows, runs, seeds, expected=expected, name=_STUDY.value)
         if _PUBLISH.value:
             study_pages.publish_study(Path(_PUBLISH.value), _STUDY.value, study, runs, seeds)

@@ -19,25 +19,31 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.files import make_folder, write_whole
-from flowgrpo.recipes.device_checks import bench as benches
-from flowgrpo.recipes.device_checks import figures, suite
+from flowgrpo.recipes.names import CHECK_SIZES, CHECKS
+
+from .cli import app
+from .cli.help import flag_heading
 
 flag_heading("What is run")
-_CHECKS = flags.DEFINE_list("checks", list(suite.CHECKS), f"Any of {', '.join(suite.CHECKS)}.")
+_CHECKS = flags.DEFINE_list("checks", list(CHECKS), f"Any of {', '.join(CHECKS)}.")
 _MODEL = flags.DEFINE_string(
     "model", None, "Shape whose speed is measured, published or of a folder; by default what there is room for."
 )
 flag_heading("Sizes")
-_SIZE = flags.DEFINE_enum("size", "full", list(benches.SIZES), "`small` shows on any CPU that everything runs.")
+_SIZE = flags.DEFINE_enum("size", "full", CHECK_SIZES, "`small` shows on any CPU that everything runs.")
 _STOP = flags.DEFINE_float("stop_after", 540.0, "Seconds after which no further check begins.", lower_bound=0.0)
 flag_heading("Files and resuming")
 _OUT = flags.DEFINE_string("out", None, "File for the JSON, written again after each check.")
+
+app.read_flags(__name__)
+
+import jax
+
+from flowgrpo.files import make_folder, write_whole
+from flowgrpo.recipes.device_checks import bench as benches
+from flowgrpo.recipes.device_checks import figures, suite
 
 
 def _record(bench: benches.Bench, lines: list[figures.CheckLine], begun: float) -> dict:

@@ -13,12 +13,10 @@ demonstrations 17 % in 4.0 turns with 35 % of their calls to the right one of 4 
 
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.envs.env import SPLITS
-from flowgrpo.envs.play import PLAYERS, play_many, transcript
-from flowgrpo.recipes.pure import tabulate_plays, tasks_of_split
-from flowgrpo.recipes.registry import BY_IMPORT, ENVIRONMENTS, make_env
+from flowgrpo.recipes.names import BY_IMPORT, ENVIRONMENTS, SPLITS
+
+from .cli import app
+from .cli.help import flag_heading
 
 flag_heading("What is run")
 _ENVIRONMENTS = flags.DEFINE_list("environments", list(ENVIRONMENTS), f"Any of these, or {BY_IMPORT}.")
@@ -27,6 +25,12 @@ _SHOW = flags.DEFINE_integer("show", 0, "Episodes of each player to print in wor
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of tasks and players.")
 flag_heading("Sizes")
 _EPISODES = flags.DEFINE_integer("episodes", 20_000, "Episodes of each player.", lower_bound=1)
+
+app.read_flags(__name__)
+
+from flowgrpo.envs.play import PLAYERS, play_many, transcript
+from flowgrpo.recipes.pure import tabulate_plays, tasks_of_split
+from flowgrpo.recipes.registry import make_env
 
 
 def main() -> None:

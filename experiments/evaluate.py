@@ -18,12 +18,8 @@ from typing import Any
 
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.recipes import agent, agent_config, own_agent, own_env, panel, pure
-from flowgrpo.recipes.export import read_config
-from flowgrpo.run.config import RunConfig
-from flowgrpo.types import BadInput
+from .cli import app
+from .cli.help import flag_heading
 
 flag_heading("What is run")
 _SEED = flags.DEFINE_integer("seed", 1000, "Seed of the tasks and of the sampling.")
@@ -35,6 +31,13 @@ _TASKS = flags.DEFINE_integer("num_tasks", 1000, "Test tasks.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Trajectories of each task.", lower_bound=1)
 flag_heading("Files and resuming")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
+
+app.read_flags(__name__)
+
+from flowgrpo.recipes import agent, agent_config, own_agent, own_env, panel, pure
+from flowgrpo.recipes.export import read_config
+from flowgrpo.run.config import RunConfig
+from flowgrpo.types import BadInput
 
 
 def print_panel(config: RunConfig, folder: Path) -> None:

@@ -21,11 +21,10 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.recipes.export import WHICH, export, export_adapter
-from flowgrpo.recipes.hub import check_push, push_folder
-from flowgrpo.run.next_steps import command, contents, ending
+from flowgrpo.recipes.names import WHICH
+
+from .cli import app
+from .cli.help import flag_heading
 
 flag_heading("What is run")
 _WHICH = flags.DEFINE_enum("which", "best", WHICH, "Best in validation, last, or the start of the training.")
@@ -38,6 +37,12 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required
 _PUSH = flags.DEFINE_string("push_to_hub", None, "Upload the folder into this repository of the hub: USER/NAME.")
 _PRIVATE = flags.DEFINE_bool("private", False, "Make the repository private, where it has to be made.")
 _OUT = flags.DEFINE_string("out", None, "The folder to write; a model in it is replaced.", required=True)
+
+app.read_flags(__name__)
+
+from flowgrpo.recipes.export import export, export_adapter
+from flowgrpo.recipes.hub import check_push, push_folder
+from flowgrpo.run.next_steps import command, contents, ending
 
 
 def main() -> None:

@@ -13,22 +13,28 @@ with statistics over trajectories; `flow_grpo_released`, over turn rows, +1.677 
 
 import json
 
-import jax
-import numpy as np
 from absl import flags
 
-import flowgrpo as fg
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.recipes.registry import ALGORITHMS
-from flowgrpo.report.tables import show_lines
+from flowgrpo.recipes import names
+
+from .cli import app
+from .cli.help import flag_heading
 
 flag_heading("What is run")
 _REWARDS = flags.DEFINE_list("rewards", ["1", "1", "0", "0"], "Outcome of each trajectory of the group.")
 _TURNS = flags.DEFINE_list("turns", ["2", "2", "6", "6"], "Turns of each trajectory.")
 _TOKENS = flags.DEFINE_integer("tokens", 8, "Tokens that the policy chooses in a turn.", lower_bound=1)
-_ALGORITHMS = flags.DEFINE_list("algorithms", list(ALGORITHMS), f"Any of {', '.join(ALGORITHMS)}.")
+_ALGORITHMS = flags.DEFINE_list("algorithms", list(names.ALGORITHMS), f"Any of {', '.join(names.ALGORITHMS)}.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON line instead of a table.")
+
+app.read_flags(__name__)
+
+import jax
+import numpy as np
+
+import flowgrpo as fg
+from flowgrpo.recipes.registry import ALGORITHMS
+from flowgrpo.report.tables import show_lines
 
 
 def _read_numbers(name: str, values: list[str], kind) -> list:

@@ -22,13 +22,18 @@ import json
 
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.flags import chosen_run, define_config, define_run, given
-from flowgrpo.recipes.finetune import Config, train
+from flowgrpo.recipes.finetune_config import Config
+
+from .cli import app
+from .cli.flags import chosen_run, define_config, define_run, given
 
 define_config(Config)
 define_run("runs/METHOD-SEED", every=50, what="Steps")
 flags.mark_flags_as_required(["method", "data", "model"])
+
+app.read_flags(__name__)
+
+from flowgrpo.recipes.finetune import train
 
 
 def main() -> None:

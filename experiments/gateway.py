@@ -28,21 +28,10 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.help import flag_heading
 from flowgrpo import launch
-from flowgrpo.contracts import Reward
-from flowgrpo.files import make_folder
-from flowgrpo.gateway.server import Gateway
-from flowgrpo.gateway.serving import Served
-from flowgrpo.generate.engine import Engine
-from flowgrpo.generate.sampler import MAX_KEPT
-from flowgrpo.models.hf import Model, load_model
-from flowgrpo.recipes import registry
-from flowgrpo.recipes.hosted import narrowest_rows
-from flowgrpo.rollout.records import Played, to_json
-from flowgrpo.sandbox import Sandbox
-from flowgrpo.types import BadInput, Task
+
+from .cli import app
+from .cli.help import flag_heading
 
 flag_heading("What is run")
 _MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id.", required=True)
@@ -68,6 +57,21 @@ _SLOTS = flags.DEFINE_integer("slots", 16, "Requests that decode together.", low
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "What the weights are held in.")
 flag_heading("Files and resuming")
 _RECORD = flags.DEFINE_string("record", None, "File to which sessions are added when they have ended, a line each.")
+
+app.read_flags(__name__)
+
+from flowgrpo.contracts import Reward
+from flowgrpo.files import make_folder
+from flowgrpo.gateway.server import Gateway
+from flowgrpo.gateway.serving import Served
+from flowgrpo.generate.engine import Engine
+from flowgrpo.generate.sampler import MAX_KEPT
+from flowgrpo.models.hf import Model, load_model
+from flowgrpo.recipes import registry
+from flowgrpo.recipes.hosted import narrowest_rows
+from flowgrpo.rollout.records import Played, to_json
+from flowgrpo.sandbox import Sandbox
+from flowgrpo.types import BadInput, Task
 
 
 def serving_engine(model: Model, kept: int) -> Engine:

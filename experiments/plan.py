@@ -20,37 +20,13 @@ import math
 from dataclasses import asdict, replace
 from typing import Any
 
-import jax
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.help import flag_heading
 from flowgrpo import launch
-from flowgrpo.contracts import Algorithm
-from flowgrpo.learner.loss_scale import optimizer_for
-from flowgrpo.learner.state import make_optimizer
-from flowgrpo.models.config import DecoderConfig
-from flowgrpo.models.lora import LoraConfig
-from flowgrpo.parallel.sharding import make_mesh, parse_mesh
-from flowgrpo.planning.cost_model import Workload, count_parameters
-from flowgrpo.planning.dry_run import dry_run, make_case
-from flowgrpo.planning.mesh_search import (
-    GIB,
-    Candidate,
-    Machine,
-    MemorySettings,
-    candidates,
-    meshes,
-    remedies,
-    shape_of_model,
-)
-from flowgrpo.planning.targets import Target, check_dtype, parse_target, target_devices
-from flowgrpo.recipes.dry_runs import parse_memory, show_programs
-from flowgrpo.recipes.planner import BASES, WHOLE_BASE
-from flowgrpo.recipes.registry import ALGORITHMS
-from flowgrpo.report.progress import with_progress
-from flowgrpo.report.tables import show_lines
-from flowgrpo.types import BadInput
+from flowgrpo.recipes.names import BASES, WHOLE_BASE
+
+from .cli import app
+from .cli.help import flag_heading
 
 _DTYPES = ["float32", "bfloat16", "float16"]
 flag_heading("What is run")
@@ -89,6 +65,35 @@ _CHUNK = flags.DEFINE_integer("chunk", 1024, "Tokens of which all logits are the
 _DTYPE = flags.DEFINE_enum("dtype", "float32", _DTYPES, "What parameters are held in; a base in --compute_dtype.")
 _COMPUTE = flags.DEFINE_enum("compute_dtype", "bfloat16", [*_DTYPES, "float16"], "What the update computes in.")
 _OFFLOAD = flags.DEFINE_bool("offload", True, "Models that a stage does not read are moved off the device.")
+
+app.read_flags(__name__)
+
+import jax
+
+from flowgrpo.contracts import Algorithm
+from flowgrpo.learner.loss_scale import optimizer_for
+from flowgrpo.learner.state import make_optimizer
+from flowgrpo.models.config import DecoderConfig
+from flowgrpo.models.lora import LoraConfig
+from flowgrpo.parallel.sharding import make_mesh, parse_mesh
+from flowgrpo.planning.cost_model import Workload, count_parameters
+from flowgrpo.planning.dry_run import dry_run, make_case
+from flowgrpo.planning.mesh_search import (
+    GIB,
+    Candidate,
+    Machine,
+    MemorySettings,
+    candidates,
+    meshes,
+    remedies,
+    shape_of_model,
+)
+from flowgrpo.planning.targets import Target, check_dtype, parse_target, target_devices
+from flowgrpo.recipes.dry_runs import parse_memory, show_programs
+from flowgrpo.recipes.registry import ALGORITHMS
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines
+from flowgrpo.types import BadInput
 
 
 def _job_of() -> Workload:

@@ -12,14 +12,17 @@ import json
 
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.help import flag_heading
 from flowgrpo.report.figures import FORMATS, draw_all
+
+from .cli import app
+from .cli.help import flag_heading
 
 flag_heading("What is run")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of the run.", required=True)
 _OUT = flags.DEFINE_string("out", None, "Where pictures go; plots/ in the folder of the run by default.")
 _FORMAT = flags.DEFINE_list("format", [FORMATS[0]], f"Of the pictures, by commas: {', '.join(FORMATS)}.")
+
+app.read_flags(__name__)
 
 
 def main() -> None:

@@ -21,16 +21,21 @@ from dataclasses import replace
 
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.flags import chosen_run, define_config, define_run, given
-from experiments.cli.help import flag_heading
 from flowgrpo import launch
-from flowgrpo.recipes.pure import Config, preset, train
+from flowgrpo.recipes.pure_config import Config, preset
+
+from .cli import app
+from .cli.flags import chosen_run, define_config, define_run, given
+from .cli.help import flag_heading
 
 define_config(Config)
 flag_heading("What is run")
 _NUM_SEEDS = flags.DEFINE_integer("num_seeds", 1, "Runs with successive seeds, one after another.", lower_bound=1)
 define_run("runs/quickstart-ENV-SEED")
+
+app.read_flags(__name__)
+
+from flowgrpo.recipes.pure import train
 
 
 def main() -> None:

@@ -15,15 +15,19 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.recipes.cluster import read_cluster_config
 from flowgrpo.recipes.cluster_config import schedule_of
-from flowgrpo.recipes.cluster_trainer import replay_run
-from flowgrpo.types import BadInput
+
+from .cli import app
+from .cli.help import flag_heading
 
 flag_heading("What is run")
 _ROOT = flags.DEFINE_string("run", None, "The work directory of the run, or its events.jsonl; may stand alone.")
+
+app.read_flags(__name__)
+
+from flowgrpo.recipes.cluster import read_cluster_config
+from flowgrpo.recipes.cluster_trainer import replay_run
+from flowgrpo.types import BadInput
 
 
 def main() -> None:

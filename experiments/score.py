@@ -25,19 +25,10 @@ from typing import Any, NamedTuple, TextIO
 
 from absl import flags
 
-import flowgrpo as fg
-from experiments.cli import app
-from experiments.cli.help import flag_heading
 from flowgrpo import launch
-from flowgrpo.contracts import Reward, Scored
-from flowgrpo.data.task_files import FileRecord, json_lines, parse_fields, read_tasks
-from flowgrpo.data.tasks import Tasks
-from flowgrpo.files import write_whole
-from flowgrpo.recipes import registry
-from flowgrpo.report.metrics import read_metrics
-from flowgrpo.report.progress import Progress
-from flowgrpo.sandbox import Sandbox
-from flowgrpo.types import Task
+
+from .cli import app
+from .cli.help import flag_heading
 
 flag_heading("What is run")
 _TASKS = flags.DEFINE_string("tasks", None, "Tasks: a .jsonl or .parquet file, or reasoning_gym:NAME.", required=True)
@@ -53,6 +44,19 @@ flag_heading("Files and resuming")
 _OUT = flags.DEFINE_string("out", None, "Where the scores go; what is there already is kept.", required=True)
 _FIELDS = flags.DEFINE_list("fields", [], "Names of fields in the task file, such as query=question,answers=gold.")
 _SKIP = flags.DEFINE_bool("skip_bad", False, "Leave bad lines out, and say so, instead of ending.")
+
+app.read_flags(__name__)
+
+import flowgrpo as fg
+from flowgrpo.contracts import Reward, Scored
+from flowgrpo.data.task_files import FileRecord, json_lines, parse_fields, read_tasks
+from flowgrpo.data.tasks import Tasks
+from flowgrpo.files import write_whole
+from flowgrpo.recipes import registry
+from flowgrpo.report.metrics import read_metrics
+from flowgrpo.report.progress import Progress
+from flowgrpo.sandbox import Sandbox
+from flowgrpo.types import Task
 
 CHUNK = 8  # answers that a worker takes at once
 SHOWN = 3  # of each kind of fault, and of the reasons

@@ -24,12 +24,17 @@ questions that training never meets. The same command goes on where a run was st
 
 import json
 
-from experiments.cli import app
-from experiments.cli.flags import chosen_run, define_config, define_run, given
-from flowgrpo.recipes.self_verify import Config, draw_curves, preset, train
+from flowgrpo.recipes.self_verify_config import Config, preset
+
+from .cli import app
+from .cli.flags import chosen_run, define_config, define_run, given
 
 define_config(Config)
 define_run("runs/self_verify-SEED")
+
+app.read_flags(__name__)
+
+from flowgrpo.recipes.self_verify import draw_curves, train
 
 
 def main() -> None:

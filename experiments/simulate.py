@@ -17,17 +17,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.distributed import schedule
-from flowgrpo.distributed.simulation import Costs, Figures, simulate
-from flowgrpo.recipes.cluster import costs_of, measured_run
-from flowgrpo.report.progress import with_progress
-from flowgrpo.report.tables import show_lines, significant
-from flowgrpo.types import BadInput
+from .cli import app
+from .cli.help import flag_heading
 
 flag_heading("What is run")
 _SCHEDULES = flags.DEFINE_list("schedules", ["sync", "one_step_off", "async", "partial"], "Which ones.")
@@ -48,6 +41,17 @@ _TOKEN = flags.DEFINE_float("token_seconds", 0.02, "Of a token of a trajectory."
 _TRAIN = flags.DEFINE_float("train_seconds", 20.0, "Of an update.", lower_bound=0.0)
 _JUDGE = flags.DEFINE_float("judge_seconds", 2.0, "Of a group, in the mean.", lower_bound=0.0)
 _MASTER = flags.DEFINE_float("master_seconds", 0.0005, "Of an event, in the master.", lower_bound=0.0)
+
+app.read_flags(__name__)
+
+import numpy as np
+
+from flowgrpo.distributed import schedule
+from flowgrpo.distributed.simulation import Costs, Figures, simulate
+from flowgrpo.recipes.cluster import costs_of, measured_run
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines, significant
+from flowgrpo.types import BadInput
 
 
 def _plan_called(name: str, queries: int) -> schedule.Plan:

@@ -25,12 +25,10 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.help import flag_heading
 from flowgrpo import launch
-from flowgrpo.distributed.kill_series import run_cluster_soak
-from flowgrpo.run.kill_series import run_soak
-from flowgrpo.types import BadInput
+
+from .cli import app
+from .cli.help import flag_heading
 
 SMALL = {  # sizes that are large enough for a gradient
     "quickstart": "--updates=8 --warm_steps=300 --queries=8 --samples=6 --test_tasks=64 --checkpoint_every=2",
@@ -50,6 +48,12 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the moments.")
 _ARGUMENTS = flags.DEFINE_string("arguments", "", "Flags of the experiment, in one string; after the small sizes.")
 flag_heading("Files and resuming")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the runs lie; runs/soak-EXPERIMENT by default.")
+
+app.read_flags(__name__)
+
+from flowgrpo.distributed.kill_series import run_cluster_soak
+from flowgrpo.run.kill_series import run_soak
+from flowgrpo.types import BadInput
 
 
 def main() -> None:

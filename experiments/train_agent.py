@@ -23,16 +23,20 @@ import json
 
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.flags import chosen_run, define_config, define_run, given
-from experiments.cli.help import flag_heading
-from flowgrpo.recipes import own_agent
-from flowgrpo.recipes.own_agent import Config, preset
+from flowgrpo.recipes.own_agent_config import Config, preset
+
+from .cli import app
+from .cli.flags import chosen_run, define_config, define_run, given
+from .cli.help import flag_heading
 
 define_config(Config)
 flag_heading("What is run")
 _DRY = flags.DEFINE_bool("dry_run", False, "Print rollouts of the first tasks, and stop.")
 define_run("runs/train_agent-SEED")
+
+app.read_flags(__name__)
+
+from flowgrpo.recipes import own_agent
 
 
 def main() -> None:

@@ -16,13 +16,17 @@ The work directory is that of every run (docs/checkpoints.md). The same command 
 
 import json
 
-from experiments.cli import app
-from experiments.cli.flags import chosen_run, define_config, define_run, given
-from flowgrpo.recipes import own_env
-from flowgrpo.recipes.own_env import Config, preset
+from flowgrpo.recipes.own_env_config import Config, preset
+
+from .cli import app
+from .cli.flags import chosen_run, define_config, define_run, given
 
 define_config(Config)
 define_run("runs/train_env-SEED")
+
+app.read_flags(__name__)
+
+from flowgrpo.recipes import own_env
 
 
 def main() -> None:

@@ -14,16 +14,20 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.recipes.export import WHICH
-from flowgrpo.recipes.pages import write_page
+from flowgrpo.recipes.names import WHICH
+
+from .cli import app
+from .cli.help import flag_heading
 
 flag_heading("What is run")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
 _OUT = flags.DEFINE_string("out", None, "The file to write; trajectories.html in the run's folder by default.")
 _RATIOS = flags.DEFINE_enum("ratios", None, WHICH, "Score the tokens with this checkpoint, for ratios.")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Folder or hub id of the tokenizer, where the run's own is gone.")
+
+app.read_flags(__name__)
+
+from flowgrpo.recipes.pages import write_page
 
 
 def main() -> None:

@@ -24,8 +24,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from flowgrpo.errors import BadInput
 from flowgrpo.files import make_folder, write_whole
-from flowgrpo.types import BadInput
 
 # These versions fuse reductions on the CPU in a way that is wrong under large vmaps (jax issue 39103). A kind of fusion
 # says what one begins with, and DOT, ELTWISE and REDUCE all take up a reduction that follows: all three are wrong. The

@@ -27,12 +27,10 @@ import numpy as np
 from flax import struct
 from jaxtyping import Bool, Float, Int
 
+from flowgrpo.errors import BadInput as BadInput
+
 T = TypeVar("T")
 AnyArray = jax.Array | np.ndarray  # NumPy on the host, jax.Array where it is compiled
-
-
-class BadInput(ValueError):
-    """Error for input that can't be used; the message is one sentence that names the place and the fix."""
 
 
 def check_range(

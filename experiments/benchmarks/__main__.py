@@ -7,7 +7,7 @@ python -m experiments.benchmarks decode
 import sys
 from pathlib import Path
 
-from experiments.cli.listing import listing
+from ..cli.listing import listing
 
 GROUPS = {
     "The machine": ("ceilings", "startup"),

@@ -13,20 +13,24 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.benchmarks.measuring import print_result
-from experiments.benchmarks.pairs import PAIRS, Judge, Pair, matcher, math_verify_alone, plain_comparison, read_pairs
-from experiments.cli import app
-from experiments.cli.help import flag_heading
+from ..cli import app
+from ..cli.help import flag_heading
+
+flag_heading("What is run")
+_PAIRS = flags.DEFINE_string("pairs", None, "File of pairs; that of the tests by default.")
+_SHOW = flags.DEFINE_bool("show", False, "List each disagreement of ours.")
+_SECONDS = flags.DEFINE_float("seconds", 5.0, "Deadline of a check.", lower_bound=0.1)
+
+app.read_flags(__name__)
+
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import show_lines, timed
 from flowgrpo.rewards.answers.symbolic import PRELOAD
 from flowgrpo.sandbox import Sandbox
 from flowgrpo.types import BadInput
 
-flag_heading("What is run")
-_PAIRS = flags.DEFINE_string("pairs", str(PAIRS), "File of pairs.")
-_SHOW = flags.DEFINE_bool("show", False, "List each disagreement of ours.")
-_SECONDS = flags.DEFINE_float("seconds", 5.0, "Deadline of a check.", lower_bound=0.1)
+from .measuring import print_result
+from .pairs import PAIRS, Judge, Pair, matcher, math_verify_alone, plain_comparison, read_pairs
 
 
 def _agreement(pairs: list[Pair], judge: Judge) -> tuple[Counter[str], list[Pair], float]:
@@ -38,9 +42,10 @@ def _agreement(pairs: list[Pair], judge: Judge) -> tuple[Counter[str], list[Pair
 
 def main() -> None:
     """Judge every pair by each of the three, print the table and one JSON line."""
-    if not Path(_PAIRS.value).is_file():
-        raise BadInput(f"--pairs={_PAIRS.value} is no file: `experiments.benchmarks.pairs` says what one holds")
-    pairs = read_pairs(Path(_PAIRS.value))
+    path = Path(_PAIRS.value or PAIRS)
+    if not path.is_file():
+        raise BadInput(f"--pairs={path} is no file: `experiments.benchmarks.pairs` says what one holds")
+    pairs = read_pairs(path)
     with Sandbox(preload=PRELOAD) as sandbox:
         match = matcher(sandbox.call, seconds=_SECONDS.value)
         judges: dict[str, Judge] = {

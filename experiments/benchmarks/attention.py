@@ -15,17 +15,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
-from jax import Array
 
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.models.attention import Attend, Sight, attend
-from flowgrpo.models.attention_kernels import best
-from flowgrpo.models.config import DecoderConfig, Rope
+from ..cli import app
+from ..cli.help import flag_heading
 
 flag_heading("Sizes")
 _ROWS = flags.DEFINE_integer("rows", 4, "Rows.", lower_bound=1)
@@ -36,6 +29,17 @@ _HEAD = flags.DEFINE_integer("head", 64, "Dimensions of a head.", lower_bound=1)
 _WINDOW = flags.DEFINE_integer("window", None, "Tokens that a query looks back; all by default.", lower_bound=1)
 _SEGMENTS = flags.DEFINE_integer("segments", 6, "Segments of a row.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 10, "Repetitions, of which the fastest counts.", lower_bound=1)
+
+app.read_flags(__name__)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from flowgrpo.models.attention import Attend, Sight, attend
+from flowgrpo.models.attention_kernels import best
+from flowgrpo.models.config import DecoderConfig, Rope
 
 SHAPE = DecoderConfig(v=2, d=2, h=14, k=2, e=64, f=2, windows=(None,), ropes=(Rope(),))
 

@@ -12,12 +12,14 @@ The models that speed is measured on are here, too: `open_model` and `shape_call
 from functools import partial
 from typing import Any, NamedTuple
 
+from ..cli import app
+
+app.read_flags(__name__)
+
 import jax
 import jax.numpy as jnp
 
 import flowgrpo as fg
-from experiments.benchmarks.measuring import print_result
-from experiments.cli import app
 from flowgrpo.contracts import Params
 from flowgrpo.models import families
 from flowgrpo.models.config import DecoderConfig, Rope
@@ -27,24 +29,11 @@ from flowgrpo.planning.cost_model import count_parameters
 from flowgrpo.recipes import pure
 from flowgrpo.report.tables import seconds, timed
 
+from .measuring import print_result
+from .shapes import LEARNERS, SHAPES
+
 SIZES = (256, 1024, 2048)
 COPIED = 2**29  # bytes; more than most caches hold
-PROTOTYPE = "prototype"  # the planner of the environments, of 0.34 M parameters
-
-
-def _qwen2(width: int, layers: int, heads: int, kv_heads: int, hidden: int) -> dict[str, Any]:
-    """A config.json."""
-    sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": hidden, "vocab_size": 512}
-    heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    return {"model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 1e6, **sizes, **heads_of}
-
-
-SHAPES = {
-    "small": _qwen2(256, 4, 4, 2, 1024),  # 4.07 M parameters
-    "medium": _qwen2(512, 6, 8, 2, 1792),  # 20.7 M parameters
-}
-LARGE = _qwen2(768, 10, 12, 4, 2560)  # 75 M parameters
-LEARNERS = {PROTOTYPE: None, **SHAPES, "large": LARGE}  # that updates are measured on
 
 # Every feature on; the tests decode with it too.
 _SIZES: dict[str, Any] = {"v": 97, "d": 32, "h": 4, "k": 2, "e": 8, "f": 48, "logit_softcap": 30.0, "init_scale": 0.3}

@@ -20,16 +20,8 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.benchmarks.measuring import print_result
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.distributed.event_log import read_events
-from flowgrpo.recipes.cluster import iterations
-from flowgrpo.report.metrics import TIMINGS, read_metrics
-from flowgrpo.report.progress import with_progress
-from flowgrpo.report.tables import show_lines
-from flowgrpo.run.kill_series import result_of
-from flowgrpo.types import BadInput
+from ..cli import app
+from ..cli.help import flag_heading
 
 flag_heading("Sizes")
 _QUERIES = flags.DEFINE_integer("queries", 16, "Queries of an update.", lower_bound=1)
@@ -39,6 +31,19 @@ _REPEATS = flags.DEFINE_integer("repeats", 1, "Runs of each, which alternate.", 
 _WARM = flags.DEFINE_integer("warm_steps", 250, "Steps of the warm start.", lower_bound=1)
 _DEMONSTRATIONS = flags.DEFINE_integer("demonstrations", 600, "That it is made from.", lower_bound=1)
 _SLOTS = flags.DEFINE_integer("slots", 32, "Slots of the engine.", lower_bound=2)
+
+app.read_flags(__name__)
+
+from flowgrpo.distributed.event_log import read_events
+from flowgrpo.recipes.cluster import iterations
+from flowgrpo.report.metrics import TIMINGS, read_metrics
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines
+from flowgrpo.run.kill_series import result_of
+from flowgrpo.types import BadInput
+
+from .measuring import print_result
+
 KINDS = {
     "single": ("experiments.agentflow",),
     "cluster": ("experiments.cluster", "--rollout_workers=1", "--reward_workers=any=1", "--trainer_workers=1"),

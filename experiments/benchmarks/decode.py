@@ -16,14 +16,30 @@ the first requests and none after. Three to six minutes.
 
 import statistics
 
+from absl import flags
+
+from ..cli import app
+from ..cli.help import flag_heading
+from .shapes import SHAPES
+
+flag_heading("What is run")
+_MODEL = flags.DEFINE_string("model", "small", f"{', '.join(SHAPES)}, a model folder, or a hub id.")
+flag_heading("Sizes")
+_ROWS = flags.DEFINE_list("rows", ["64", "16"], "Rows of each block.")
+_PROMPT = flags.DEFINE_integer("prompt", 32, "Tokens of every prompt.", lower_bound=2)
+_TOKENS = flags.DEFINE_list("tokens", ["64", "128"], "Tokens sampled in each row, for each block.")
+_REQUESTS = flags.DEFINE_integer("requests", 256, "Requests to the engine; 0 leaves it out.", lower_bound=0)
+_SLOTS = flags.DEFINE_list("slots", ["16"], "Slots of the engine, which runs once with each number.")
+_MEAN = flags.DEFINE_integer("mean", 64, "Mean tokens of a request.", lower_bound=1)
+_SIGMA = flags.DEFINE_float("sigma", 0.5, "Spread of the logarithm of the requests' lengths.", lower_bound=0.0)
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
+
+app.read_flags(__name__)
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 
-from experiments.benchmarks import ceilings, measuring
-from experiments.cli import app
-from experiments.cli.help import flag_heading
 from flowgrpo.contracts import Request
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.requests import MAX_STOPS
@@ -34,17 +50,7 @@ from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import medians, seconds, show_columns, significant, timed
 from flowgrpo.types import BadInput
 
-flag_heading("What is run")
-_MODEL = flags.DEFINE_string("model", "small", f"{', '.join(ceilings.SHAPES)}, a model folder, or a hub id.")
-flag_heading("Sizes")
-_ROWS = flags.DEFINE_list("rows", ["64", "16"], "Rows of each block.")
-_PROMPT = flags.DEFINE_integer("prompt", 32, "Tokens of every prompt.", lower_bound=2)
-_TOKENS = flags.DEFINE_list("tokens", ["64", "128"], "Tokens sampled in each row, for each block.")
-_REQUESTS = flags.DEFINE_integer("requests", 256, "Requests to the engine; 0 leaves it out.", lower_bound=0)
-_SLOTS = flags.DEFINE_list("slots", ["16"], "Slots of the engine, which runs once with each number.")
-_MEAN = flags.DEFINE_integer("mean", 64, "Mean tokens of a request.", lower_bound=1)
-_SIGMA = flags.DEFINE_float("sigma", 0.5, "Spread of the logarithm of the requests' lengths.", lower_bound=0.0)
-_REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
+from . import ceilings, measuring
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # reported once for each program
 

@@ -28,22 +28,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
 
-from experiments.benchmarks import ceilings, exactness_price
-from experiments.benchmarks.measuring import check_known, print_result
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.contracts import Completion, Request
-from flowgrpo.generate.engine import Engine
-from flowgrpo.generate.sampler import logprobs, margin
-from flowgrpo.models.decoder import make_policy
-from flowgrpo.models.hf import Model, init_model, load_model
-from flowgrpo.report.progress import with_progress
-from flowgrpo.report.tables import show_lines, significant
+from ..cli import app
+from ..cli.help import flag_heading
 
 PARTS = ("ratio", "widths", "price")
 
@@ -58,6 +46,23 @@ _WIDTHS = flags.DEFINE_multi_integer("widths", [1, 2, 4, 8, 16], "Widths of the 
 
 _REPEATS = flags.DEFINE_integer("repeats", 9, "Rounds of `price`.", lower_bound=1)
 
+app.read_flags(__name__)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flowgrpo.contracts import Completion, Request
+from flowgrpo.generate.engine import Engine
+from flowgrpo.generate.sampler import logprobs, margin
+from flowgrpo.models.decoder import make_policy
+from flowgrpo.models.hf import Model, init_model, load_model
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines, significant
+
+from . import ceilings, exactness_price, shapes
+from .measuring import check_known, print_result
+
 SCALE, TEMPERATURE, BANNED = 0.14, 0.7, (0,)
 BAR, NEAR = 1e-5, 1e-4  # of log-probabilities, and of the margin of a near-tie
 PROMPT, ANSWER = 48, 64  # most tokens of a prompt and of an answer
@@ -69,8 +74,8 @@ def _open_model(name: str, dtype: str) -> Model:
     if name == "tiny":
         policy = make_policy(ceilings.TINY, dtype=jnp.dtype(dtype))
         return Model(policy, policy.init(jax.random.key(0)), None, ceilings.TINY, {})
-    if name in ceilings.SHAPES:
-        model = init_model(ceilings.SHAPES[name] | {"initializer_range": SCALE}, jax.random.key(0), dtype=dtype)
+    if name in shapes.SHAPES:
+        model = init_model(shapes.SHAPES[name] | {"initializer_range": SCALE}, jax.random.key(0), dtype=dtype)
         return model._replace(policy=make_policy(model.config, dtype=jnp.dtype(dtype), unroll=True))
     return load_model(name, dtype=dtype, text=False)
 

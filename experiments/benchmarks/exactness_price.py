@@ -21,8 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import flowgrpo as fg
-from experiments.benchmarks import ceilings
-from experiments.benchmarks.racers.ours import generate_block
 from flowgrpo.batching.layouts import full_batch
 from flowgrpo.envs.env import PAD
 from flowgrpo.learner.state import init_learner, make_optimizer
@@ -32,6 +30,9 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.parallel.row_sharding import data_mesh, map_rows, share
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import seconds, significant
+
+from . import ceilings
+from .racers.ours import generate_block
 
 LARGE = 2**30  # a size that divides nothing
 FUSIONS = "xla_cpu_experimental_ynn_fusion_type"

@@ -22,25 +22,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-import jax
-import numpy as np
 from absl import flags
 
-from experiments.benchmarks.measuring import print_result
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.contracts import Completion, Request
-from flowgrpo.gateway.agent_env import agent_env
-from flowgrpo.gateway.agents import AgentHost
-from flowgrpo.gateway.server import Gateway
-from flowgrpo.generate.engine import Engine
-from flowgrpo.models.hf import Model, load_model
-from flowgrpo.recipes.hosted import narrowest_rows
-from flowgrpo.recipes.offline_start import write_model
-from flowgrpo.report.progress import with_progress
-from flowgrpo.report.tables import show_lines
-from flowgrpo.rollout.hosted import hosted
-from flowgrpo.types import BadInput, Status, Task
+from ..cli import app
+from ..cli.help import flag_heading
 
 flag_heading("Sizes")
 _SESSIONS = flags.DEFINE_integer("sessions", 200, "Agents at work at a time.", lower_bound=1)
@@ -56,6 +41,27 @@ _SLOTS = flags.DEFINE_integer(
     "Slots of the engine, by default one a session; with fewer, contexts that lose theirs are computed again.",
     lower_bound=2,
 )
+
+app.read_flags(__name__)
+
+import jax
+import numpy as np
+
+from flowgrpo.contracts import Completion, Request
+from flowgrpo.gateway.agent_env import agent_env
+from flowgrpo.gateway.agents import AgentHost
+from flowgrpo.gateway.server import Gateway
+from flowgrpo.generate.engine import Engine
+from flowgrpo.models.hf import Model, load_model
+from flowgrpo.recipes.hosted import narrowest_rows
+from flowgrpo.recipes.offline_start import write_model
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines
+from flowgrpo.rollout.hosted import hosted
+from flowgrpo.types import BadInput, Status, Task
+
+from .measuring import print_result
+
 CONTEXT = 256
 WORDS = ["the tool says: go on", "count the words of this query and say how many there are"]
 

@@ -21,21 +21,10 @@ from itertools import product
 from threading import Event
 from typing import Any
 
-import jax
-import numpy as np
 from absl import flags
 
-from experiments.benchmarks.ceilings import TINY
-from experiments.benchmarks.measuring import medians_in_turn, print_result, whole_numbers
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.contracts import Call, Completion, HostEnv, HostStep, Request, Result, Said
-from flowgrpo.generate.engine import Engine
-from flowgrpo.models.decoder import make_policy
-from flowgrpo.report.progress import with_progress
-from flowgrpo.report.tables import show_lines, significant
-from flowgrpo.rollout.hosted import hosted
-from flowgrpo.types import BadInput
+from ..cli import app
+from ..cli.help import flag_heading
 
 flag_heading("What is run")
 _APPENDS = flags.DEFINE_bool("appends", False, "Let each context append to the one before.")
@@ -53,6 +42,22 @@ _WIDTH = flags.DEFINE_integer("width", 256, "Trajectories under way at a time.",
 _SLOTS = flags.DEFINE_integer("slots", 16, "Slots of the engine.", lower_bound=1)
 _CHUNK = flags.DEFINE_integer("chunk", 128, "Largest piece of a prefill.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 16, "Decode steps of a stretch.", lower_bound=1)
+
+app.read_flags(__name__)
+
+import jax
+import numpy as np
+
+from flowgrpo.contracts import Call, Completion, HostEnv, HostStep, Request, Result, Said
+from flowgrpo.generate.engine import Engine
+from flowgrpo.models.decoder import make_policy
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines, significant
+from flowgrpo.rollout.hosted import hosted
+from flowgrpo.types import BadInput
+
+from .ceilings import TINY
+from .measuring import medians_in_turn, print_result, whole_numbers
 
 
 def _make_env() -> HostEnv:

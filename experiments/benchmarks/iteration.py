@@ -23,30 +23,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
-from jax import Array
 
-import flowgrpo as fg
-from experiments.benchmarks import measuring
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo import loop
-from flowgrpo.batching.layouts import filled
-from flowgrpo.batching.packing import pack
-from flowgrpo.contracts import Params, Policy
-from flowgrpo.envs.env import END, PAD
-from flowgrpo.generate.sampler import decode, feed, sampling, start_rows
-from flowgrpo.parallel.row_sharding import share
-from flowgrpo.recipes import pure
-from flowgrpo.report.progress import with_progress
-from flowgrpo.report.tables import medians, seconds, show_columns, significant, timed
-from flowgrpo.rollout.compiled import make_rollout, repeat
-from flowgrpo.rollout.exams import draw_tasks
-from flowgrpo.run.warm_start import warm_start
-from flowgrpo.types import Trajectories
+from ..cli import app
+from ..cli.help import flag_heading
 
 PARTS = ("iteration", "scaling", "prefill")
 
@@ -62,6 +42,31 @@ _GROUPS = flags.DEFINE_list("groups", ["4", "8", "16"], "Trajectories of a task 
 _WIDTHS = flags.DEFINE_list("widths", ["64", "96", "128"], "Widths in `scaling`.")
 _TURNS = flags.DEFINE_list("turns", ["9", "10", "14"], "Turn limits in `scaling`.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
+
+app.read_flags(__name__)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import flowgrpo as fg
+from flowgrpo import loop
+from flowgrpo.batching.layouts import filled
+from flowgrpo.batching.packing import pack
+from flowgrpo.contracts import Params, Policy
+from flowgrpo.envs.env import END, PAD
+from flowgrpo.generate.sampler import decode, feed, sampling, start_rows
+from flowgrpo.parallel.row_sharding import share
+from flowgrpo.recipes import pure
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import medians, seconds, show_columns, significant, timed
+from flowgrpo.rollout.compiled import make_rollout, repeat
+from flowgrpo.rollout.exams import draw_tasks
+from flowgrpo.run.warm_start import warm_start
+from flowgrpo.types import Trajectories
+
+from . import measuring
 
 HEAD = 16  # dimensions of the prototype's heads
 

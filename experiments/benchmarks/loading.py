@@ -18,20 +18,10 @@ import tempfile
 from itertools import product
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from experiments.benchmarks import measuring
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.models.families import Source
-from flowgrpo.models.hf import STAGED, Model, find_tensors, init_model, load_model, save_model
-from flowgrpo.report.progress import with_progress
-from flowgrpo.report.tables import show_lines, timed
-from flowgrpo.types import BadInput
+from ..cli import app
+from ..cli.help import flag_heading
 
 flag_heading("What is run")
 _STORED = flags.DEFINE_multi_enum("stored", ["float32", "bfloat16"], ["float32", "bfloat16"], "Dtypes of the files.")
@@ -43,6 +33,21 @@ _VOCABULARY = flags.DEFINE_integer("vocabulary", 32_000, "Vocabulary of the mode
 _SHARD = flags.DEFINE_float("shard_mib", 96.0, "Most MiB of a shard; a larger tensor has one of its own.")
 flag_heading("Devices and memory")
 _DEVICES = flags.DEFINE_multi_integer("devices", [1, 8], "Devices that share the parameters.", lower_bound=1)
+
+app.read_flags(__name__)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from flowgrpo.models.families import Source
+from flowgrpo.models.hf import STAGED, Model, find_tensors, init_model, load_model, save_model
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines, timed
+from flowgrpo.types import BadInput
+
+from . import measuring
 
 KEPT = "MALLOC_MMAP_THRESHOLD_"  # glibc gives larger blocks back to the system as soon as they are freed
 

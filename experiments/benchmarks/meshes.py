@@ -17,24 +17,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import jax
-import numpy as np
-import optax
 from absl import flags
 
-import flowgrpo as fg
-from experiments.benchmarks.measuring import print_result
-from experiments.cli import app
-from experiments.cli.help import flag_heading
 from flowgrpo import launch
-from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
-from flowgrpo.learner.update import make_score, make_update
-from flowgrpo.models.config import DecoderConfig, Rope
-from flowgrpo.models.decoder import make_policy
-from flowgrpo.parallel import sharding
-from flowgrpo.parallel.row_sharding import place_on_devices, share
-from flowgrpo.report.progress import with_progress
-from flowgrpo.report.tables import show_lines, significant, timed
+
+from ..cli import app
+from ..cli.help import flag_heading
 
 flag_heading("What is run")
 _MESHES = flags.DEFINE_list("mesh", None, "Any of whole, pmap, a mesh as data:4/tensor:2; by default one of each.")
@@ -44,6 +32,24 @@ flag_heading("Devices and memory")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, where several processes take part.")
 _PROCESSES = flags.DEFINE_integer("num_processes", 1, "How many processes take part.", lower_bound=1)
 _PROCESS = flags.DEFINE_integer("process_id", 0, "Which of them this is.", lower_bound=0)
+
+app.read_flags(__name__)
+
+import jax
+import numpy as np
+import optax
+
+import flowgrpo as fg
+from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
+from flowgrpo.learner.update import make_score, make_update
+from flowgrpo.models.config import DecoderConfig, Rope
+from flowgrpo.models.decoder import make_policy
+from flowgrpo.parallel import sharding
+from flowgrpo.parallel.row_sharding import place_on_devices, share
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines, significant, timed
+
+from .measuring import print_result
 
 SIZES: dict[str, Any] = {"v": 128, "d": 64, "h": 4, "k": 2, "e": 16, "f": 128, "init_scale": 0.1}
 CONFIG = DecoderConfig(**SIZES, windows=(None, 12), ropes=(Rope(),) * 2, qkv_bias=True, qk_norm=True)

@@ -8,15 +8,10 @@ several runs. Expected on two cores: 100,000 trajectories (5 million tokens) in 
 
 import statistics
 
-import numpy as np
 from absl import flags
 
-import flowgrpo as fg
-from experiments.benchmarks.measuring import print_result, whole_numbers
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.report.progress import with_progress
-from flowgrpo.report.tables import show_lines, timed
+from ..cli import app
+from ..cli.help import flag_heading
 
 flag_heading("Sizes")
 _SIZES = flags.DEFINE_list("sizes", ["1000", "10000", "100000"], "Numbers of trajectories.")
@@ -24,6 +19,16 @@ _MEAN = flags.DEFINE_integer("mean", 48, "Mean tokens of a trajectory.", lower_b
 _SIGMA = flags.DEFINE_float("sigma", 0.5, "Spread of the logarithm of the lengths.", lower_bound=0.0)
 _RANKS = flags.DEFINE_integer("ranks", 1, "Data-parallel ranks.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
+
+app.read_flags(__name__)
+
+import numpy as np
+
+import flowgrpo as fg
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines, timed
+
+from .measuring import print_result, whole_numbers
 
 
 def lognormal_records(count: int, mean: int, sigma: float, seed: int = 0) -> list[fg.Trajectory]:

@@ -38,16 +38,12 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.benchmarks import ceilings, measuring
-from experiments.benchmarks.racers import workload
-from experiments.benchmarks.racers.protocol import RacerJob
-from experiments.benchmarks.racers.race import Racer, run_race, summarize
-from experiments.cli import app
-from experiments.cli.help import flag_heading
 from flowgrpo import launch
-from flowgrpo.report.progress import Progress
-from flowgrpo.report.tables import show_lines
-from flowgrpo.types import BadInput
+
+from ..cli import app
+from ..cli.help import flag_heading
+from .racers import workload
+from .shapes import SHAPES
 
 OURS = "flowgrpo"
 TRAINING = [case for case in workload.CASES if workload.trains(case)]
@@ -83,6 +79,16 @@ _REPEATS = flags.DEFINE_integer("repeats", 10, "Rounds that count.", lower_bound
 _TIMEOUT = flags.DEFINE_float("timeout", 600, "Seconds after which a step is given up, setup included.", lower_bound=1)
 flag_heading("Files and resuming")
 _LOGS = flags.DEFINE_string("logs", None, "Folder for what the systems print; by default it is removed.")
+
+app.read_flags(__name__)
+
+from flowgrpo.report.progress import Progress
+from flowgrpo.report.tables import show_lines
+from flowgrpo.types import BadInput
+
+from . import measuring
+from .racers.protocol import RacerJob
+from .racers.race import Racer, run_race, summarize
 
 
 def _interpreters() -> dict[str, str]:
@@ -139,12 +145,12 @@ def _open_racer(name: str, case: str, python: str, folder: Path) -> Racer:
     own.mkdir()
     job = RacerJob(
         case=case,
-        shape=ceilings.SHAPES["small"],
+        shape=SHAPES["small"],
         cores=launch.cores(most=os.cpu_count() or 1),
         devices=flags.FLAGS["cpu_devices"].value or launch.cores(),
         folder=str(own),
     )
-    command = [python, "-m", f"experiments.benchmarks.racers.{MODULES[name]}", json.dumps(job._asdict())]
+    command = [python, "-m", f"{__package__}.racers.{MODULES[name]}", json.dumps(job._asdict())]
     logs = Path(_LOGS.value).absolute() if _LOGS.value else own
     log = logs / f"{case}-{name}.log"
     return Racer(name, command, env=_environment(), log=log, folder=own, timeout=_TIMEOUT.value)

@@ -20,23 +20,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
 
-import flowgrpo as fg
-from experiments.benchmarks.measuring import check_known, print_result, whole_numbers
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.report.progress import with_progress
-from flowgrpo.report.tables import seconds, show_lines, timed
-from flowgrpo.rewards.answers.match import answer
-from flowgrpo.rewards.answers.school import school
-from flowgrpo.rewards.answers.symbolic import PRELOAD, mathematics
-from flowgrpo.rewards.code.reward import code
-from flowgrpo.rewards.vision.drawing import drawing_reward, make_drawings, oracle
-from flowgrpo.sandbox import Limits, Sandbox
+from ..cli import app
+from ..cli.help import flag_heading
 
 PARTS = ("sandbox", "members", "hanging", "overlap")
 flag_heading("What is run")
@@ -47,6 +34,24 @@ _HANGING = flags.DEFINE_float("hanging", 0.02, "Share of the code that never end
 flag_heading("Devices and memory")
 _CORES = flags.DEFINE_list("cores", ["1", "2"], "Numbers of cores, each with as many workers.")
 _SECONDS = flags.DEFINE_float("seconds", 0.5, "Deadline of a check.", lower_bound=0.05)
+
+app.read_flags(__name__)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import flowgrpo as fg
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import seconds, show_lines, timed
+from flowgrpo.rewards.answers.match import answer
+from flowgrpo.rewards.answers.school import school
+from flowgrpo.rewards.answers.symbolic import PRELOAD, mathematics
+from flowgrpo.rewards.code.reward import code
+from flowgrpo.rewards.vision.drawing import drawing_reward, make_drawings, oracle
+from flowgrpo.sandbox import Limits, Sandbox
+
+from .measuring import check_known, print_result, whole_numbers
 
 SUM = "def total(numbers):\n    return sum(numbers)\n"
 NEVER = "def total(numbers):\n    while True:\n        pass\n"

@@ -19,13 +19,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
 from absl import flags
 
-from experiments.benchmarks.measuring import print_result, whole_numbers
-from experiments.cli import app
-from experiments.cli.help import flag_heading
+from ..cli import app
+from ..cli.help import flag_heading
+
+flag_heading("Sizes")
+_SEEDS = flags.DEFINE_integer("num_seeds", 16, "Seeds.", lower_bound=2)
+_UPDATES = flags.DEFINE_integer("updates", 40, "Updates of each.", lower_bound=4)
+_LANES = flags.DEFINE_list("lanes", ["1", "2", "8"], "Seeds that are vmapped on a device: numbers, by commas.")
+
+app.read_flags(__name__)
+
+import jax
+import numpy as np
+
 from flowgrpo import launch, loop
 from flowgrpo.evaluation.statistics import interval, probability_of_improvement
 from flowgrpo.parallel.row_sharding import data_mesh, many_updates, over_runs, stack_trees
@@ -36,10 +44,8 @@ from flowgrpo.recipes.study_arms import Arm
 from flowgrpo.report.progress import Progress, with_progress
 from flowgrpo.report.tables import show_lines, significant, timed
 
-flag_heading("Sizes")
-_SEEDS = flags.DEFINE_integer("num_seeds", 16, "Seeds.", lower_bound=2)
-_UPDATES = flags.DEFINE_integer("updates", 40, "Updates of each.", lower_bound=4)
-_LANES = flags.DEFINE_list("lanes", ["1", "2", "8"], "Seeds that are vmapped on a device: numbers, by commas.")
+from .measuring import print_result, whole_numbers
+
 FIRST = 3  # updates that must agree
 
 

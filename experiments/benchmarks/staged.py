@@ -18,16 +18,33 @@ import time
 import zlib
 from typing import Any
 
+from absl import flags
+
+from ..cli import app
+from ..cli.help import flag_heading
+from .shapes import SHAPES
+
+flag_heading("What is run")
+_MODEL = flags.DEFINE_enum("model", "small", list(SHAPES), "A random model of this shape.")
+_OFFLOAD = flags.DEFINE_list("offload", ["none", "host", "disk"], "Where models are that a stage doesn't use.")
+flag_heading("Sizes")
+_QUERIES = flags.DEFINE_integer("queries", 16, "Groups of an iteration.", lower_bound=1)
+_SAMPLES = flags.DEFINE_integer("samples", 8, "Trajectories of a group.", lower_bound=2)
+_TURNS = flags.DEFINE_integer("turns", 2, "Turns of a trajectory at most.", lower_bound=1)
+_PROMPT = flags.DEFINE_integer("prompt", 160, "Tokens of each observation.", lower_bound=1)
+_TOKENS = flags.DEFINE_integer("tokens", 48, "Tokens of an action at most.", lower_bound=1)
+_SLOTS = flags.DEFINE_integer("slots", 64, "Slots of the engine.", lower_bound=2)
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Iterations of which the median counts.", lower_bound=1)
+flag_heading("Costs")
+_SECONDS = flags.DEFINE_float("seconds", 2.0, "What a reward takes in the second table.", lower_bound=0.01)
+
+app.read_flags(__name__)
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 
 import flowgrpo as fg
-from experiments.benchmarks.ceilings import SHAPES, open_model
-from experiments.benchmarks.measuring import check_known, print_result
-from experiments.cli import app
-from experiments.cli.help import flag_heading
 from flowgrpo import loop
 from flowgrpo.contracts import HostEnv, HostStep, Said, Scored
 from flowgrpo.generate.engine import Engine
@@ -43,19 +60,9 @@ from flowgrpo.rollout.records import rollout_of
 from flowgrpo.staged import Step, hosted_rollout, make_staged
 from flowgrpo.types import Status
 
-flag_heading("What is run")
-_MODEL = flags.DEFINE_enum("model", "small", list(SHAPES), "A random model of this shape.")
-_OFFLOAD = flags.DEFINE_list("offload", ["none", "host", "disk"], "Where models are that a stage doesn't use.")
-flag_heading("Sizes")
-_QUERIES = flags.DEFINE_integer("queries", 16, "Groups of an iteration.", lower_bound=1)
-_SAMPLES = flags.DEFINE_integer("samples", 8, "Trajectories of a group.", lower_bound=2)
-_TURNS = flags.DEFINE_integer("turns", 2, "Turns of a trajectory at most.", lower_bound=1)
-_PROMPT = flags.DEFINE_integer("prompt", 160, "Tokens of each observation.", lower_bound=1)
-_TOKENS = flags.DEFINE_integer("tokens", 48, "Tokens of an action at most.", lower_bound=1)
-_SLOTS = flags.DEFINE_integer("slots", 64, "Slots of the engine.", lower_bound=2)
-_REPEATS = flags.DEFINE_integer("repeats", 3, "Iterations of which the median counts.", lower_bound=1)
-flag_heading("Costs")
-_SECONDS = flags.DEFINE_float("seconds", 2.0, "What a reward takes in the second table.", lower_bound=0.01)
+from .ceilings import open_model
+from .measuring import check_known, print_result
+
 OPTIMIZER = make_optimizer(learning_rate=1e-4)
 STOP = 1  # a token among all others, so that actions differ in length
 STAGES = ("rollout", "inference", "rewards", "credit", "pack", "train", "iteration")

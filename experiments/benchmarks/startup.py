@@ -25,18 +25,22 @@ from typing import NamedTuple
 
 from absl import flags
 
-from experiments.benchmarks import measuring
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.report.progress import with_progress
-from flowgrpo.report.tables import show_lines, significant
-from flowgrpo.types import BadInput
+from ..cli import app
+from ..cli.help import flag_heading
 
 flag_heading("Sizes")
 _IMPORTS = flags.DEFINE_integer("imports", 5, "Processes that import or print help, of each kind.", lower_bound=1)
 _COLD = flags.DEFINE_integer("cold", 3, "Quickstarts with nothing compiled beforehand.", lower_bound=1)
 _WARM = flags.DEFINE_integer("warm", 3, "Quickstarts that find what was compiled.", lower_bound=1)
 _SHOWN = flags.DEFINE_integer("shown", 10, "Programs in the table of compilation.", lower_bound=0)
+
+app.read_flags(__name__)
+
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import show_lines, significant
+from flowgrpo.types import BadInput
+
+from . import measuring
 
 PYTHON = [sys.executable, "-c"]
 IMPORTS = {

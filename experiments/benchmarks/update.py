@@ -33,31 +33,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
 
-import flowgrpo as fg
-from experiments.benchmarks import measuring
-from experiments.benchmarks.ceilings import LEARNERS, shape_called
-from experiments.benchmarks.racers.torch_generate import random_torch_model
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.batching.layouts import full_batch
-from flowgrpo.contracts import Params, Policy
-from flowgrpo.envs.env import PAD
-from flowgrpo.generate.sampler import logprobs
-from flowgrpo.learner.state import init_learner, make_optimizer
-from flowgrpo.learner.update import make_update
-from flowgrpo.models.config import DecoderConfig, Rope
-from flowgrpo.models.decoder import make_policy
-from flowgrpo.parallel.row_sharding import DEALT, data_mesh, share
-from flowgrpo.planning.cost_model import Workload, count_parameters, forward_flops
-from flowgrpo.planning.dry_run import abstract_batch, abstract_state, dry_update, local_bytes, make_case
-from flowgrpo.report.progress import with_progress
-from flowgrpo.report.tables import medians, show_columns, show_lines, significant, timed
-from flowgrpo.types import BadInput, Batch
+from ..cli import app
+from ..cli.help import flag_heading
+from .shapes import LEARNERS
 
 PARTS = ("speed", "memory", "growth", "vocabulary", "torch")
 FORMS = ("plain", "looped", "remat", "kl", "scores", "gradient")
@@ -77,6 +57,32 @@ _VOCABULARY = flags.DEFINE_integer("vocabulary", 151_936, "Vocabulary of `vocabu
 _MEMORY_ROWS = flags.DEFINE_integer("memory_rows", 8, "Rows of `vocabulary`.", lower_bound=1)
 _MEMORY_LENGTH = flags.DEFINE_integer("memory_length", 1024, "Tokens of a row of `vocabulary`.", lower_bound=2)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
+
+app.read_flags(__name__)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import flowgrpo as fg
+from flowgrpo.batching.layouts import full_batch
+from flowgrpo.contracts import Params, Policy
+from flowgrpo.envs.env import PAD
+from flowgrpo.generate.sampler import logprobs
+from flowgrpo.learner.state import init_learner, make_optimizer
+from flowgrpo.learner.update import make_update
+from flowgrpo.models.config import DecoderConfig, Rope
+from flowgrpo.models.decoder import make_policy
+from flowgrpo.parallel.row_sharding import DEALT, data_mesh, share
+from flowgrpo.planning.cost_model import Workload, count_parameters, forward_flops
+from flowgrpo.planning.dry_run import abstract_batch, abstract_state, dry_update, local_bytes, make_case
+from flowgrpo.report.progress import with_progress
+from flowgrpo.report.tables import medians, show_columns, show_lines, significant, timed
+from flowgrpo.types import BadInput, Batch
+
+from . import measuring
+from .ceilings import shape_called
+from .racers.torch_generate import random_torch_model
 
 RATE, CLIP = 1e-4, 0.2  # of learning, and of the ratio in PyTorch
 SIZE, TIMES = 1024, 16  # of the matrices whose product is the measure, and how often it is taken in a round

@@ -16,21 +16,26 @@ import statistics
 import tempfile
 from pathlib import Path
 
-import numpy as np
 from absl import flags
 
-import flowgrpo as fg
-from experiments.benchmarks.measuring import print_result
-from experiments.cli import app
-from experiments.cli.help import flag_heading
-from flowgrpo.report.tables import show_lines, significant, timed
-from flowgrpo.report.trajectory_page import Shown, ShownCall, ShownTurn, viewer
+from ..cli import app
+from ..cli.help import flag_heading
 
 flag_heading("Sizes")
 _COUNT = flags.DEFINE_integer("trajectories", 2000, "How many.", lower_bound=2)
 _TURNS = flags.DEFINE_integer("turns", 4, "Turns of each.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens", 250, "Tokens of a turn, of which one in five is chosen.", lower_bound=5)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Times that the page is opened.", lower_bound=1)
+
+app.read_flags(__name__)
+
+import numpy as np
+
+import flowgrpo as fg
+from flowgrpo.report.tables import show_lines, significant, timed
+from flowgrpo.report.trajectory_page import Shown, ShownCall, ShownTurn, viewer
+
+from .measuring import print_result
 
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,800")
 OPENED = "return performance.getEntriesByName('opened').map(mark => mark.startTime)[0]"

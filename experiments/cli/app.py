@@ -1,9 +1,16 @@
 """Common frame of every experiment: the flags that all have, and how a run begins and ends.
 
-    if __name__ == "__main__":
-        common.run(main)
+    _SEED = flags.DEFINE_integer("seed", 0, "Seed of everything.")
 
-`run` parses the flags, sets up JAX before its backend starts, and calls `main()`. How a command ends, everywhere:
+    app.read_flags(__name__)
+
+    import jax  # and all else that takes seconds
+
+    if __name__ == "__main__":
+        app.run(main)
+
+`read_flags` answers a typo or --help before anything slow is imported. `run` sets up JAX before its backend starts, and
+calls `main()`. How a command ends, everywhere:
 
     0      it did what was asked, or printed the help that was asked for; or the time of --stop_after is over, one line:
            what was trained is saved, and the same command goes on
@@ -25,11 +32,12 @@ from typing import Never
 
 from absl import app, flags, logging
 
-from experiments.cli.help import USAGE, complaint, flag_heading, show_help
-from flowgrpo import launch
+from flowgrpo import __version__, launch
+from flowgrpo.errors import BadInput
 from flowgrpo.run.signals import BY_SIGNAL, listening, number_of
 from flowgrpo.run.time_budget import OutOfTime
-from flowgrpo.types import BadInput
+
+from .help import HELP, USAGE, complaint, flag_heading, help_of_command, is_missing, shown_command
 
 flag_heading("Every command")
 _CACHE = flags.DEFINE_string(
@@ -48,9 +56,18 @@ _EXACT = flags.DEFINE_bool(
     "Round every row of a product alike, in any company, so that no result depends on slots or widths; by default "
     "where an engine answers requests. On processors without AVX-512 a run takes up to 1.6 times as long.",
 )
-flags.disclaim_key_flags()  # `run` adopts them for the command
+flags.disclaim_key_flags()  # `read_flags` adopts them for the command
 
 STOPPED = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+
+
+def read_flags(module: str) -> None:
+    """Read the command line, where this module is the command that runs and not imported by another."""
+    if module != "__main__":
+        return
+    flags.adopt_module_key_flags(sys.modules[__name__])  # so that --help lists them
+    app.define_help_flags()
+    _parse(sys.argv)
 
 
 def run(main: Callable[[], None], *, cpu_devices: int = 1, exact: bool = False) -> None:
@@ -76,10 +93,11 @@ def run(main: Callable[[], None], *, cpu_devices: int = 1, exact: bool = False) 
                 print(f"\n{_name()}: {STOPPED[number]}", file=sys.stderr)
                 _leave(BY_SIGNAL + number)
 
-    flags.adopt_module_key_flags(sys.modules[__name__])  # so that --help lists them
+    if not flags.FLAGS.is_parsed():
+        read_flags("__main__")
     # Of transformers only tokenizers and configurations are used, which need no PyTorch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    app.run(guarded, flags_parser=_parse)
+    app.run(guarded, flags_parser=lambda argv: argv[:1])  # the flags have been read
 
 
 def compilation_cache() -> str | None:
@@ -94,22 +112,38 @@ def _leave(status: int) -> Never:
     os._exit(status)
 
 
-def _parse(argv: Sequence[str]) -> list[str]:
+def _parse(argv: Sequence[str]) -> None:
     """absl's parsing, with our help, and one sentence for bad flags; libraries log warnings only, or --verbosity's."""
-    show_help(argv)
+    if "--version" in argv:
+        print(f"flowgrpo {__version__}")
+        sys.exit(0)
+    if "--helpfull" in argv:
+        app.usage(writeto_stdout=True)
+        sys.exit(0)
+    words, asks_help = [word for word in argv if word not in HELP], bool(HELP & {*argv})
+    if not any(word.lstrip("-").startswith("flagfile") for word in words):  # whose flags the command line may replace
+        for name in flags.FLAGS:
+            flags.FLAGS[name].allow_overwrite = False
     try:
-        rest = flags.FLAGS(argv)
+        others = flags.FLAGS(words)[1:]
     except flags.Error as error:
-        unreadable(complaint(error))
-    if len(rest) > 1:
-        unreadable(f"{rest[1]!r} is not a flag: settings are given as --name=value (--help lists them)")
+        if not (asks_help and is_missing(error)):
+            unreadable(complaint(error))
+        others = []
+    if others:
+        unreadable(f"{others[0]!r} is not a flag: settings are given as --name=value (--help lists them)")
+    if asks_help:
+        try:
+            print(help_of_command())
+        except BadInput as error:  # no preset fits these flags
+            unreadable(str(error))
+        sys.exit(0)
     for name in flags.FLAGS:
         value = flags.FLAGS[name].value
         if isinstance(value, float) and not math.isfinite(value):
             unreadable(f"--{name}={value} must be a finite number")
     if not flags.FLAGS["verbosity"].present:
         flags.FLAGS.verbosity = logging.WARNING
-    return rest
 
 
 def unreadable(sentence: str) -> Never:
@@ -119,7 +153,7 @@ def unreadable(sentence: str) -> Never:
 
 
 def _name() -> str:
-    """The module that runs, as it was called: `experiments.family`."""
+    """The command that runs, as one calls it: `experiments.family`, or `flowgrpo family` where it was installed."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
-    return spec.name if spec else Path(str(getattr(main, "__file__", "experiments"))).stem
+    return shown_command(spec.name) if spec else Path(str(getattr(main, "__file__", "experiments"))).stem

@@ -13,10 +13,11 @@ from typing import Any
 
 from absl import flags
 
-from experiments.cli.help import flag_heading
 from flowgrpo.report.sinks import TENSORBOARD, check_sinks
 from flowgrpo.run.config import RunConfig, kind_of, setting_infos
 from flowgrpo.run.time_budget import ENDLESS, TimeBudget, time_budget
+
+from .help import flag_heading, show_defaults
 
 _STARTED = time.monotonic()  # of the command, before its heavy imports
 
@@ -30,8 +31,7 @@ def define_config(config: type[RunConfig]) -> None:
         if own.heading is None:
             continue
         flag_heading(own.heading)
-        default = ",".join(one.default) if isinstance(one.default, tuple) else one.default
-        words = f"{own.help} [{default}]" if default not in (None, "") else own.help
+        words = own.help
         kind, _ = kind_of(config, one)
         if own.choices:
             flags.DEFINE_enum(one.name, None, list(own.choices), words)
@@ -46,6 +46,7 @@ def define_config(config: type[RunConfig]) -> None:
             flags.DEFINE_float(one.name, None, words, lower_bound=own.at_least, upper_bound=own.at_most)
         else:
             flags.DEFINE_string(one.name, None, words)
+    show_defaults(lambda: config.defaults(given(config)))
 
 
 def given(config: type[RunConfig]) -> dict[str, Any]:

@@ -5,6 +5,8 @@
 
 Each flag that is defined after `flag_heading(words)` stands under these words, up to the next of them. absl's own
 flags, and those of libraries, are in --helpfull. Help that was asked for ends with status 0.
+
+Defaults are those of the run that the command line describes: `--env=maze --help` shows those that fit maze.
 """
 
 import difflib
@@ -12,9 +14,10 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 HEADINGS = (  # in the order of --help
     "What is run",
@@ -29,6 +32,7 @@ HEADINGS = (  # in the order of --help
     "Every command",
 )
 _begun: list[tuple[str, int]] = []  # the words, and how many flags there were
+_presets: list[Callable[[], Mapping[str, Any]]] = []
 
 
 def flag_heading(words: str) -> None:
@@ -36,6 +40,11 @@ def flag_heading(words: str) -> None:
     if words not in HEADINGS:
         raise ValueError(f"{words!r} is none of the headings: {', '.join(HEADINGS)}")
     _begun.append((words, len(flags.FLAGS)))
+
+
+def show_defaults(preset: Callable[[], Mapping[str, Any]]) -> None:
+    """Let help show these defaults, by the names of flags, which `preset` finds when all flags have been read."""
+    _presets.append(preset)
 
 
 def under_headings(chosen: Sequence[flags.Flag]) -> dict[str, list[flags.Flag]]:
@@ -51,21 +60,27 @@ USAGE = 2  # the status of a command line that can't be read
 REFUSED = re.compile(r"flag --(\w+)=(.*?): (.*)", re.DOTALL)  # as absl says it
 NUMBERS = (flags.IntegerParser, flags.FloatParser)
 LEFT, NARROW, WIDE = 24, 80, 100  # columns: where a flag's sentence begins; a page
-ENDING = (
-    "Square brackets hold the default, which a preset of --env, --algorithm or --model may replace. --helpfull lists "
-    "absl's own flags too."
+ENDING = "--helpfull lists absl's own flags, too."
+PRESETS = (
+    "A default is that of the run which this command line describes, and may follow from its other flags, such as an "
+    "environment, an algorithm or a model: give them beside --help to see what would run. "
 )
+HELP = {"--help", "-help", "-h", "-?", "--helpshort"}
+PACKAGE = __name__.partition(".cli.")[0]  # `experiments` in a checkout, `flowgrpo.experiments` where it was installed
 
 
-def show_help(argv: Sequence[str]) -> None:
-    """Print the help that a command line asks for, if it does, and end the command well."""
-    if {"--help", "-help", "-?", "--helpshort"} & {*argv}:
-        print(help_page(sys.modules["__main__"].__doc__ or "", _own(), width=page_width()))
-    elif "--helpfull" in argv:
-        app.usage(writeto_stdout=True)
-    else:
-        return
-    sys.exit(0)
+def shown_command(words: str) -> str:
+    """Words with their commands as they are called here: `flowgrpo view` where there is no checkout."""
+    if PACKAGE == "experiments":
+        return words
+    return words.replace("python -m experiments.", "flowgrpo ").replace(f"{PACKAGE}.", "flowgrpo ")
+
+
+def help_of_command() -> str:
+    """The page of the command that runs; `BadInput` where no preset fits the flags that were given."""
+    defaults = {name: value for preset in _presets for name, value in preset().items()}
+    doc = shown_command(sys.modules["__main__"].__doc__ or "")
+    return help_page(doc, _own(), width=page_width(), defaults=defaults)
 
 
 def page_width() -> int:
@@ -73,12 +88,12 @@ def page_width() -> int:
     return min(max(shutil.get_terminal_size((WIDE, 0)).columns, NARROW), WIDE)
 
 
-def help_page(doc: str, chosen: Sequence[flags.Flag], *, width: int) -> str:
-    """A docstring, and the flags under their headings."""
+def help_page(doc: str, chosen: Sequence[flags.Flag], *, width: int, defaults: Mapping[str, Any] = {}) -> str:
+    """A docstring, and the flags under their headings; `defaults` are those that a preset has."""
     parts = [flowing(doc, width)]
     for words, group in under_headings(chosen).items():
-        parts.append("\n".join([f"{words}:", *(describe_flag(flag, width) for flag in group)]))
-    return "\n\n".join([*parts, textwrap.fill(ENDING, width)])
+        parts.append("\n".join([f"{words}:", *(describe_flag(flag, width, defaults) for flag in group)]))
+    return "\n\n".join([*parts, textwrap.fill((PRESETS if defaults else "") + ENDING, width)])
 
 
 def flowing(doc: str, width: int) -> str:
@@ -90,10 +105,10 @@ def flowing(doc: str, width: int) -> str:
     )
 
 
-def describe_flag(flag: flags.Flag, width: int) -> str:
+def describe_flag(flag: flags.Flag, width: int, defaults: Mapping[str, Any] = {}) -> str:
     """A flag with its kind of value, its sentence, its choices, bounds and default."""
     left = f"  {written(flag)}"
-    notes = "; ".join(_notes(flag, left))
+    notes = "; ".join(_notes(flag, left, defaults.get(flag.name, flag.default)))
     sentence = _plain(flag) + (f" ({notes})" if notes else "")
     indent, fits = " " * LEFT, len(left) < LEFT - 1
     begun = left.ljust(LEFT) if fits else indent
@@ -124,7 +139,7 @@ def is_required(flag: flags.Flag) -> bool:
     return flag.default is None and any(not one.checker(None) for one in flag.validators)
 
 
-def _notes(flag: flags.Flag, left: str) -> list[str]:
+def _notes(flag: flags.Flag, left: str, default: Any) -> list[str]:
     """List the notes in brackets behind a flag's sentence: choices, bounds, repetition, requirement, default."""
     notes, switch = [], left.startswith("  --[no]")
     if isinstance(flag.parser, flags.EnumParser) and left.endswith("=NAME"):
@@ -134,12 +149,16 @@ def _notes(flag: flags.Flag, left: str) -> list[str]:
         notes += [bounds] if bounds not in ("integer", "number") else []
     notes += ["may be given again"] if isinstance(flag, flags.MultiFlag) else []
     notes += ["required"] if is_required(flag) else []
-    if switch and flag.default is not None:
-        notes.append(f"default {'on' if flag.default else 'off'}")
-    elif not switch and flag.default not in (None, "", []):
-        values = flag.default if isinstance(flag.default, list) else [flag.default]
-        notes.append(f"default {','.join(map(str, values))}")
+    if switch and default is not None:
+        notes.append(f"default {'on' if default else 'off'}")
+    elif not switch and default not in (None, "", [], ()):
+        notes.append(f"default {_text(default)}")
     return notes
+
+
+def is_missing(error: flags.Error) -> bool:
+    """Whether the command line lacks a flag that must be given."""
+    return str(error).endswith("must have a value other than None.")
 
 
 def complaint(error: flags.Error) -> str:
@@ -147,9 +166,10 @@ def complaint(error: flags.Error) -> str:
     if isinstance(error, flags.UnrecognizedFlagError):
         name = error.flagname
         negated = [f"no{flag}" for flag in flags.FLAGS if flags.FLAGS[flag].boolean]
-        near = difflib.get_close_matches(name, [*flags.FLAGS, *negated], n=1)
+        near = [flag for flag in flags.FLAGS if name == _initials(flag)]  # --lr
+        near += difflib.get_close_matches(name, [*flags.FLAGS, *negated], n=1)
         return f"--{name} is no flag{f'; did you mean --{near[0]}?' if near else ''} (--help lists them)"
-    if str(error).endswith("must have a value other than None."):
+    if is_missing(error):
         missing = [flag for flag in _own() if is_required(flag) and flag.value is None]
         return "; ".join(f"--{flag.name} must be given ({_plain(flag).rstrip('.')})" for flag in missing)
     bad = REFUSED.fullmatch(str(error))
@@ -158,7 +178,20 @@ def complaint(error: flags.Error) -> str:
     name, value, why = bad.groups()
     if why.startswith(f"--{name}"):  # a sentence of the command's own
         return why
+    if why.startswith("already defined as"):
+        return f"--{name} is given twice, with {_text(flags.FLAGS[name].value)} and with {value}: give it once"
     return f"--{name}={value} must be {_wanted(flags.FLAGS[name], value) or why}"
+
+
+def _initials(flag: str) -> str:
+    return "".join(part[0] for part in flag.split("_") if part) if "_" in flag else ""
+
+
+def _text(value: Any) -> str:
+    """A flag's value as it is written on a command line."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _wanted(flag: flags.Flag, value: str) -> str:

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from experiments.cli.help import USAGE, page_width
+from .help import USAGE, page_width
 
 Groups = Mapping[str, Sequence[str]]
 MARGIN = 14  # columns of the names

@@ -5,15 +5,14 @@ Without a `model` they are those of the offline run: a small model that is made 
 roles are spoken by the model's own frozen weights.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flowgrpo.recipes import offline_tasks
-from flowgrpo.recipes.hosted import HostedConfig
-from flowgrpo.recipes.registry import ALGORITHMS
-from flowgrpo.recipes.task_choice import ChoiceConfig
+from flowgrpo.errors import BadInput
+from flowgrpo.recipes.hosted_config import ChoiceConfig, HostedConfig
+from flowgrpo.recipes.names import ALGORITHMS, OFFLINE_DOMAINS
 from flowgrpo.run.config import make_config, setting
-from flowgrpo.types import BadInput
 
 ROLES = ("executor", "verifier", "generator", "analyst")
 CONTROLS = ("none", "shuffled_rewards")
@@ -47,7 +46,7 @@ class TaskConfig(HostedConfig, ChoiceConfig):
     )
     algorithm: str = setting("flow_grpo", "Member of the family.", "What is run", choices=ALGORITHMS)
     control: str = setting("none", "Shuffle the rewards within groups.", "What is run", choices=CONTROLS)
-    domains: str = setting(",".join(offline_tasks.DOMAINS), "Domains of the offline tasks, by commas.", "The agents")
+    domains: str = setting(",".join(OFFLINE_DOMAINS), "Domains of the offline tasks, by commas.", "The agents")
     turns: int = setting(4, "Turns of the planner in training.", "Sizes", at_least=1)
     exam_turns: int = setting(4, "Turns of the planner in examinations.", "Sizes", at_least=1)
     decay: float = setting(
@@ -113,6 +112,11 @@ class Config(TaskConfig):
         for name, who in self.roles.items():
             check_role(name, who)
 
+    @classmethod
+    def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the offline run, or those of the paper for a model."""
+        return super().defaults(chosen) | (PAPER if chosen.get("model") else {})
+
     @property
     def roles(self) -> dict[str, str]:
         """Name who plays each role beside the planner."""
@@ -164,4 +168,4 @@ PAPER: dict[str, Any] = LARGE | {
 
 def preset(model: str | None = None, **chosen: Any) -> Config:
     """The settings that fit the offline run, or those of the paper for a model, with what was chosen in their place."""
-    return make_config(Config, (PAPER if model else {}) | chosen | {"model": model})
+    return make_config(Config, chosen | {"model": model})

@@ -23,12 +23,12 @@ from flowgrpo.distributed.event_log import read_events
 from flowgrpo.distributed.master import Master
 from flowgrpo.distributed.messages import Order, Stretch
 from flowgrpo.distributed.ray_backend import Backend, RayBackend
-from flowgrpo.distributed.schedule import ROLLOUT, TRAIN, Plan
+from flowgrpo.distributed.schedule import REWARD, ROLLOUT, TRAIN, Plan
 from flowgrpo.distributed.simulation import Costs
 from flowgrpo.distributed.worker_pool import PoolShape
 from flowgrpo.distributed.workers import Player, RewardWorker, RolloutWorker
 from flowgrpo.recipes import agent
-from flowgrpo.recipes.cluster_config import ANY, Config, pool_of, schedule_of
+from flowgrpo.recipes.cluster_config import ANY, Config, schedule_of
 from flowgrpo.recipes.cluster_config import preset as preset
 from flowgrpo.recipes.cluster_trainer import ClusterTrainer
 from flowgrpo.recipes.hosted import HostedSetup, make_hosted_rollout, width_of
@@ -54,6 +54,11 @@ class Launched(NamedTuple):
 
 
 PLAIN = Launched()
+
+
+def pool_of(domain: str) -> str:
+    """The name of the pool that judges a domain."""
+    return f"{REWARD}-{domain}"
 
 
 def make_worker(

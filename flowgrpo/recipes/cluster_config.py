@@ -1,13 +1,15 @@
 """Settings of a cluster that trains the agent system, and the schedule that they mean."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flowgrpo.distributed import schedule
-from flowgrpo.distributed.schedule import REWARD
+from flowgrpo.errors import BadInput
 from flowgrpo.recipes import agent_config
 from flowgrpo.run.config import make_config, setting
-from flowgrpo.types import BadInput
+
+if TYPE_CHECKING:
+    from flowgrpo.distributed.schedule import Plan
 
 ANY = "any"  # the domain whose reward workers judge what no others do
 TAKES = {  # what means something to a schedule, beside the size of an update
@@ -16,6 +18,7 @@ TAKES = {  # what means something to a schedule, beside the size of an update
     "async": ("staleness",),
     "partial": ("staleness", "budget", "spare"),
 }
+SYNC = {"correction": 0.0}  # nothing is stale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +46,8 @@ class Config(agent_config.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.schedule == "sync":  # where nothing is stale
-            object.__setattr__(self, "correction", 0.0)
+        if self.schedule == "sync":
+            object.__setattr__(self, "correction", SYNC["correction"])
         if self.trainer_workers > 1 and self.mesh != f"data={self.trainer_workers}":
             raise BadInput(
                 f"--trainer_workers={self.trainer_workers} deals rows over so many processes, which hold all "
@@ -52,6 +55,12 @@ class Config(agent_config.Config):
             )
         self.judges()
         schedule_of(self)
+
+    @classmethod
+    def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the agent system, as far as the schedule has such a setting."""
+        fit = super().defaults(chosen)
+        return fit | (SYNC if chosen.get("schedule", fit["schedule"]) == "sync" else {})
 
     def judges(self) -> dict[str, int]:
         """Say how many processes judge each domain."""
@@ -66,11 +75,13 @@ class Config(agent_config.Config):
 
 def preset(model: str | None = None, **chosen: Any) -> Config:
     """The settings that fit the offline run, or those of the paper for a model, with what was chosen in their place."""
-    return make_config(Config, (agent_config.PAPER if model else {}) | chosen | {"model": model})
+    return make_config(Config, chosen | {"model": model})
 
 
-def schedule_of(config: Config) -> schedule.Plan:
+def schedule_of(config: Config) -> "Plan":
     """The schedule that these settings mean."""
+    from flowgrpo.distributed import schedule  # which needs JAX, for which flags shouldn't wait
+
     name, groups, updates = config.schedule, config.queries, config.updates
     own = {"staleness": config.staleness, "budget": config.budget, "spare": config.spare}
     given = {key: value for key, value in own.items() if value is not None}
@@ -83,8 +94,3 @@ def schedule_of(config: Config) -> schedule.Plan:
         return schedule.partial_rollouts(groups, updates, **{"spare": groups} | given)
     makes = {"sync": schedule.synchronous, "one_step_off": schedule.one_step_off, "async": schedule.asynchronous}
     return makes[name](groups, updates, **given)
-
-
-def pool_of(domain: str) -> str:
-    """The name of the pool that judges a domain."""
-    return f"{REWARD}-{domain}"

@@ -39,7 +39,6 @@ CONFIGS: dict[str, type[RunConfig]] = {
     "own_env": own_env.Config,
     "self_verify": self_verify_tasks.Config,
 }
-WHICH = ("best", "last", "start")  # in validation, of all, the start of the training
 
 # What there is ------------------------------------------------------------------------------------------
 

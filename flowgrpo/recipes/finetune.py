@@ -5,9 +5,7 @@ result = train(Config(method="sft", data="demonstrations.jsonl", model="models/s
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +21,12 @@ from flowgrpo.learner.imitation import IMITATION, packed_imitation
 from flowgrpo.learner.loss_scale import optimizer_for
 from flowgrpo.learner.state import LearnerState, make_optimizer
 from flowgrpo.learner.update import make_score, make_update, score_batch
-from flowgrpo.models.attention_kernels import ATTENTION, attention_named
+from flowgrpo.models.attention_kernels import attention_named
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model
 from flowgrpo.models.trainable import cast
-from flowgrpo.recipes.planner import DTYPES
+from flowgrpo.recipes.finetune_config import Config
 from flowgrpo.run.checkpoints import params_sha256
-from flowgrpo.run.config import RunConfig, setting
 from flowgrpo.run.next_steps import command, contents, ending
 from flowgrpo.run.session import Session, Step, Validation, Work, run_session
 from flowgrpo.run.time_budget import ENDLESS, TimeBudget
@@ -60,7 +57,6 @@ class Method(NamedTuple):
     read: Callable[..., list]  # (path, text) -> examples
     rows: Callable[..., fg.Batch]
     each: int  # conversations of an example
-    rate: float  # learning rate, where none is given
     teach: Callable[..., tuple]  # (settings, model, optimizer, held) -> (step, examine)
 
 
@@ -159,39 +155,9 @@ def margins_of(batch: fg.Batch, logp_rs: np.ndarray) -> np.ndarray:
 
 
 METHODS = {
-    "sft": Method(conversations.read_demonstrations, packed_imitation, 1, 1e-5, _teach_demonstrations),
-    "dpo": Method(conversations.read_preferences, conversations.preference_rows, 2, 1e-6, _teach_preferences),
+    "sft": Method(conversations.read_demonstrations, packed_imitation, 1, _teach_demonstrations),
+    "dpo": Method(conversations.read_preferences, conversations.preference_rows, 2, _teach_preferences),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(RunConfig):
-    """Settings of learning from a file of conversations."""
-
-    method: str = setting("sft", "Imitate demonstrations, or learn preferences.", "What is run", choices=METHODS)
-    data: str = setting("", "The examples, a .jsonl file.", "What is run")
-    data_sha256: str = setting("", "Of the examples; of the file, where it is empty.")
-    model: str = setting("", "Model folder, or hub id.", "What is run")
-    epochs: float = setting(1.0, "How often every example is seen.", "Sizes", at_least=0.0)
-    batch: int = setting(16, "Examples of a step.", "Sizes", at_least=1)
-    max_tokens: int = setting(1024, "Tokens of a conversation at most.", "Sizes", at_least=2)
-    held_out: float = setting(0.1, "The share of examples that are held out.", "Sizes", at_least=0.0, at_most=0.9)
-    learning_rate: float | None = setting(None, "1e-5 for sft and 1e-6 for dpo by default.", "Learning", at_least=0.0)
-    beta: float = setting(0.1, "How strongly DPO holds on to the model that it begins with.", "Learning", at_least=0.0)
-    micro_rows: int = setting(8, "Rows that go through the model together.", "Devices and memory", at_least=1)
-    dtype: str = setting("float32", "What the weights are held in.", "Devices and memory", choices=DTYPES)
-    attention: str = setting("auto", "What computes attention; by platform.", "Devices and memory", choices=ATTENTION)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not Path(self.data).is_file():
-            raise fg.BadInput(f"{self.data or '--data'} is no file: give the path of the examples as --data")
-        if not self.model:
-            raise fg.BadInput("--model must be given: a model folder, or a hub id")
-        sha = sha256(Path(self.data).read_bytes()).hexdigest()
-        object.__setattr__(self, "data_sha256", self.data_sha256 or sha)
-        if self.learning_rate is None:
-            object.__setattr__(self, "learning_rate", METHODS[self.method].rate)
 
 
 class FinetuneParts(NamedTuple):

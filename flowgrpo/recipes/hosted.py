@@ -7,7 +7,6 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -29,7 +28,8 @@ from flowgrpo.generate.remote_engine import RemoteEngine
 from flowgrpo.generate.sampler import MAX_KEPT
 from flowgrpo.models.hf import Model
 from flowgrpo.parallel.offload import DISK, Residency, places
-from flowgrpo.recipes.planner import OFFLOAD, Planner, PlannerConfig
+from flowgrpo.recipes.hosted_config import HostedConfig
+from flowgrpo.recipes.planner import OFFLOAD, Planner
 from flowgrpo.recipes.task_choice import Draw, Hard
 from flowgrpo.report.progress import Progress
 from flowgrpo.rollout.effects import NOTHING, Journal
@@ -38,56 +38,11 @@ from flowgrpo.rollout.hosted_run import Width
 from flowgrpo.rollout.judging import is_solved
 from flowgrpo.rollout.records import Played, aborted, rollout_of, to_json
 from flowgrpo.rollout.trajectory_thread import Submit
-from flowgrpo.run.config import setting
 from flowgrpo.run.session import Tested, before_after_table
 from flowgrpo.run.warm_start import WarmStart
 from flowgrpo.types import BadInput, Task, Trajectories
 
 ADVANTAGES = ".advantages.jsonl"  # beside the trajectories of an update
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostedConfig(PlannerConfig):
-    """Settings of a run whose environment lives on the host, over one engine."""
-
-    tasks: str | None = setting(
-        None, "Task file (.jsonl, .parquet) or reasoning_gym:NAME; with --model.", "What is run"
-    )
-    fields: tuple[str, ...] = setting(
-        (), "Names of fields in the task file: query=question,answers=gold.", "What is run"
-    )
-    domain: str | None = setting(None, "The domain of tasks that name none, or one that nobody judges.", "What is run")
-    rendering: str = setting(
-        "fresh", "Render each context afresh, or append to one.", None, choices=("fresh", "append")
-    )
-    queries: int = setting(32, "Queries of an update.", "Sizes", at_least=1)
-    samples: int = setting(8, "Trajectories of a query.", "Sizes", at_least=2)
-    max_tokens: int = setting(40, "New tokens of an action.", "Sizes", at_least=1)
-    context_tokens: int = setting(256, "Tokens of a context with its action.", "Sizes", at_least=2)
-    validation_tasks: int = setting(128, "Tasks of each validation.", "Sizes", at_least=1)
-    test_tasks: int = setting(400, "Test tasks of the final table.", "Sizes", at_least=1)
-    recorded: int = setting(4, "Groups of an update whose trajectories are written.", "Sizes", at_least=0)
-    learning_rate: float = setting(1e-3, "Of the reinforcement phase.", "Learning", at_least=0.0)
-    beta: float = setting(0.0, "Weight of the KL term; at 0 it is not measured.", "Learning", at_least=0.0)
-    clip_high: float = setting(0.28, "Upper bound of the ratio, above 1.", "Learning", at_least=0.0)
-    mini_batches: int = setting(1, "Gradient steps of an update.", "Learning", at_least=1)
-    micro_rows: int = setting(8, "Rows that go through the model together.", "Learning", at_least=1)
-    warm_rate: float = setting(3e-3, "Learning rate of the imitation.", "Learning", at_least=0.0)
-    warm_rows: int = setting(16, "Rows of a step of imitation.", "Learning", at_least=1)
-    temperature: float = setting(1.0, "Of the planner's words.", "Sampling", at_least=0.0)
-    turn_seconds: float = setting(60.0, "Of what follows one action of the planner.", "Sampling", at_least=0.1)
-    group_seconds: float = setting(
-        300.0, "Of a group, until it goes on without what is late.", "Sampling", at_least=0.1
-    )
-    slots: int = setting(64, "Requests that decode together.", "Devices and memory", at_least=2)
-    chunk: int = setting(32, "Tokens of a prompt that enter the cache together.", "Devices and memory", at_least=1)
-    steps: int = setting(8, "Tokens that are decoded between two looks at the queue.", "Devices and memory", at_least=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_tokens >= self.context_tokens:
-            room = f"--context_tokens={self.context_tokens}, which holds both"
-            raise BadInput(f"--max_tokens={self.max_tokens} leaves no room for a context within {room}")
 
 
 class HostedSetup(NamedTuple):

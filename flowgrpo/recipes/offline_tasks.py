@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from flowgrpo.recipes.names import OFFLINE_DOMAINS as DOMAINS
 from flowgrpo.rewards.vision.drawing import Thing, make_drawings, things
 from flowgrpo.types import BadInput, Task
 
@@ -220,7 +221,6 @@ MISREAD: Mapping[str, Callable[[np.random.Generator, Combination], Combination]]
     "code": _misread_value,
     "search": _misread_question,
 }
-DOMAINS = (*MAKERS, "drawing")
 
 
 @cache

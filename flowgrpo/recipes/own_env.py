@@ -9,7 +9,7 @@ unless a reward is named. A task is a seed; or a line of a file, whose fields it
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from sys import executable
@@ -21,53 +21,18 @@ from flowgrpo.external_envs.env import external_env
 from flowgrpo.external_envs.process import EnvProcess
 from flowgrpo.recipes import agent, task_choice
 from flowgrpo.recipes.agent import POOL, Source, assemble, check_settings, make_sandbox, reward_of
-from flowgrpo.recipes.agent_config import LARGE, TaskConfig
 from flowgrpo.recipes.hosted import HostedSetup, do_nothing, plain_story
 from flowgrpo.recipes.hosted_training import HostedWork, train_hosted
+from flowgrpo.recipes.own_env_config import Config
+from flowgrpo.recipes.own_env_config import preset as preset
 from flowgrpo.recipes.planner import check_planner, load_start
-from flowgrpo.run.config import make_config, setting
 from flowgrpo.run.session import Tested
 from flowgrpo.run.time_budget import ENDLESS, TimeBudget
-from flowgrpo.types import BadInput, Task
+from flowgrpo.types import Task
 
 NAME = "own_env"
 SPLITS = ("train", "validation", "test")
 ROOM = 1 << 24  # seeds of a split
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(TaskConfig):
-    """Settings of a run on an environment of your own; the defaults are those of a large model, see `preset`."""
-
-    env: str = setting(
-        "",
-        "The environment, as KIND:SPEC: trl:MODULE:CLASS, gymnasium:ID, textarena:ID, or openenv:ws://HOST:PORT/ws.",
-        "What is run",
-    )
-    python: str = setting("", "The Python that has its packages; this one by default.", "What is run")
-    instructions: str = setting("", "What the model is told before the first observation.", "What is run")
-    rendering: str = setting("append", "One conversation.", choices=("append",))
-    domains: str = setting("", "Not read here.")
-    episodes: int = setting(32, "Episodes at a time.", "The agents", at_least=1, may_differ=True)
-    env_seconds: float = setting(60.0, "Of an answer of the environment.", "Sampling", at_least=0.1)
-    turn_seconds: float = setting(90.0, "Of what follows one action.", "Sampling", at_least=0.1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        kind, _, spec = self.env.partition(":")
-        if not (kind and spec):
-            raise BadInput(f"--env={self.env!r} must be KIND:SPEC, such as gymnasium:FrozenLake-v1")
-        if self.model is None:
-            raise BadInput("--env needs --model: the folder of a model, or a hub id")
-        if self.turn_seconds <= self.env_seconds:
-            longest = f"--env_seconds={self.env_seconds:g}"
-            raise BadInput(f"--turn_seconds={self.turn_seconds:g} must be greater than {longest}, which it holds")
-
-
-def preset(model: str | None = None, **chosen: Any) -> Config:
-    """The settings of a large model, with what was chosen in their place."""
-    large = LARGE | {"turns": 8, "exam_turns": 8, "turn_seconds": 300.0, "beta": 0.0, "temperature": 1.0}
-    return make_config(Config, large | chosen | {"model": model})
 
 
 def seeds_of(config: Config) -> Source:

@@ -7,7 +7,6 @@ an adapter              the base stays as it is, in whatever type; a float32 ada
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,55 +17,19 @@ from jax.sharding import Mesh
 
 from flowgrpo.contracts import Policy
 from flowgrpo.loop import sampled
-from flowgrpo.models.attention_kernels import ATTENTION, attention_named
+from flowgrpo.models.attention_kernels import attention_named
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model, load_model
-from flowgrpo.models.lora import PROJECTIONS, Adapted, LoraConfig, adapter_axes, init_adapter, lora_policy
-from flowgrpo.models.quantised import KINDS
+from flowgrpo.models.lora import Adapted, LoraConfig, adapter_axes, init_adapter, lora_policy
 from flowgrpo.models.trainable import ADAPTER, WHOLE, Trained, cast
 from flowgrpo.parallel.offload import DEVICE, DISK, HOST
 from flowgrpo.parallel.sharding import decoder_axes, mesh_of, place_state, settle
-from flowgrpo.recipes.registry import OPTIMIZERS
-from flowgrpo.run.config import TrainingConfig, setting
+from flowgrpo.recipes.hosted_config import PlannerConfig
+from flowgrpo.recipes.names import WHOLE_BASE
 from flowgrpo.types import BadInput
 
 OFFLOAD = {"none": DEVICE, "host": HOST, "disk": DISK}
-DTYPES = ("float32", "bfloat16", "float16")
-WHOLE_BASE = "whole"
-BASES = (WHOLE_BASE, *KINDS)
 FEW_LAYERS = 4  # of a model whose layers are compiled one after the other
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannerConfig(TrainingConfig):
-    """Settings of a planner that is a model of its own: what is trained of it, in which type, on which devices."""
-
-    model: str | None = setting(None, "Model folder, or hub id; without one, a small model is made.", "What is run")
-    optimizer: str = setting("adamw", "What remembers gradients.", "Learning", choices=OPTIMIZERS)
-    lora_rank: int = setting(0, "Rank of an adapter; 0 trains all parameters.", "Learning", at_least=0)
-    lora_alpha: float = setting(32.0, "Scale of an adapter, times its rank.", "Learning", at_least=0.0)
-    lora_targets: str = setting(",".join(PROJECTIONS), "Projections that an adapter changes, by commas.", "Learning")
-    base: str = setting(
-        WHOLE_BASE, "How the frozen weights under an adapter are kept.", "Devices and memory", choices=BASES
-    )
-    dtype: str = setting("float32", "What the weights compute in.", "Devices and memory", choices=DTYPES)
-    attention: str = setting(
-        "auto", "What computes attention over whole rows; by platform.", "Devices and memory", choices=ATTENTION
-    )
-    remat: bool = setting(
-        False, "Compute layers again for the gradient, which takes less memory.", "Devices and memory"
-    )
-    mesh: str | None = setting(
-        None,
-        "How devices are arranged for learning, such as data=2,fsdp=4; one device by default.",
-        "Devices and memory",
-    )
-    offload: str = setting(
-        "none", "Where models are that a stage doesn't use.", "Devices and memory", choices=OFFLOAD, may_differ=True
-    )
-    watch_seconds: float = setting(
-        1800.0, "Of an iteration, until it says what it waits for.", "Devices and memory", at_least=1.0, may_differ=True
-    )
 
 
 def lora_of(config: PlannerConfig) -> LoraConfig | None:

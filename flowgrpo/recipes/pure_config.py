@@ -1,11 +1,12 @@
 """Settings of a run on a pure environment: `Config`; `preset` has those that fit an environment and an algorithm."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flowgrpo.recipes.registry import ALGORITHMS, BY_IMPORT, ENVIRONMENTS, HARDER
+from flowgrpo.errors import BadInput
+from flowgrpo.recipes.names import ALGORITHMS, BY_IMPORT, ENVIRONMENTS, HARDER
 from flowgrpo.run.config import TrainingConfig, make_config, setting
-from flowgrpo.types import BadInput
 
 CONTROLS = ("none", "shuffled_rewards", "supervised", "last_turn")
 CRITICS = ("own", "shared")
@@ -63,6 +64,17 @@ class Config(TrainingConfig):
         None, "How devices are arranged, such as data=2,fsdp=4; all as data by default.", "Devices and memory"
     )
 
+    @classmethod
+    def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that fit the environment and the algorithm."""
+        plain = super().defaults(chosen)
+        env, algorithm = (str(chosen.get(name, plain[name])) for name in ("env", "algorithm"))
+        if env not in ENVIRONMENTS and ":" not in env:
+            raise BadInput(f"environment {env!r} is unknown; choose from {', '.join(ENVIRONMENTS)}, or {BY_IMPORT}")
+        like = env if env in PRESETS else HARDER.get(env, env)
+        fit = PRESETS.get(like, OUTSIDE) | BY_ALGORITHM.get(algorithm, {}) | BY_BOTH.get((env, algorithm), {})
+        return plain | fit
+
 
 PRESETS: dict[str, dict[str, Any]] = {
     "lookup": {"updates": 120, "decay_updates": 120, "learning_rate": 5e-4, "mini_batches": 4},
@@ -93,8 +105,4 @@ BY_BOTH: dict[tuple[str, str], dict[str, Any]] = {
 
 def preset(env: str = "lookup", algorithm: str = "flow_grpo", **chosen: Any) -> Config:
     """The settings that fit an environment and an algorithm, with what was chosen in their place."""
-    if env not in ENVIRONMENTS and ":" not in env:
-        raise BadInput(f"environment {env!r} is unknown; choose from {', '.join(ENVIRONMENTS)}, or {BY_IMPORT}")
-    like = env if env in PRESETS else HARDER.get(env, env)
-    fit = PRESETS.get(like, OUTSIDE) | BY_ALGORITHM.get(algorithm, {}) | BY_BOTH.get((env, algorithm), {})
-    return make_config(Config, fit | chosen | {"env": env, "algorithm": algorithm})
+    return make_config(Config, chosen | {"env": env, "algorithm": algorithm})

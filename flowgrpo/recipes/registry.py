@@ -20,6 +20,8 @@ from flowgrpo.envs.arithmetic import DECEPTIVE
 from flowgrpo.files import import_named
 from flowgrpo.learner.adam8bit import scale_by_adam_8bit
 from flowgrpo.learner.state import make_optimizer, scale_by_adafactor
+from flowgrpo.recipes import names
+from flowgrpo.recipes.names import BY_IMPORT
 from flowgrpo.rewards.answers import symbolic
 from flowgrpo.rewards.answers.match import answer
 from flowgrpo.rewards.answers.numbers import rounded, within
@@ -32,24 +34,7 @@ from flowgrpo.rewards.vision.boxes import box_iou, count_match, point_in_box
 from flowgrpo.rewards.vision.drawing import drawing_reward
 from flowgrpo.sandbox import Limits, Sandbox
 
-ALGORITHMS = {
-    "flow_grpo": fg.flow_grpo,
-    "flow_grpo_released": fg.algorithms.flow_grpo_released,
-    "grpo": fg.grpo,
-    "dr_grpo": fg.algorithms.dr_grpo,
-    "dapo": fg.algorithms.dapo,
-    "gspo": fg.algorithms.gspo,
-    "cispo": fg.algorithms.cispo,
-    "rloo": fg.algorithms.rloo,
-    "reinforce_pp": fg.algorithms.reinforce_pp,
-    "gigpo": fg.algorithms.gigpo,
-    "mt_grpo": fg.algorithms.mt_grpo,
-    "trloo": fg.algorithms.trloo,
-    "kimi": fg.algorithms.kimi,
-    "ppo": fg.ppo,
-    "dpo": fg.dpo,
-    "opd": fg.algorithms.opd,
-}
+ALGORITHMS = {name: getattr(fg.algorithms, name) for name in names.ALGORITHMS}
 
 ENVIRONMENTS: dict[str, Callable[..., fg.Env]] = {
     "lookup": fg.lookup,
@@ -60,9 +45,6 @@ ENVIRONMENTS: dict[str, Callable[..., fg.Env]] = {
     "arithmetic_hard": partial(fg.arithmetic, turns=9, flaws=DECEPTIVE),
     "maze_hard": partial(fg.maze, width=5, turns=20),
 }
-HARDER = {"lookup_hard": "lookup", "arithmetic_hard": "arithmetic", "maze_hard": "maze"}
-
-BY_IMPORT = "MODULE:FUNCTION, which is called without arguments and gives a fg.Env"
 
 
 def make_tool(name: str) -> fg.Tool:

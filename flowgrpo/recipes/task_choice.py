@@ -10,7 +10,6 @@ A run that is `hard` carries what it knows of its tasks in its checkpoints. The 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,41 +17,11 @@ import numpy as np
 
 from flowgrpo.data import task_sampling
 from flowgrpo.data.task_sampling import Known
+from flowgrpo.recipes.hosted_config import ChoiceConfig
 from flowgrpo.rollout.records import Played
-from flowgrpo.run.config import TrainingConfig, setting
 from flowgrpo.types import BadInput, Task
 
-PROMPTS = ("uniform", "hard", "curriculum")
 Draw = Callable[[str, int, int], list[Task]]  # (split, first, count) -> tasks
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChoiceConfig(TrainingConfig):
-    """Settings of how tasks are chosen."""
-
-    prompts: str = setting(
-        "uniform", "Which tasks come up: all, those that fail, easy ones first.", "What is run", choices=PROMPTS
-    )
-    difficulty: str | None = setting(
-        None, "Field of a task's metadata: a number, for --prompts=curriculum.", "What is run"
-    )
-    curriculum_updates: int | None = setting(
-        None, "Length of the curriculum; --updates by default.", "What is run", at_least=1
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prompts == "curriculum":
-            if not self.difficulty:
-                raise BadInput(
-                    "--prompts=curriculum needs --difficulty: a field of the tasks' metadata that holds a number"
-                )
-            # Resolved here, so that a run that is made longer keeps its curriculum.
-            object.__setattr__(self, "curriculum_updates", self.curriculum_updates or max(self.updates, 1))
-            return
-        for name in ("difficulty", "curriculum_updates"):
-            if getattr(self, name) is not None:
-                raise BadInput(f"--{name}={getattr(self, name)} needs --prompts=curriculum: nothing else reads it")
 
 
 def choose(

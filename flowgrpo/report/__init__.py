@@ -12,12 +12,10 @@ Modules:
     tensorboard      TensorBoard's event files
     trajectory_page  Show trajectories on one HTML page that needs nothing else
     watchdog         Timing of an iteration's stages, in seconds
+
+Names are listed in `__init__.pyi`, and are loaded when they are first used: settings and progress need no JAX.
 """
 
-from flowgrpo.report.figures import draw_all
-from flowgrpo.report.health import findings
-from flowgrpo.report.metrics import METRICS, Metrics, read_metrics
-from flowgrpo.report.plots import COLOURS, DASHES, MARKERS, curve, make_figure, tool_mix_curves
-from flowgrpo.report.progress import Progress
-from flowgrpo.report.sinks import open_sinks
-from flowgrpo.report.trajectory_page import Shown, ShownCall, ShownTurn, viewer
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

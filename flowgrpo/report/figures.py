@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flowgrpo.errors import BadInput
 from flowgrpo.report.metrics import (
     ADVANTAGE,
     METRICS,
@@ -44,7 +45,6 @@ from flowgrpo.report.plots import (
     save,
     tool_mix_curves,
 )
-from flowgrpo.types import BadInput
 
 WIDTH, HEIGHT = 7.5, 6.0  # inches
 COLUMNS = 200  # of the map at most; updates are added up beyond

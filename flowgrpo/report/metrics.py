@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flowgrpo.types import BadInput
+from flowgrpo.errors import BadInput
 
 NEAR = 1e-4  # a log-ratio up to which bins are of about even width
 RATIO_SIDE, RATIO_STEP = 16, 0.8  # bins on either side of rho = 1, and their width in asinh(log rho / NEAR)

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowgrpo.errors import BadInput
 from flowgrpo.files import write_whole
 from flowgrpo.report.metrics import METRICS, read_metrics
-from flowgrpo.types import BadInput
 
 CURVES = "curves.png"
 PHASES = ("train", "validation")  # blue and orange, in every picture

@@ -96,7 +96,6 @@ class Progress:
         print(f"\r\x1b[2K{line}", end="", file=self._stream, flush=True)
         self._open = True
 
-
     def _columns(self) -> int:
         """Width of the terminal; that of the stream, where results on stdout go elsewhere."""
         try:

@@ -24,10 +24,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from flowgrpo.errors import BadInput
 from flowgrpo.files import write_whole
 from flowgrpo.report.metrics import EDGES, Line, Opener, Sink
 from flowgrpo.report.tensorboard import EventFile, Histogram
-from flowgrpo.types import BadInput
 
 TENSORBOARD, SENT = "tensorboard", "loggers.json"
 PACKAGED = ("wandb", "trackio")  # each needs the package, and is an extra, of its name

@@ -12,11 +12,10 @@ Modules:
     time_budget  Time that a command may take, on a machine that is lent for some hours
     tree_io      Trees as flat leaves that files can hold, and back again, bit for bit
     warm_start   Imitation before reinforcement
+
+Names are listed in `__init__.pyi`, and are loaded when they are first used: settings and progress need no JAX.
 """
 
-from flowgrpo.run.checkpoints import Checkpoints, params_sha256
-from flowgrpo.run.config import RunConfig, TrainingConfig, setting
-from flowgrpo.run.run_dir import read_run, run_folder
-from flowgrpo.run.session import Session, TestedWork, Work, run_session
-from flowgrpo.run.time_budget import OutOfTime, TimeBudget, time_budget
-from flowgrpo.run.warm_start import WarmStart
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any, NamedTuple, Self, TypeVar
 
-from flowgrpo.types import BadInput
+from flowgrpo.errors import BadInput
 
 C = TypeVar("C", bound="RunConfig")
 
@@ -58,6 +58,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _check_config(self)
+
+    @classmethod
+    def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG003  recipes read it
+        """Defaults by name; those of some recipes depend on what was chosen, such as an environment or a model."""
+        return {one.name: one.default for one in fields(cls)}
 
     def to_json(self) -> dict[str, Any]:
         """The values by their names, as `run.json` holds them."""
@@ -128,9 +133,9 @@ def _is_of(kind: type, value: Any) -> bool:
 
 
 def make_config(config: type[C], values: Mapping[str, Any]) -> C:
-    """Make a Config of these values; one that it has no setting for is refused with the nearest that it has."""
+    """A Config of these values and the defaults that fit them; an unknown name is refused with the nearest one."""
     unknown = sorted(values.keys() - setting_infos(config).keys())
     if unknown:
         near = difflib.get_close_matches(unknown[0], setting_infos(config), n=1)
         raise BadInput(f"{unknown[0]!r} is no setting{f'; did you mean {near[0]!r}?' if near else ''}")
-    return config(**values)
+    return config(**{**config.defaults(values), **values})

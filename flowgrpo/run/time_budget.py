@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flowgrpo.types import BadInput
+from flowgrpo.errors import BadInput
 
 PARTS = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 SECONDS = (3600, 60, 1)  # of each part

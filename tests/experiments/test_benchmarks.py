@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks import attention
-from experiments.benchmarks.ceilings import LEARNERS, shape_called
+from experiments.benchmarks.ceilings import shape_called
+from experiments.benchmarks.shapes import LEARNERS
 from flowgrpo.batching.layouts import full_batch
 from flowgrpo.planning.cost_model import count_parameters
 from flowgrpo.types import check_axes

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from experiments.benchmarks.ceilings import SHAPES
 from experiments.benchmarks.racers import workload
 from experiments.benchmarks.racers.race import Racer, Track, run_race, summarize
 from experiments.benchmarks.racers.workload import WORDS
+from experiments.benchmarks.shapes import SHAPES
 from flowgrpo.envs.env import END, PAD, SPECIAL
 from tests.experiments.conftest import EXPERIMENTS, last_line
 

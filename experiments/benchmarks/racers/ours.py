@@ -16,8 +16,6 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 import flowgrpo as fg
-from experiments.benchmarks.racers import protocol, workload
-from experiments.benchmarks.racers.workload import DIGIT, EQUALS, GROUP, MODEL, OTHER, PROMPT, PROMPTS, TOOL, WORDS
 from flowgrpo import launch, loop
 from flowgrpo.contracts import Env, Observation, Params, Policy, Sizes, Step
 from flowgrpo.envs.env import END, PAD, absorbing, pad_tokens
@@ -27,6 +25,9 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import init_model
 from flowgrpo.parallel.row_sharding import data_mesh, map_rows, share
 from flowgrpo.report.tables import timed
+
+from . import protocol, workload
+from .workload import DIGIT, EQUALS, GROUP, MODEL, OTHER, PROMPT, PROMPTS, TOOL, WORDS
 
 ACTION = {1: workload.ANSWER, 3: 96}  # words of a turn at most, by the number of turns
 ENDS = 34  # (512 - 2) / 15: one word with this weight among 510 others has a probability of 1/16

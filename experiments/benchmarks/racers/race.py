@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.racers.protocol import END, STEP
 from flowgrpo.report.tables import significant
 from flowgrpo.types import BadInput
+
+from .protocol import END, STEP
 
 SHOWN = 300  # characters of what a process printed last
 GRACE = 10.0  # seconds in which a process ends that was told to

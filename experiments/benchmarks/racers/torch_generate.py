@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.benchmarks.racers import protocol, workload
+from . import protocol, workload
 
 
 def random_torch_model(shape: Mapping[str, Any], cores: int) -> Any:

@@ -8,9 +8,9 @@ one in every turn. After each call TRL prefills the whole episode again.
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.racers import protocol, workload
-from experiments.benchmarks.racers.torch_generate import random_torch_model
-from experiments.benchmarks.racers.workload import EPISODES, GROUP, VOCABULARY, Training
+from . import protocol, workload
+from .torch_generate import random_torch_model
+from .workload import EPISODES, GROUP, VOCABULARY, Training
 
 RESPONSE = {1: workload.ANSWER, 3: 128}  # the longest response, by the number of turns
 TURN_ENDS = 32  # ids

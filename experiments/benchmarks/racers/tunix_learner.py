@@ -9,8 +9,8 @@ was done. One device, which takes all cores. An actor and a reference begin alik
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.benchmarks.racers import protocol, workload
-from experiments.benchmarks.racers.workload import ANSWER, END, GROUP, PROMPT, PROMPTS, VOCABULARY
+from . import protocol, workload
+from .workload import ANSWER, END, GROUP, PROMPT, PROMPTS, VOCABULARY
 
 NEVER = 10**6  # steps
 NO_END = VOCABULARY + 7  # an id that never comes

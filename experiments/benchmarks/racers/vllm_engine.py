@@ -8,8 +8,8 @@ vLLM binds its threads to cores by itself. What it compiles is kept in the race'
 
 import os
 
-from experiments.benchmarks.racers import protocol, workload
-from experiments.benchmarks.racers.torch_generate import random_torch_model
+from . import protocol, workload
+from .torch_generate import random_torch_model
 
 KEPT = 1  # GiB of keys and values
 

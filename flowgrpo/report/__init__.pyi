@@ -1,0 +1,17 @@
+from .figures import draw_all as draw_all
+from .health import findings as findings
+from .metrics import METRICS as METRICS
+from .metrics import Metrics as Metrics
+from .metrics import read_metrics as read_metrics
+from .plots import COLOURS as COLOURS
+from .plots import DASHES as DASHES
+from .plots import MARKERS as MARKERS
+from .plots import curve as curve
+from .plots import make_figure as make_figure
+from .plots import tool_mix_curves as tool_mix_curves
+from .progress import Progress as Progress
+from .sinks import open_sinks as open_sinks
+from .trajectory_page import Shown as Shown
+from .trajectory_page import ShownCall as ShownCall
+from .trajectory_page import ShownTurn as ShownTurn
+from .trajectory_page import viewer as viewer

@@ -1,0 +1,15 @@
+from .checkpoints import Checkpoints as Checkpoints
+from .checkpoints import params_sha256 as params_sha256
+from .config import RunConfig as RunConfig
+from .config import TrainingConfig as TrainingConfig
+from .config import setting as setting
+from .run_dir import read_run as read_run
+from .run_dir import run_folder as run_folder
+from .session import Session as Session
+from .session import TestedWork as TestedWork
+from .session import Work as Work
+from .session import run_session as run_session
+from .time_budget import OutOfTime as OutOfTime
+from .time_budget import TimeBudget as TimeBudget
+from .time_budget import time_budget as time_budget
+from .warm_start import WarmStart as WarmStart
