@@ -1,17 +1,17 @@
-"""List what there is to run, in a line each.
+"""List what there is to run, in a line each, or run it.
 
     python -m experiments
-    python -m experiments quickstart
+    python -m experiments quickstart --seed=1
     python -m experiments.benchmarks
 
-The lines are the first ones of the modules' docstrings, which are read and not imported. With a name, prints the whole
-docstring of that one; its flags are in `python -m experiments.NAME --help`.
+The lines are the first ones of the modules' docstrings, which are read and not imported. `NAME --help` says what a
+command does, and its flags. `python -m flowgrpo` is the same, in any folder.
 """
 
 import sys
 from pathlib import Path
 
-from .cli.listing import listing
+from .cli.listing import run_or_list
 
 GROUPS = {
     "Train": ("quickstart", "agentflow", "train_agent", "train_env", "self_verify", "cluster", "finetune"),
@@ -23,4 +23,4 @@ GROUPS = {
 MEASURED = "python -m experiments.benchmarks lists what is measured: speed, memory, exactness."
 
 if __name__ == "__main__":
-    sys.exit(listing("experiments", Path(__file__).parent, GROUPS, sys.argv[1:], ending=MEASURED))
+    sys.exit(run_or_list(str(__package__), Path(__file__).parent, GROUPS, sys.argv[1:], ending=MEASURED))

@@ -163,7 +163,7 @@ def _chat(speaker: Speaker, opening: list[dict[str, str]], talks: bool) -> None:
             longer = add_messages(speaker.text, conversation, [message])
         if len(longer.tokens) >= speaker.context:
             full = f"the conversation is full at {speaker.context} tokens: /reset, or raise --context"
-            print(f"experiments.chat: {full}", file=sys.stderr, flush=True)
+            print(f"{app.command_name()}: {full}", file=sys.stderr, flush=True)
             continue
         ids = speak(speaker, longer, jax.random.fold_in(key, answers), _MAX_TOKENS.value)
         conversation, answers = add_action(longer, ids), answers + 1

@@ -23,6 +23,8 @@ from .cli.help import flag_heading
 flag_heading("What is run")
 _ROOT = flags.DEFINE_string("run", None, "The work directory of the run, or its events.jsonl; may stand alone.")
 
+if __name__ == "__main__" and len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
+    sys.argv[1] = f"--run={sys.argv[1]}"
 app.read_flags(__name__)
 
 from flowgrpo.recipes.cluster import read_cluster_config
@@ -35,15 +37,13 @@ def main() -> None:
     given = Path(_ROOT.value or "")
     folder = given.parent if given.name == "events.jsonl" else given
     if _ROOT.value is None:
-        raise BadInput("name the work directory of a cluster's run: python -m experiments.replay RUN")
+        raise BadInput("name the work directory of a cluster's run: --run=RUN")
     config = read_cluster_config(folder)
     figures = replay_run(folder, config, schedule_of(config))
     print(json.dumps(figures))
     if not figures["same"]:
-        sys.exit(f"experiments.replay: {folder} comes to other parameters when it is replayed")
+        sys.exit(f"{app.command_name()}: {folder} comes to other parameters when it is replayed")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
-        sys.argv[1] = f"--run={sys.argv[1]}"
     app.run(main, exact=True)

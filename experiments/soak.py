@@ -45,7 +45,9 @@ _EXPERIMENT = flags.DEFINE_enum("experiment", "quickstart", list(SMALL), "What i
 _KILLS = flags.DEFINE_integer("kills", 30, "How often it is killed.", lower_bound=1)
 _SIGNAL = flags.DEFINE_enum("signal", "KILL", ["KILL", "TERM", "INT"], "With what.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the moments.")
-_ARGUMENTS = flags.DEFINE_string("arguments", "", "Flags of the experiment, in one string; after the small sizes.")
+_ARGUMENTS = flags.DEFINE_string(
+    "arguments", "", "Flags of the experiment, in the place of small sizes, in one string."
+)
 flag_heading("Files and resuming")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the runs lie; runs/soak-EXPERIMENT by default.")
 
@@ -61,8 +63,10 @@ def main() -> None:
     name = _EXPERIMENT.value
     base = Path(_WORKDIR.value or f"runs/soak-{name}")
     cache = base / "compiled" if app.compilation_cache() in (None, launch.USER) else app.compilation_cache()
-    sizes = [*shlex.split(SMALL[name]), *shlex.split(_ARGUMENTS.value)]
-    command = [sys.executable, "-m", f"experiments.{name}", f"--compilation_cache={cache}", *sizes]
+    given = shlex.split(_ARGUMENTS.value)
+    replaced = {word.partition("=")[0] for word in given}
+    sizes = [word for word in shlex.split(SMALL[name]) if word.partition("=")[0] not in replaced]
+    command = [sys.executable, "-m", f"{__package__}.{name}", f"--compilation_cache={cache}", *sizes, *given]
     if name == "cluster":
         if _SIGNAL.value != "KILL":
             raise BadInput(
@@ -74,7 +78,7 @@ def main() -> None:
     print(json.dumps({"experiment": name} | figures))
     wrong = [*figures["differences"], *figures["wrong_starts"]]
     if wrong:
-        sys.exit(f"experiments.soak: the run that was killed is another: {', '.join(wrong)}")
+        sys.exit(f"{app.command_name()}: the run that was killed is another: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 from uuid import uuid4
 
@@ -99,11 +100,24 @@ def import_named(name: str, what: str) -> Any:
     module, _, own = name.partition(":")
     if not own:
         raise BadInput(f"{what} {name!r} names a module and nothing in it: write MODULE:NAME")
+    if not module or module.startswith("."):
+        raise BadInput(f"{what} {name!r} has no name of a module before the colon: write MODULE:NAME")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         return getattr(import_module(module), own)
-    except Exception as error:  # a module of the user's, which may raise anything
-        why = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:  # a module of the user's, which may raise anything
         where = "its module lies in the current folder, or where Python looks"
-        raise BadInput(f"{what} {name!r} can't be imported: {why} (MODULE:NAME; {where})") from None
+        raise BadInput(f"{what} {name!r} can't be imported: {failure(error)} (MODULE:NAME; {where})") from None
+
+
+def failure(error: BaseException) -> str:
+    """What a user's code raised, in one line, with the place in it."""
+    words = " ".join(str(error).split())
+    if isinstance(error, ImportError | AttributeError | BadInput):
+        return words
+    ours = str(Path(__file__).parent)
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith((ours, "<frozen"))]
+    frames = [frame for frame in frames if Path(frame.filename).parent.name != "importlib"]
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {words:.300}{place}"

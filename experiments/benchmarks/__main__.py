@@ -1,13 +1,13 @@
-"""List the benchmarks in a line each, or print all about the one that is named.
+"""List the benchmarks in a line each, or run the one that is named.
 
 python -m experiments.benchmarks
-python -m experiments.benchmarks decode
+python -m experiments.benchmarks decode --help
 """
 
 import sys
 from pathlib import Path
 
-from ..cli.listing import listing
+from ..cli.listing import run_or_list
 
 GROUPS = {
     "The machine": ("ceilings", "startup"),
@@ -20,4 +20,4 @@ GROUPS = {
 }
 
 if __name__ == "__main__":
-    sys.exit(listing("experiments.benchmarks", Path(__file__).parent, GROUPS, sys.argv[1:]))
+    sys.exit(run_or_list(str(__package__), Path(__file__).parent, GROUPS, sys.argv[1:]))

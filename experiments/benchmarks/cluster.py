@@ -45,17 +45,17 @@ from flowgrpo.types import BadInput
 from .measuring import print_result
 
 KINDS = {
-    "single": ("experiments.agentflow",),
-    "cluster": ("experiments.cluster", "--rollout_workers=1", "--reward_workers=any=1", "--trainer_workers=1"),
+    "single": ("agentflow",),
+    "cluster": ("cluster", "--rollout_workers=1", "--reward_workers=any=1", "--trainer_workers=1"),
 }
 
 
 def _run(kind: str, folder: Path, cache: Path) -> list[float]:
     """One run -> the seconds of its iterations."""
-    module, *shape = KINDS[kind]
+    name, *shape = KINDS[kind]
     sizes = [f"--{one.name}={one.value}" for one in (_QUERIES, _SAMPLES, _SLOTS, _UPDATES, _WARM, _DEMONSTRATIONS)]
     where = [f"--workdir={folder}", f"--compilation_cache={cache}"]
-    command = [sys.executable, "-m", module, *shape, *sizes, *where, "--test_tasks=8"]
+    command = [sys.executable, "-m", "flowgrpo", name, *shape, *sizes, *where, "--test_tasks=8"]
     command += [f"--checkpoint_every={_UPDATES.value}"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -106,7 +106,7 @@ def main() -> None:
             banned=model.banned,
         ) as engine,
         Gateway(model="planner", spell=model.text.decode) as gateway,
-        AgentHost("experiments.agents.waiting:waiting_agent", gateway) as host,
+        AgentHost(f"{__package__}.waiting:waiting_agent", gateway) as host,
     ):
 
         def recorded(request: Request) -> "Future[Completion]":

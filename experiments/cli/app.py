@@ -37,7 +37,7 @@ from flowgrpo.errors import BadInput
 from flowgrpo.run.signals import BY_SIGNAL, listening, number_of
 from flowgrpo.run.time_budget import OutOfTime
 
-from .help import HELP, USAGE, complaint, flag_heading, help_of_command, is_missing, shown_command
+from .help import HELP, USAGE, complaint, flag_heading, help_of_command, is_missing
 
 flag_heading("Every command")
 _CACHE = flags.DEFINE_string(
@@ -85,12 +85,12 @@ def run(main: Callable[[], None], *, cpu_devices: int = 1, exact: bool = False) 
                 with launch.profile(_PROFILE.value):
                     main()
             except BadInput as error:
-                sys.exit(f"{_name()}: {error}")
+                sys.exit(f"{command_name()}: {error}")
             except OutOfTime:  # what ran has said so
                 _leave(0)
             except KeyboardInterrupt as stop:
                 number = number_of(stop)
-                print(f"\n{_name()}: {STOPPED[number]}", file=sys.stderr)
+                print(f"\n{command_name()}: {STOPPED[number]}", file=sys.stderr)
                 _leave(BY_SIGNAL + number)
 
     if not flags.FLAGS.is_parsed():
@@ -148,12 +148,13 @@ def _parse(argv: Sequence[str]) -> None:
 
 def unreadable(sentence: str) -> Never:
     """End a command whose words can't be read."""
-    print(f"{_name()}: {sentence}", file=sys.stderr)
+    print(f"{command_name()}: {sentence}", file=sys.stderr)
     sys.exit(USAGE)
 
 
-def _name() -> str:
-    """The command that runs, as one calls it: `experiments.family`, or `flowgrpo family` where it was installed."""
+def command_name() -> str:
+    """The command that runs: `experiments.family`, or `flowgrpo family` where there is no checkout."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
-    return shown_command(spec.name) if spec else Path(str(getattr(main, "__file__", "experiments"))).stem
+    name = spec.name if spec else Path(str(getattr(main, "__file__", "experiments"))).stem
+    return name.replace("flowgrpo.experiments.", "flowgrpo ")

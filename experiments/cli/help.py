@@ -70,10 +70,10 @@ PACKAGE = __name__.partition(".cli.")[0]  # `experiments` in a checkout, `flowgr
 
 
 def shown_command(words: str) -> str:
-    """Words with their commands as they are called here: `flowgrpo view` where there is no checkout."""
+    """Words with their commands as they are called here: `python -m flowgrpo view` where there is no checkout."""
     if PACKAGE == "experiments":
         return words
-    return words.replace("python -m experiments.", "flowgrpo ").replace(f"{PACKAGE}.", "flowgrpo ")
+    return re.sub(rf"python -m (experiments|{PACKAGE})\.", "python -m flowgrpo ", words)
 
 
 def help_of_command() -> str:

@@ -1,4 +1,4 @@
-"""The commands of a folder: their docstrings flow in, read and not imported, a page or a sentence flows out.
+"""The commands of a folder: run the one that is named, or list all by their docstrings, which are read, not imported.
 
 A command is a module with an `if __name__ == "__main__":`. One that is in no group is listed under "Others"; a test
 sees to it that there is none.
@@ -6,13 +6,16 @@ sees to it that there is none.
 
 import ast
 import difflib
+import runpy
 import signal
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .help import USAGE, page_width
+from flowgrpo import __version__
+
+from .help import HELP, USAGE, page_width, shown_command
 
 Groups = Mapping[str, Sequence[str]]
 MARGIN = 14  # columns of the names
@@ -43,7 +46,8 @@ def grouped(names: Sequence[str], groups: Groups) -> dict[str, list[str]]:
 
 def listing_page(package: str, docs: Mapping[str, str], groups: Groups, *, width: int) -> str:
     """A line for each command, under the titles of their groups."""
-    parts = [f"python -m {package}.NAME --help says what a command does, what to expect of it, and its flags."]
+    example = shown_command(f"python -m {package}.NAME --help")
+    parts = [f"{example} says what a command does, what to expect of it, and its flags."]
     for title, names in grouped(list(docs), groups).items():
         parts.append("\n".join([f"{title}:", *(_line(name, docs[name], width) for name in names)]))
     return "\n\n".join(parts)
@@ -54,28 +58,31 @@ def _line(name: str, doc: str, width: int) -> str:
     return textwrap.fill(first, width, initial_indent=f"  {name:<{MARGIN}}", subsequent_indent=indent)
 
 
-def listing(package: str, folder: Path, groups: Groups, arguments: Sequence[str], *, ending: str = "") -> int:
-    """Print all commands, or what a named one does -> the status; an unknown name is answered with the nearest one."""
+def run_or_list(package: str, folder: Path, groups: Groups, arguments: Sequence[str], *, ending: str = "") -> int:
+    """Run the command that the first argument names, with the others as its flags; list all where there is none."""
+    name, *rest = [*arguments, ""]
+    docs = commands(folder)
+    if name in docs or (name and (folder / name / "__main__.py").is_file()):  # which lists others
+        sys.argv[1:] = rest[:-1]
+        runpy.run_module(f"{package}.{name}", run_name="__main__", alter_sys=True)
+        return 0
+    if name == "--version":
+        print(f"flowgrpo {__version__}")
+        return 0
+    if name and name not in HELP:
+        print(f"{package.replace('.experiments', '')}: {_unknown(package, name, docs)}", file=sys.stderr)
+        return USAGE
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
-    docs = commands(folder)
-    names = [word for word in arguments if word not in ("--help", "-h")]
-    unknown = [name for name in names if name not in docs]
-    if unknown:
-        print(f"{package}: {_unknown(package, unknown[0], names, docs)}", file=sys.stderr)
-        return USAGE
-    for name in names:
-        print(f"{docs[name]}\n\nIts flags: python -m {package}.{name} --help")
-    if not names:
-        print("\n\n".join(filter(None, [listing_page(package, docs, groups, width=page_width()), ending])))
+    print("\n\n".join(filter(None, [listing_page(package, docs, groups, width=page_width()), shown_command(ending)])))
     return 0
 
 
-def _unknown(package: str, word: str, names: Sequence[str], docs: Mapping[str, str]) -> str:
+def _unknown(package: str, word: str, docs: Mapping[str, str]) -> str:
     """Say what to call in the place of a word that names no command."""
     if word.startswith("-"):
-        named = next((name for name in names if name in docs), "NAME")
-        return f"{word} is a flag, and this lists commands: python -m {package}.{named} {word}"
+        return f"{word} has no command before it: {shown_command(f'python -m {package}.NAME {word}')}"
     near = difflib.get_close_matches(word, docs, n=1)
-    hint = f"; did you mean {near[0]} (python -m {package}.{near[0]})?" if near else f": python -m {package} lists them"
-    return f"{word!r} is none of its commands{hint}"
+    if near:
+        return f"{word!r} is no command; did you mean {near[0]} ({shown_command(f'python -m {package}.{near[0]}')})?"
+    return f"{word!r} is no command; without a name all are listed"

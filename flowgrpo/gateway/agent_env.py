@@ -54,6 +54,7 @@ class ServedState:
     exchanges: tuple[tuple[str, Mapping[str, Any]], ...] = ()  # digests of what it asked for, and the replies
     limit: Status | None = None  # of what it wanted last and could not have
     kinds: tuple[str, ...] = ()  # of each turn, where it goes on from
+    failure: str = ""  # why it made no request
 
 
 class Rendered(NamedTuple):
@@ -121,7 +122,7 @@ class AgentEnv(NamedTuple):
         state = ServedState(told, tuple(np.asarray(jax.random.key_data(key)).tolist()))
         event, failure = self._do(do, state, {"task": told})
         if failure:  # of the effect, which decides: what is said here is never answered
-            return state, Said((self.text.pad_id,))
+            return replace(state, failure=failure), Said((self.text.pad_id,))
         state, step = self._go_on(state, event, "", do)
         if step.said is None:
             raise BadInput(f"the agent ended without a request that could be answered: {step.reason}")
@@ -129,7 +130,8 @@ class AgentEnv(NamedTuple):
 
     def step(self, state: ServedState, tokens: Sequence[int], do: Do) -> tuple[ServedState, HostStep]:
         """Answer the request with an action; the next request, or the end, follows."""
-        assert state.asks is not None
+        if state.asks is None:  # only where nobody heeds the failure of an effect, as a script's demonstrations
+            raise BadInput(state.failure)
         turn = len(state.contexts)
         answer, broken = answer_of(self.text, self.form, state.asks, tokens, state.prompt.tokens, turn=turn)
         context = state.prompt.extend(tuple(map(int, tokens)), chosen=True)

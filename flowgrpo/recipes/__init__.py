@@ -10,6 +10,7 @@ Modules:
     compare             Run the arms of a study over seeds
     device_checks/      Checks of the device that is there: are its numbers right, and how fast are they
     dry_runs            Tables of what the programs of a run take of a device; no weight is ever made
+    example_agent       An agent written with the SDK of OpenAI, which knows nothing of training
     export              Read a run again: `read_config` its settings, `read_planner` its checkpoints
     finetune            The recipe of learning from a file of conversations
     finetune_config     Settings of learning from a file of conversations

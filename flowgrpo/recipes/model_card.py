@@ -17,6 +17,7 @@ import flowgrpo as fg
 from flowgrpo.recipes import agent_config, cluster_config, own_agent, own_env, pure, self_verify_tasks
 from flowgrpo.recipes.planner import PlannerConfig
 from flowgrpo.run.config import RunConfig, setting_infos
+from flowgrpo.run.next_steps import command
 from flowgrpo.run.session import RESULT
 
 COMMANDS = {
@@ -84,7 +85,7 @@ def base_id(config: RunConfig) -> str | None:
 def training_command(recipe: str, config: RunConfig) -> str:
     """The command of a run: its settings that are not those of its preset."""
     usual, infos = _preset(config).to_json(), setting_infos(type(config))
-    words = ["python -m", f"experiments.{COMMANDS[recipe]}"]
+    words = [command(COMMANDS[recipe])]
     for name, value in config.to_json().items():
         named = name in ("env", "algorithm", "model")  # by which a preset is chosen
         if infos[name].heading is None or value is None or (value == usual[name] and not named):

@@ -9,7 +9,7 @@ from flowgrpo.recipes.agent_config import LARGE, TaskConfig
 from flowgrpo.run.config import make_config, setting
 
 POSTED = "posted"  # the reward that agents give themselves
-EXAMPLE = "experiments.agents.sdk:agent"
+EXAMPLE = "flowgrpo.recipes.example_agent:agent"
 WITH_MODEL = {"turns": 8, "exam_turns": 8, "turn_seconds": 300.0}
 
 

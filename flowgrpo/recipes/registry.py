@@ -17,7 +17,7 @@ import flowgrpo as fg
 from flowgrpo.algorithms.options import Correction
 from flowgrpo.contracts import Reward
 from flowgrpo.envs.arithmetic import DECEPTIVE
-from flowgrpo.files import import_named
+from flowgrpo.files import failure, import_named
 from flowgrpo.learner.adam8bit import scale_by_adam_8bit
 from flowgrpo.learner.state import make_optimizer, scale_by_adafactor
 from flowgrpo.recipes import names
@@ -63,7 +63,7 @@ def make_reward(name: str, task: fg.Task) -> fg.Reward:
     reward = found if isinstance(found, fg.Reward) else fg.Reward(found)
     try:
         said: Any = reward.score(task, "")
-    except Exception as error:  # a function of the user's
+    except (Exception, SystemExit) as error:  # a function of the user's
         said = error
     if not isinstance(said, fg.Scored):
         raise fg.BadInput(
@@ -80,7 +80,10 @@ def make_env(name: str) -> fg.Env:
     if ":" not in name:
         raise fg.BadInput(f"environment {name!r} is unknown; choose from {', '.join(ENVIRONMENTS)}, or {BY_IMPORT}")
     constructor = import_named(name, "environment")
-    env = constructor() if callable(constructor) else constructor
+    try:
+        env = constructor() if callable(constructor) else constructor
+    except (Exception, SystemExit) as error:  # a function of the user's
+        raise fg.BadInput(f"environment {name!r} can't be made: {failure(error)}; give {BY_IMPORT}") from None
     if not isinstance(env, fg.Env):
         raise fg.BadInput(f"environment {name!r} gave {env!r:.80}, which is no fg.Env: give {BY_IMPORT}")
     return env

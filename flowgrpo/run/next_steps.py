@@ -14,8 +14,8 @@ def ending(written: str, then: Sequence[tuple[str, str]]) -> str:
 
 
 def command(name: str, **values: Any) -> str:
-    """The words of a command of `experiments`, as a shell takes them."""
-    return " ".join([f"python -m experiments.{name}", *(f"--{key}={shlex.quote(str(x))}" for key, x in values.items())])
+    """The words of a command, as a shell takes them in a checkout and where the package was installed."""
+    return " ".join([f"python -m flowgrpo {name}", *(f"--{key}={shlex.quote(str(x))}" for key, x in values.items())])
 
 
 def contents(folder: Path) -> str:

@@ -69,7 +69,7 @@ def test_a_card_has_the_figures_of_the_run_and_all_settings(tmp_path):
     ],
 )
 def test_the_command_names_what_its_preset_does_not_say(recipe, config, words):
-    assert training_command(recipe, config) == f"python -m experiments.{words}"
+    assert training_command(recipe, config) == f"python -m flowgrpo {words}"
 
 
 def test_the_command_of_a_hub_model_leaves_out_places_and_addresses():

@@ -11,7 +11,7 @@ def test_next_steps_stand_below_each_other_with_what_they_are_for():
 
 
 def test_a_folder_with_a_space_is_quoted():
-    assert command("chat", model="my models/a") == "python -m experiments.chat --model='my models/a'"
+    assert command("chat", model="my models/a") == "python -m flowgrpo chat --model='my models/a'"
 
 
 def test_only_what_is_there_is_said_to_be_written(tmp_path):
@@ -23,7 +23,7 @@ def test_only_what_is_there_is_said_to_be_written(tmp_path):
 
 def test_a_run_is_sent_to_evaluate_where_that_takes_it(tmp_path):
     said = {evaluates: after_training(tmp_path, 7, evaluates=evaluates) for evaluates in (True, False)}
-    assert [evaluates for evaluates, words in said.items() if "experiments.evaluate" in words] == [True]
-    assert f"python -m experiments.view --workdir={tmp_path} " in said[False]
+    assert [evaluates for evaluates, words in said.items() if "flowgrpo evaluate" in words] == [True]
+    assert f"python -m flowgrpo view --workdir={tmp_path} " in said[False]
     assert "the same command with more --updates" in said[True]
     assert said[True].endswith("# goes on from update 7")

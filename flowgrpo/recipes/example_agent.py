@@ -1,7 +1,7 @@
 """An agent written with the SDK of OpenAI, which knows nothing of training: three tools, and words to call them.
 
-    python -m experiments.train_agent --agent=experiments.agents.sdk:agent      the function, for many tasks at once
-    OPENAI_BASE_URL=... python -m experiments.agents.sdk --query="Add 31 to 58."  the program, for one
+    python -m experiments.train_agent --agent=flowgrpo.recipes.example_agent:agent       the function, for many tasks
+    OPENAI_BASE_URL=... python -m flowgrpo.recipes.example_agent --query="Add 31 to 58."  the program, for one
 
 The model writes "Tool: calculator" and "Context: 31 + 58" and is told the result, until it writes "Tool: answer".
 """
@@ -19,19 +19,19 @@ from flowgrpo.tools.calculator import calculator
 from flowgrpo.tools.python import python
 from flowgrpo.tools.search import Corpus, Document, search
 from flowgrpo.tools.toolset import Toolset, toolset
-
-try:
-    from openai import AsyncOpenAI, BadRequestError
-except ImportError:
-    sys.exit("experiments.agents.sdk needs the SDK of OpenAI: pip install openai")
+from flowgrpo.types import BadInput
 
 MODEL = os.environ.get("OPENAI_MODEL", "planner")
 SECONDS = 10.0
 
 
 @cache
-def client() -> AsyncOpenAI:
+def client() -> Any:
     """One for all tasks: to make one takes longer than a request."""
+    try:
+        from openai import AsyncOpenAI
+    except ImportError:
+        raise BadInput("the example agent needs the SDK of OpenAI: pip install openai") from None
     return AsyncOpenAI(api_key=os.environ.get("OPENAI_API_KEY", "none"), base_url=os.environ.get("OPENAI_BASE_URL"))
 
 
@@ -72,6 +72,8 @@ def use(name: str, context: str) -> str:
 async def agent(task: Any, base_url: str | None = None) -> str:
     """The answer to a task's query."""
     own = client().with_options(base_url=base_url) if base_url else client()
+    from openai import BadRequestError
+
     names = ", ".join([*(schema["name"] for schema in own_tools().schemas), "answer"])
     messages: list[Any] = [{"role": "user", "content": f"{task.query}\nTools: {names}"}]
     while True:
