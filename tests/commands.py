@@ -4,6 +4,7 @@ A command that starts with `python -m` spends several seconds of a core on impor
 imported them but started no backend, spends none. Environment, folder, output and status are those of a fresh one.
 """
 
+import ast
 import atexit
 import gc
 import json
@@ -16,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import resolve_name
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -60,6 +62,12 @@ def run_module(
             SPENT[0] += ended["seconds"]
         stdout, stderr = (path.read_text() for path in files[1:])
     return subprocess.CompletedProcess([module, *arguments], ended["status"], stdout, stderr)
+
+
+def imported_modules(module: str, node: ast.ImportFrom) -> list[str]:
+    """The modules that an import in this one names, or may: of what, and what is imported from it."""
+    of = resolve_name("." * node.level + (node.module or ""), module.rpartition(".")[0])
+    return [of, *(f"{of}.{alias.name}" for alias in node.names)]
 
 
 def xla_flags(level: int = 0) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import imported_modules
 
 from experiments.cli import listing
 from flowgrpo.run.config import setting_infos
@@ -55,6 +56,9 @@ def commands() -> dict[str, list[list[str]]]:
     for page, text in texts.items():
         parts = re.split(r"&&|\||\n", text.replace("\\\n", " "))
         words = [shlex.split(part, comments=True) for part in parts]
+        # `flowgrpo view` and `python -m flowgrpo view` are `python -m experiments.view`.
+        words = [["python", "-m", *own] if own[:1] == ["flowgrpo"] else own for own in words]
+        words = [[*own[:2], f"experiments.{own[3]}", *own[4:]] if own[2:3] == ["flowgrpo"] else own for own in words]
         found[page] = [own[2:] for own in words if own[:2] == ["python", "-m"] and own[2].startswith("experiments")]
     return found
 
@@ -68,10 +72,9 @@ def flags_of(module: str) -> frozenset[str]:
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "").startswith("DEFINE_"):
             words = (word.value for word in ast.walk(node) if isinstance(word, ast.Constant))
             found |= {word for word in words if isinstance(word, str) and word.isidentifier()}
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("experiments"):
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            for name in names:
-                if name and (ROOT / f"{name.replace('.', '/')}.py").exists():
+        if isinstance(node, ast.ImportFrom):
+            for name in imported_modules(module, node):
+                if name.startswith("experiments.") and (ROOT / f"{name.replace('.', '/')}.py").exists():
                     found |= flags_of(name)
         if isinstance(node, ast.ImportFrom) and "Config" in [alias.name for alias in node.names]:
             declared = setting_infos(import_module(node.module or "").Config)

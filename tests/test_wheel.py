@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -69,6 +70,26 @@ def test_the_recipe_trains_goes_on_after_a_kill_and_evaluates(environment, tmp_p
     lines = [json.loads(line) for line in (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines if line["phase"] == "train"] == list(range(1, 13))
     assert re.search(r"[\d.]+ -> [\d.]+\nupdate (10|12)\n", printed)
+    steps = re.findall(r"^    python (-m flowgrpo .*?) +#", printed, re.MULTILINE)  # what it says comes next
+    assert [step.split()[2] for step in steps] == ["evaluate", "view", "export"]
+    for step in steps:
+        small = ["--num_tasks=8"] if "evaluate" in step else []
+        subprocess.run([sys.executable, *shlex.split(step), *small], cwd=tmp_path, env=environment, check=True)
+    assert {path.name for path in (tmp_path / "runs/mine").iterdir()} >= {"trajectories.html", "model"}
+
+
+def test_commands_are_called_as_they_can_be_where_there_is_no_checkout(environment, tmp_path):
+    def run(*words: str) -> subprocess.CompletedProcess:
+        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    script = Path(environment["PYTHONPATH"]) / "bin" / "flowgrpo"
+    listed, page = run(sys.executable, str(script)), run(sys.executable, "-m", "flowgrpo", "gateway", "--help")
+    assert all(f"\n  {name} " in listed.stdout for name in ("quickstart", "gateway", "chat", "plots", "train_agent"))
+    assert "\n    python -m flowgrpo gateway --model=PATH\n" in page.stdout
+    assert "python -m experiments" not in listed.stdout + page.stdout
+    wrong = run(sys.executable, str(script), "view", "--workdr=x")
+    assert (wrong.returncode, wrong.stderr.startswith("flowgrpo view: --workdr is no flag")) == (2, True)
+    assert run(sys.executable, "-c", "import flowgrpo.recipes.example_agent").returncode == 0
 
 
 def test_a_loop_of_ones_own_goes_on_after_a_kill_and_draws(environment, tmp_path):

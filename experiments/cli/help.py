@@ -73,7 +73,8 @@ def shown_command(words: str) -> str:
     """Words with their commands as they are called here: `python -m flowgrpo view` where there is no checkout."""
     if PACKAGE == "experiments":
         return words
-    return re.sub(rf"python -m (experiments|{PACKAGE})\.", "python -m flowgrpo ", words)
+    names = re.compile(rf"python -m (?:experiments|{PACKAGE})\.(\w+(?:\.\w+)*)")
+    return names.sub(lambda found: f"python -m flowgrpo {found[1].replace('.', ' ')}", words)
 
 
 def help_of_command() -> str:
@@ -166,9 +167,10 @@ def complaint(error: flags.Error) -> str:
     if isinstance(error, flags.UnrecognizedFlagError):
         name = error.flagname
         negated = [f"no{flag}" for flag in flags.FLAGS if flags.FLAGS[flag].boolean]
-        near = [flag for flag in flags.FLAGS if name == _initials(flag)]  # --lr
-        near += difflib.get_close_matches(name, [*flags.FLAGS, *negated], n=1)
-        return f"--{name} is no flag{f'; did you mean --{near[0]}?' if near else ''} (--help lists them)"
+        near = [flag for flag in flags.FLAGS if name == "".join(part[:1] for part in flag.split("_"))]  # --lr
+        near = near or difflib.get_close_matches(name, [*flags.FLAGS, *negated], n=1)
+        hint = f"; did you mean {' or '.join(f'--{flag}' for flag in near)}?" if near else ""
+        return f"--{name} is no flag{hint} (--help lists them)"
     if is_missing(error):
         missing = [flag for flag in _own() if is_required(flag) and flag.value is None]
         return "; ".join(f"--{flag.name} must be given ({_plain(flag).rstrip('.')})" for flag in missing)
@@ -181,10 +183,6 @@ def complaint(error: flags.Error) -> str:
     if why.startswith("already defined as"):
         return f"--{name} is given twice, with {_text(flags.FLAGS[name].value)} and with {value}: give it once"
     return f"--{name}={value} must be {_wanted(flags.FLAGS[name], value) or why}"
-
-
-def _initials(flag: str) -> str:
-    return "".join(part[0] for part in flag.split("_") if part) if "_" in flag else ""
 
 
 def _text(value: Any) -> str:

@@ -77,6 +77,8 @@ def draw_all(
     unknown = [one for one in formats if one not in FORMATS]
     if unknown or not formats:
         raise BadInput(f"--format={','.join(formats)} is unknown; choose from {', '.join(FORMATS)}")
+    if not Path(folder).is_dir():
+        raise BadInput(f"{folder} is no folder: give that of one run")
     source, target = Path(folder), Path(folder) / "plots" if out is None else Path(out)
     timings = list(read_metrics(source / TIMINGS)) if (source / TIMINGS).exists() else []
     told = RunLines(list(read_metrics(source / METRICS)), timings, source.resolve().name)

@@ -1,10 +1,13 @@
 """--help: flags under headings, in words of our own; every flag of every command has a heading."""
 
 import ast
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 from absl import flags
+from commands import ROOT
 
 from experiments.cli import help as module
 from experiments.cli.help import (
@@ -30,6 +33,7 @@ def own(monkeypatch):
     values = flags.FlagValues()
     monkeypatch.setattr(flags, "FLAGS", values)
     monkeypatch.setattr(module, "_begun", [])
+    monkeypatch.setattr(module, "_presets", [])
     into: dict[str, Any] = {"flag_values": values}
     flags.DEFINE_string("library", "x", "Of somebody else.", **into)
     flag_heading("Sizes")
@@ -93,6 +97,33 @@ def test_a_page_flows_and_leaves_what_is_indented(own):
     )
     assert max(len(line) for line in text.splitlines()) <= 60
     assert flowing("a\nb", 40) == "a b"
+
+
+def test_a_default_is_that_of_the_run_which_the_line_describes(own, command):
+    page = help_page(
+        "", [own["queries"], own["share"], own["remat"]], width=100, defaults={"queries": 7, "remat": True}
+    )
+    assert "(positive integer; default 7)" in page
+    assert "Compute again. (default on)" in page
+    pages = [command("quickstart", *words).stdout for words in (["--help"], ["-h", "--env=maze", "--algorithm=dpo"])]
+    for page, updates, beta in zip(pages, (120, 150), ("0.0", "0.1"), strict=True):
+        assert f"non-negative integer; default {updates})" in page.partition("--updates=N")[2][:200]
+        assert f"default {beta})" in page.partition("--beta=X")[2][:200]
+    assert "default 1e-06)" in command("finetune", "--help", "--method=dpo").stdout
+
+
+def test_no_command_imports_jax_before_it_has_read_its_flags():
+    program = "import sys\n"
+    for path in sorted(EXPERIMENTS.rglob("*.py")):
+        if "    app.run(main" in path.read_text() and path.parent.name != "cli":
+            body = ast.parse(path.read_text()).body
+            first = next(i for i, node in enumerate(body) if ast.unparse(node) == "app.read_flags(__name__)")
+            imports = [ast.unparse(node) for node in body[:first] if isinstance(node, ast.Import | ast.ImportFrom)]
+            package = ".".join(path.relative_to(ROOT).parent.parts)
+            program += f"exec({chr(10).join(imports)!r}, {{'__package__': {package!r}, '__name__': 'command'}})\n"
+            program += f"assert 'jax' not in sys.modules, {path.name!r}\n"
+    assert program.count("exec") > 40
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 def test_a_flag_that_is_missing_is_named_with_what_it_is(own, monkeypatch):

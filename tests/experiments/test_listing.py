@@ -52,19 +52,27 @@ def test_the_page_names_every_command_and_imports_no_jax():
     assert " numpy" not in done.stderr
 
 
-def test_a_name_is_answered_with_what_it_does_and_an_unknown_one_with_the_nearest():
-    known = listed("experiments.benchmarks", "packing")
-    assert known.stdout.startswith("Seconds and fill rate of `pack`, by number of trajectories.\n\n")
-    assert known.stdout.endswith("Its flags: python -m experiments.benchmarks.packing --help\n")
-    asked = (["quikstart"], ["zzz"], ["quickstart", "--updates=4"])
-    near, far, flag = [listed("experiments", *words) for words in asked]
-    said = [done.stderr.splitlines()[-1] for done in (near, far, flag)]
-    assert said == [
-        "experiments: 'quikstart' is none of its commands; did you mean quickstart (python -m experiments.quickstart)?",
-        "experiments: 'zzz' is none of its commands: python -m experiments lists them",
-        "experiments: --updates=4 is a flag, and this lists commands: python -m experiments.quickstart --updates=4",
-    ]
-    assert [done.returncode for done in (near, far, flag)] == [2, 2, 2]
+@pytest.mark.parametrize(
+    ("package", "words", "said"),
+    [
+        ("experiments", "quikstart", ("'quikstart'", "python -m experiments.quickstart")),
+        ("experiments", "zzz", ("'zzz'",)),
+        ("experiments", "--updates=4", ("python -m experiments.NAME --updates=4",)),
+        ("experiments", "quickstart --updats=4", ("--updats", "--updates")),
+        ("flowgrpo", "benchmarks decode --rws=4", ("--rws", "--rows")),
+    ],
+)
+def test_a_word_that_is_no_command_or_flag_is_answered_with_the_nearest(package, words, said):
+    done = listed(package, *words.split())
+    assert done.returncode == 2
+    assert all(part in done.stderr.splitlines()[-1] for part in said)
+
+
+def test_a_name_runs_the_command():
+    page = listed("flowgrpo", "benchmarks", "packing", "-h").stdout
+    assert page.startswith("Seconds and fill rate of `pack`, by number of trajectories.\n\n")
+    assert "--sizes" in page
+    assert listed("flowgrpo", "--version").stdout.startswith("flowgrpo ")
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="pipes have no signal here")

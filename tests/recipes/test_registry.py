@@ -5,7 +5,22 @@ import pytest
 from family_cases import batch_of, make_case, scores_of
 
 import flowgrpo as fg
-from flowgrpo.recipes import agent, agent_config, pure, pure_config
+from flowgrpo.envs.env import SPLITS
+from flowgrpo.models import attention_kernels, lora, quantised
+from flowgrpo.recipes import (
+    agent,
+    agent_config,
+    finetune,
+    names,
+    offline_tasks,
+    planner,
+    pure,
+    pure_config,
+    registry,
+    studies,
+)
+from flowgrpo.recipes.device_checks import bench, suite
+from flowgrpo.recipes.finetune_config import RATES
 from flowgrpo.recipes.registry import ALGORITHMS, make_algorithm, make_env
 
 
@@ -39,6 +54,17 @@ def test_an_environment_from_outside_is_one_that_a_function_gives():
     assert pure.preset("tiny_env:tiny_env", updates=3).d == pure_config.OUTSIDE["d"]
 
 
+BROKEN = """import flowgrpo as fg
+class Needs:
+    def __init__(self, words):
+        pass
+def raises():
+    raise RuntimeError("two\\nlines")
+def wrong():
+    return fg.lookup(hop=3)
+"""
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -46,12 +72,38 @@ def test_an_environment_from_outside_is_one_that_a_function_gives():
         ("tiny_envy:tiny_env", "can't be imported: No module named 'tiny_envy'"),
         ("tiny_env:", "names a module and nothing in it: write MODULE:NAME"),
         ("tiny_env:chess", "can't be imported: module 'tiny_env' has no attribute 'chess'"),
+        (":tiny_env", "has no name of a module before the colon"),
+        ("..:tiny_env", "has no name of a module before the colon"),
         ("builtins:list", r"gave \[\], which is no fg.Env: give MODULE:FUNCTION"),
+        ("os:path", "gave <module .*, which is no fg.Env"),
+        ("json:dumps", r"can't be made: TypeError: dumps\(\) missing 1 required .*; give MODULE:FUNCTION"),
+        ("builtins:exit", "can't be made: SystemExit"),
+        ("own_broken:Needs", "can't be made: TypeError: .*Needs"),
+        ("own_broken:raises", r"can't be made: RuntimeError: two lines \(own_broken.py, line 6\)"),
+        ("own_broken:wrong", "can't be made: lookup has no option hop"),
+        ("own_fails:env", r"can't be imported: ZeroDivisionError: .* \(own_fails.py, line 1\)"),
+        ("own_quits:env", r"can't be imported: SystemExit: 0 \(own_quits.py, line 2\)"),
     ],
 )
-def test_what_gives_no_environment_is_refused(name, said):
+def test_what_gives_no_environment_is_refused(name, said, tmp_path, monkeypatch):
+    (tmp_path / "own_broken.py").write_text(BROKEN)
+    (tmp_path / "own_fails.py").write_text("1 / 0")
+    (tmp_path / "own_quits.py").write_text("import sys\nsys.exit(0)")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(fg.BadInput, match=said):
         make_env(name)
+
+
+def test_the_names_that_flags_offer_are_those_of_what_they_name():
+    assert tuple(registry.ENVIRONMENTS) == names.ENVIRONMENTS
+    assert tuple(registry.OPTIMIZERS) == names.OPTIMIZERS
+    assert tuple(studies.STUDIES) == names.STUDIES
+    assert (*offline_tasks.MAKERS, "drawing") == names.OFFLINE_DOMAINS
+    assert (tuple(suite.CHECKS), tuple(bench.SIZES)) == (names.CHECKS, names.CHECK_SIZES)
+    assert tuple(planner.OFFLOAD) == names.OFFLOAD
+    assert (names.WHOLE_BASE, *quantised.KINDS) == names.BASES
+    assert (names.PROJECTIONS, names.ATTENTION) == (lora.PROJECTIONS, attention_kernels.ATTENTION)
+    assert (names.SPLITS, tuple(RATES)) == (SPLITS, tuple(finetune.METHODS))
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known():
