@@ -8,8 +8,9 @@ needs of it; the help of a command; and the quickstart to its first update, whic
 Cold, nothing is compiled beforehand; warm, the same command ran once before. Medians and ranges. `compilation` lists
 the programs that take longest to compile, as JAX logs it; most are compiled beside the imitation, and add less.
 
-Measured on two cores with AVX-512: `import flowgrpo` 0.02 s, `import jax` 0.48 s, a run's parts 1.3 s in all; the first
-update after 31 s cold and 17 s warm, of which imitation is 10. Three minutes.
+Measured on two cores with AVX-512: `import flowgrpo` 0.02 s, `import jax` 0.48 s, a run's parts 1.3 s in all, help 0.2
+s, since flags are read before anything else is imported; the first update after 31 s cold and 17 s warm, of which
+imitation is 10. Three minutes.
 """
 
 import os
