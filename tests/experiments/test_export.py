@@ -19,8 +19,9 @@ from flowgrpo.models.trainable import ADAPTER, ActorCritic
 from flowgrpo.recipes import agent_config, pure, pure_config
 from flowgrpo.recipes.agent import START
 from flowgrpo.recipes.export import base_model, export, export_adapter, llama
+from flowgrpo.recipes.names import BASES
 from flowgrpo.recipes.offline_start import write_model
-from flowgrpo.recipes.planner import BASES, load_start, lora_of
+from flowgrpo.recipes.planner import load_start, lora_of
 from flowgrpo.recipes.registry import make_env
 from flowgrpo.run.checkpoints import Checkpoints, params_sha256
 from flowgrpo.run.config import RunConfig

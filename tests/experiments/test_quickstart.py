@@ -15,9 +15,10 @@ from flowgrpo.learner.critic import with_critic
 from flowgrpo.models.trainable import ActorCritic
 from flowgrpo.recipes import pure, pure_config
 from flowgrpo.recipes.export import read_config
+from flowgrpo.recipes.names import HARDER
 from flowgrpo.recipes.pages import read_trajectories
 from flowgrpo.recipes.pure import PureWork
-from flowgrpo.recipes.registry import ALGORITHMS, HARDER, make_algorithm
+from flowgrpo.recipes.registry import ALGORITHMS, make_algorithm
 from flowgrpo.report.metrics import Metrics
 from flowgrpo.run.kill_series import differences
 from flowgrpo.run.session import Session, open_session
