@@ -1,6 +1,7 @@
 """Fixtures and helpers shared by the tests that run experiments as commands."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -38,6 +39,12 @@ def check_refused(done, said: str, status: int = 1) -> None:
     assert sentence.startswith("experiments.")
     assert said in sentence
     assert "Traceback" not in done.stderr
+
+
+def with_flags(flags: Sequence[str], *others: str) -> list[str]:
+    """A command line with other flags, which replace those of the same names: none may be given twice."""
+    names = {flag.partition("=")[0] for flag in others}
+    return [flag for flag in flags if flag.partition("=")[0] not in names] + [*others]
 
 
 def result(folder: Path) -> dict:

@@ -23,7 +23,7 @@ from flowgrpo.report.metrics import Metrics
 from flowgrpo.run.kill_series import differences
 from flowgrpo.run.session import Session, open_session
 from flowgrpo.types import BadInput
-from tests.experiments.conftest import check_refused, last_line, metrics, result
+from tests.experiments.conftest import check_refused, last_line, metrics, result, with_flags
 
 ENV = "tests.tiny_env:tiny_env"
 SMALL = (
@@ -110,7 +110,7 @@ def test_another_run_is_refused_with_what_differs(command, whole):
         ("--seed=5", "seed: there 0, here 5"),
         ("--cpu_devices=3", "devices: there 1, here 3"),
     ):
-        refused = command("quickstart", f"--workdir={whole}", "--updates=2", *SMALL, other, check=False)
+        refused = command("quickstart", f"--workdir={whole}", "--updates=2", *with_flags(SMALL, other), check=False)
         check_refused(refused, f"holds another run: {difference}")
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import flowgrpo as fg
 from experiments.cli import app
 from flowgrpo import launch
-from flowgrpo.recipes import studies, study_arms
+from flowgrpo.recipes import names, studies, study_arms
 from flowgrpo.recipes.studies import STUDIES, Study
 from flowgrpo.recipes.study_arms import Arm
 
@@ -28,7 +28,7 @@ def tiny() -> Study:
 
 
 if __name__ == "__main__":
-    STUDIES["tiny"] = tiny  # before the command defines its flags
+    STUDIES["tiny"], names.STUDIES = tiny, (*names.STUDIES, "tiny")  # before the command defines its flags
     from experiments import compare
 
     app.run(compare.main, cpu_devices=launch.cores())
