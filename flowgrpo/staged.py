@@ -12,7 +12,7 @@ scored before packing instead of after it. The run that a step returns has its m
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from flowgrpo.parallel.row_sharding import SHARED
 from flowgrpo.report.watchdog import Pending, StageWatchdog
 from flowgrpo.rollout.judging import Verdict, is_solved, judge_groups, with_rewards
 from flowgrpo.rollout.records import Hosted
-from flowgrpo.types import BadInput, Batch, Trajectories
+from flowgrpo.types import BadInput, Batch, Trajectories, map_axis
 
 
 class RolloutCallbacks(NamedTuple):
@@ -310,13 +310,9 @@ def _score_trajectories(params, reference, trajectories: Trajectories, *, score_
 def turn_by_turn(trajectories: Trajectories) -> Trajectories:
     """Every turn as a trajectory of its own, all turns of the first before those of the second."""
     count, turns = trajectories.turns.shape
-    named = {field.name: getattr(trajectories, field.name) for field in fields(trajectories)}
-    given = {name: jnp.asarray(x) for name, x in named.items() if x is not None}
-    return trajectories.replace(
-        **{
-            name: jnp.repeat(x, turns, axis=0) if x.ndim == 1 else x.reshape(count * turns, 1, *x.shape[2:])
-            for name, x in given.items()
-        }
+    apart = map_axis(trajectories, "t", lambda x, _: jnp.asarray(x).reshape(count * turns, 1, *x.shape[2:]))
+    return map_axis(
+        apart, "n", lambda x, _: x if len(x) == count * turns else jnp.repeat(jnp.asarray(x), turns, axis=0)
     )
 
 
