@@ -25,7 +25,6 @@ import json
 import time
 from pathlib import Path
 
-import jax
 from absl import flags
 
 from experiments.cli import app
@@ -91,7 +90,7 @@ def main() -> None:
     folder = Path(_WORKDIR.value or f"runs/compare-{_STUDY.value}")
     asked = {"updates": _UPDATES.value, "warm_steps": _WARM.value}
     chosen = {name: value for name, value in asked.items() if value is not None}
-    lanes = _LANES.value or (1 if jax.default_backend() == "cpu" else None)
+    lanes = _LANES.value or compare.lanes_here()
     own = {"every": _EVERY.value, "tasks": _TASKS.value, "lanes": lanes}
     identity = {"study": _STUDY.value, "chosen": chosen, **own, "changes": dict(study.changes)}
     if not _RESUME.value:

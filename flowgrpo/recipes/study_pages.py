@@ -20,7 +20,7 @@ import numpy as np
 from flowgrpo.evaluation.statistics import interval, iqm, probability_of_improvement
 from flowgrpo.files import write_whole
 from flowgrpo.launch import processor
-from flowgrpo.recipes.studies import Study
+from flowgrpo.recipes.studies import STUDIES, Study
 from flowgrpo.report.metrics import plain_json, read_metrics
 from flowgrpo.report.plots import COLOURS, DASHES, MARKERS, over_updates, save
 from flowgrpo.run.run_dir import machine
@@ -105,10 +105,15 @@ def write_study(
     runs: RunResults,
     seeds: Sequence[int],
     *,
-    expected: str,
-    name: str,
+    expected: str = "",
+    name: str = "",
 ) -> None:
-    """Everything that a reader looks at; each file is there when it is whole."""
+    """Everything that a reader looks at; each file is there when it is whole.
+
+    Args:
+        expected: what was thought before the runs; without it the page has no such section.
+        name: that of a study that ships (`STUDIES`), whose command the page then shows.
+    """
     figure = _draw(study, rows, runs, seeds)
     for suffix in ("png", "svg"):
         save(figure, folder / f"curves.{suffix}")
@@ -169,15 +174,17 @@ def _page(study: Study, rows: Sequence[Mapping[str, Any]], picture: str, *, expe
     lines = ["".join(f"<th>{html.escape(cell)}</th>" for cell in _head(study))]
     lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row)) for row in rows]
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    thought = f"<h2>Expected</h2><p>{html.escape(expected)}</p>" if expected.strip() else ""
+    command = f"<pre>python -m experiments.compare --study={name}</pre>" if name in STUDIES else ""
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(study.question)}</title>'
         f"<style>{STYLE}</style><h1>{html.escape(study.question)}</h1>"
         f"<table>{body}</table>{picture[picture.index('<svg') :]}"
-        f"<h2>Expected</h2><p>{html.escape(expected)}</p>"
+        f"{thought}"
         "<p>Success on test tasks after the last update. IQM: the mean of the middle half of the runs; intervals: "
         "percentile bootstrap, with replacement within each environment; beats: the chance that a run scores higher "
         "than one of the baseline, a tie counting half.</p>"
-        f"<pre>python -m experiments.compare --study={html.escape(name)}</pre></html>\n"
+        f"{command}</html>\n"
     )
 
 
