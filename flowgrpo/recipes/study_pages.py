@@ -22,7 +22,7 @@ from flowgrpo.files import write_whole
 from flowgrpo.launch import processor
 from flowgrpo.recipes.studies import STUDIES, Study
 from flowgrpo.report.metrics import plain_json, read_metrics
-from flowgrpo.report.plots import COLOURS, DASHES, MARKERS, over_updates, save
+from flowgrpo.report.plots import line_style, over_updates, save
 from flowgrpo.run.run_dir import machine
 from flowgrpo.types import BadInput
 
@@ -130,12 +130,11 @@ def _draw(study: Study, rows: Sequence[Mapping[str, Any]], runs: RunResults, see
     figure = Figure(figsize=(10.5, max(3.4, 0.42 * len(rows) + 1.4)), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
     for index, row in enumerate(rows):
-        style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        style: dict[str, Any] = line_style(index)
         left.plot([row["low"], row["high"]], [index, index], color=style["color"], linewidth=6, alpha=0.35)
-        left.plot([row["iqm"]], [index], **style, markersize=7)
+        left.plot([row["iqm"]], [index], **style | {"linestyle": "-"}, markersize=7)
         at, mean, low, high = _curve(runs, row["arm"], study.worlds, seeds)
-        dashes = DASHES[(index + index // len(COLOURS)) % len(DASHES)]  # others where a colour comes again
-        right.plot(at, mean, **style, linestyle=dashes, markersize=4, label=row["arm"])
+        right.plot(at, mean, **style, markersize=4, label=row["arm"])
         if len(rows) <= BANDS:
             right.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
     left.axvline(np.mean([row["start"] for row in rows]), color="#888888", linewidth=1, linestyle=":")
