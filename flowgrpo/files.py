@@ -1,13 +1,16 @@
-"""Files and folders that are there when they are whole, whatever interrupts their writer; code that a name names."""
+"""Files and folders that are there when they are whole, whatever interrupts their writer; code that a name names; the
+command that installs what is missing."""
 
 import ctypes
 import os
+import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -107,3 +110,17 @@ def import_named(name: str, what: str) -> Any:
         why = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         where = "its module lies in the current folder, or where Python looks"
         raise BadInput(f"{what} {name!r} can't be imported: {why} (MODULE:NAME; {where})") from None
+
+
+def pip_install(extra: str) -> str:
+    """The command that installs the packages of an extra: `pip install 'math-verify>=0.9'` for "math".
+
+    It names the packages themselves, so it works in a checkout and beside a wheel, and asks no index for this package.
+    """
+    try:
+        wanted = metadata.requires("flowgrpo") or []
+    except metadata.PackageNotFoundError:  # the sources alone, by PYTHONPATH
+        wanted = []
+    name = re.compile(rf"extra == ['\"]{extra.replace('_', '[-_]')}['\"]")  # metadata write - for _
+    packages = [line.partition(";")[0].strip() for line in wanted if name.search(line)]
+    return f"pip install {shlex.join(packages)}" if packages else f"pip install '.[{extra}]' where the sources are"

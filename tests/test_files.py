@@ -2,13 +2,17 @@
 
 import itertools
 import os
+import re
+import shlex
 import shutil
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from flowgrpo import files
-from flowgrpo.files import make_folder, replace_folder, write_whole
+from flowgrpo.files import make_folder, pip_install, replace_folder, write_whole
 from flowgrpo.types import BadInput
 
 
@@ -116,3 +120,35 @@ def test_a_folder_that_holds_anything_else_is_refused_and_stays_as_it_was(tmp_pa
     with pytest.raises(BadInput, match=r"link could not be written \(No space left on device\): make room"):
         replace_folder(tmp_path / "link", lambda beside: half(beside / "half", full), names=["config"], what="a model")
     assert names_in(tmp_path) == ["empty", "file", "link", "notes", "weigh"]
+
+
+ROOT = Path(__file__).parent.parent
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+ASKED = {
+    name for path in ROOT.glob("flowgrpo/**/*.py") for name in re.findall(r"pip_install\('(\w+)'\)", path.read_text())
+}
+
+
+@pytest.mark.parametrize("extra", sorted(ASKED | {"aot", "math", "trackio"}))
+def test_what_is_missing_is_installed_by_the_names_of_its_packages(extra, monkeypatch):
+    """With a wheel as in a checkout; this package is on no index."""
+    assert shlex.split(pip_install(extra)) == ["pip", "install", *EXTRAS[extra]]
+    for wanted in (None, [], ["math-verify>=0.9; extra == 'maths'"]):  # nothing installed, or another version
+        error = metadata.PackageNotFoundError if wanted is None else None
+        monkeypatch.setattr(files.metadata, "requires", lambda _, wanted=wanted, error=error: _raise(error) or wanted)
+        assert pip_install(extra) == f"pip install '.[{extra}]' where the sources are"
+
+
+def _raise(error):
+    if error is not None:
+        raise error
+
+
+def test_nothing_advises_to_install_from_an_index_that_lacks_it():
+    paths = [
+        path for folder in ("flowgrpo", "experiments", "docs", "notebooks") for path in ROOT.glob(f"{folder}/**/*")
+    ]
+    texts = {path: path.read_text() for path in paths if path.suffix in (".py", ".md", ".ipynb")}
+    texts |= {path: path.read_text() for path in ROOT.glob("*.md")}
+    assert len(ASKED) > 5
+    assert not [path for path, text in texts.items() if re.search(r"install\s+['\"]?flowgrpo\b", text)]

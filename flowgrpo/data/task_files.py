@@ -22,6 +22,7 @@ from urllib.parse import parse_qsl
 
 from flowgrpo.data.tasks import Tasks
 from flowgrpo.data.tokenizer import strict_json
+from flowgrpo.files import pip_install
 from flowgrpo.types import BadInput, Task
 
 GYM = "reasoning_gym"
@@ -124,7 +125,7 @@ def _rows(path: Path) -> Iterator[FileRecord]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise BadInput(f"{path}: reading Parquet needs pyarrow; pip install 'flowgrpo[parquet]'") from None
+        raise BadInput(f"{path}: reading Parquet needs pyarrow: {pip_install('parquet')}") from None
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -263,7 +264,7 @@ def _gym_tasks(source: str) -> Tasks:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError:
-        raise BadInput(f"{source} needs reasoning-gym; pip install 'flowgrpo[reasoning_gym]'") from None
+        raise BadInput(f"{source} needs reasoning-gym: {pip_install('reasoning_gym')}") from None
     if name not in DATASETS:
         raise BadInput(f"{source}: reasoning_gym has no {name!r}; choose from {', '.join(sorted(DATASETS))}")
     options = {key: _option(value) for key, value in parse_qsl(query, keep_blank_values=True)}

@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from flowgrpo.files import pip_install
 from flowgrpo.gateway import responses, wire
 from flowgrpo.gateway.wire import Answer, Asked, Refusal, Spell
 from flowgrpo.types import BadInput
@@ -267,7 +268,7 @@ def _uvicorn() -> Any:
         import starlette  # noqa: F401
         import uvicorn
     except ImportError as error:
-        raise BadInput(f"the gateway needs {error.name}: pip install 'flowgrpo[gateway]'") from None
+        raise BadInput(f"the gateway needs {error.name}: {pip_install('gateway')}") from None
     return uvicorn
 
 

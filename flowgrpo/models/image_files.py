@@ -23,6 +23,7 @@ from jax import Array
 
 from flowgrpo.contracts import Params
 from flowgrpo.data.tokenizer import any_of, load_text
+from flowgrpo.files import pip_install
 from flowgrpo.models import hf
 from flowgrpo.models.families import check_tensors
 from flowgrpo.models.hf import Stored, find_tensors, read_json
@@ -102,7 +103,7 @@ def resize(image_yxc: np.ndarray, size: int | tuple[int, int], resample: int) ->
     try:
         from PIL import Image
     except ImportError as error:
-        raise BadInput("images need Pillow: pip install 'flowgrpo[vision]'") from error
+        raise BadInput(f"images need Pillow: {pip_install('vision')}") from error
     height, width = image_yxc.shape[:2]
     if isinstance(size, int):
         long = int(size * max(height, width) / min(height, width))

@@ -17,7 +17,7 @@ import flowgrpo as fg
 from flowgrpo.algorithms.options import Correction
 from flowgrpo.contracts import Reward
 from flowgrpo.envs.arithmetic import DECEPTIVE
-from flowgrpo.files import import_named
+from flowgrpo.files import import_named, pip_install
 from flowgrpo.learner.adam8bit import scale_by_adam_8bit
 from flowgrpo.learner.state import make_optimizer, scale_by_adafactor
 from flowgrpo.rewards.answers import symbolic
@@ -208,7 +208,7 @@ def preload(names: Collection[str]) -> tuple[str, ...]:
     used = [DOMAINS[name] for name in DOMAINS if name in names]
     for domain in used:
         if domain.needs and find_spec(domain.needs) is None:
-            raise fg.BadInput(f"judging these tasks needs {domain.needs}: pip install 'flowgrpo[{domain.extra}]'")
+            raise fg.BadInput(f"judging these tasks needs {domain.needs}: {pip_install(domain.extra)}")
     return tuple(dict.fromkeys(module for domain in used for module in domain.preload))
 
 

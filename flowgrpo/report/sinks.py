@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flowgrpo.files import write_whole
+from flowgrpo.files import pip_install, write_whole
 from flowgrpo.report.metrics import EDGES, Line, Opener, Sink
 from flowgrpo.report.tensorboard import EventFile, Histogram
 from flowgrpo.types import BadInput
@@ -42,7 +42,7 @@ def check_sinks(names: Sequence[str]) -> tuple[str, ...]:
             raise BadInput(f"--loggers={name} is unknown; choose from {', '.join((TENSORBOARD, *PACKAGED))}, or none")
         spec = find_spec(name) if name in PACKAGED else None
         if name in PACKAGED and (spec is None or spec.origin is None):  # a mere folder of that name has no origin
-            raise BadInput(f"--loggers={name} needs the package {name}: pip install 'flowgrpo[{name}]'")
+            raise BadInput(f"--loggers={name} needs the package {name}: {pip_install(name)}")
     return tuple(dict.fromkeys(names))
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from flowgrpo.contracts import Tool
+from flowgrpo.files import pip_install
 from flowgrpo.tools.schema import check_name
 from flowgrpo.tools.toolset import ToolError, ToolFailure, clean_observation, error_sentence
 from flowgrpo.types import BadInput
@@ -320,7 +321,7 @@ def mcp_tools(server: Stdio | Http | str, *, seconds: float = 30.0, prefix: str 
         import mcp  # noqa: F401
         from anyio.from_thread import start_blocking_portal
     except ImportError as error:
-        raise BadInput("mcp_tools needs the package mcp: pip install 'flowgrpo[mcp]'") from error
+        raise BadInput(f"mcp_tools needs the package mcp: {pip_install('mcp')}") from error
     try:
         return McpTools(server, seconds, prefix, start_blocking_portal(name="mcp"))
     except ToolFailure as failure:

@@ -205,7 +205,7 @@ def test_a_parquet_file_gives_the_same_tasks_and_names_its_rows(write, tmp_path)
 def test_a_missing_extra_is_named(monkeypatch, tmp_path, module, source):
     monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / "tasks.parquet").write_bytes(b"")
-    with pytest.raises(BadInput, match=r"pip install 'flowgrpo\[(reasoning_gym|parquet)\]'"):
+    with pytest.raises(BadInput, match=r"pip install '(reasoning-gym|pyarrow)"):
         read_tasks(source if ":" in source else tmp_path / source)
 
 

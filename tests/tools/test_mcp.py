@@ -243,5 +243,5 @@ def test_a_program_that_speaks_no_mcp_is_a_failure(program, seconds, words, capl
 
 def test_a_missing_package_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(BadInput, match=r"flowgrpo\[mcp\]"):
+    with pytest.raises(BadInput, match=r"pip install 'mcp"):
         mcp_tools("http://host")

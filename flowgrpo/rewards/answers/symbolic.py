@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from flowgrpo.contracts import Reward, Scored
+from flowgrpo.files import pip_install
 from flowgrpo.rewards.answers.match import EXACT, TEXT, Rule, match_answers, numeric_rule, verdict
 from flowgrpo.rewards.answers.numbers import Close, read_plain, rounded
 from flowgrpo.rewards.answers.school import CHOICE, ELEMENTS, list_rule
@@ -64,7 +65,7 @@ def symbolic_rule(call: Call, *, seconds: float = 5.0) -> Rule:
     Gold is read first, so that what fails after that is the answer.
     """
     if find_spec("math_verify") is None:
-        raise BadInput("symbolic mathematics needs math-verify: pip install 'flowgrpo[math]'")
+        raise BadInput(f"symbolic mathematics needs math-verify: {pip_install('math')}")
     readable = lru_cache(maxsize=65536)(lambda gold: call(f"{CHILD}:readable", gold, seconds=seconds))
 
     def judge(task: Task, gold: str, answer: str) -> Scored | None:

@@ -107,5 +107,5 @@ def test_what_can_not_be_made_is_refused(monkeypatch):
     with pytest.raises(BadInput, match="workers"):
         mathematics(Scripted(), workers=0)
     monkeypatch.setattr(symbolic, "find_spec", lambda _: None)
-    with pytest.raises(BadInput, match=r"pip install 'flowgrpo\[math\]'"):
+    with pytest.raises(BadInput, match=r"pip install 'math-verify"):
         mathematics(Scripted())
