@@ -126,8 +126,8 @@ class HostedWork(TestedWork):
     def examine(self, params: Any) -> Validation:
         return validation_of(hosted.validate(self.setup, exam_key(self.setup, "validation"), params))
 
-    def test(self, params: Sequence[Any]) -> Tested:
-        return hosted.test(self.setup, exam_key(self.setup, "test"), params)
+    def test(self, params: Sequence[Any], versions: Sequence[int]) -> Tested:
+        return hosted.test(self.setup, exam_key(self.setup, "test"), params, versions)
 
     def roll_out(self, run: loop.Run, told: RolloutCallbacks) -> JudgedRollout:
         """The trajectories of all groups at once, recorded; the engine's losses are a matter of clocks."""

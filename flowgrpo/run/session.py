@@ -40,7 +40,7 @@ from flowgrpo.run.warm_start import WarmStart, finish_warm_start, no_warm_start,
 from flowgrpo.types import BadInput
 
 RESULT = "result.json"
-PARAMS = "run/learner/params"  # where a checkpoint holds them
+PARAMS, VERSION = "run/learner/params", "run/learner/version"  # where a checkpoint holds them
 Step = Callable[[loop.Run], tuple[loop.Run, dict[str, Any]]]
 
 
@@ -140,14 +140,14 @@ class TestedWork(Work):
     """The stages of a run whose start and best parameters are tested on the same tasks at its end."""
 
     @abstractmethod
-    def test(self, params: Sequence[Any]) -> Tested:
-        """Test these parameters."""
+    def test(self, params: Sequence[Any], versions: Sequence[int]) -> Tested:
+        """Test these parameters; what is played records the version of those that played it."""
 
     def finish(self, session: "Session", minutes: float) -> dict[str, Any]:
         """Test the start and the best parameters, once, and write the result."""
         best, params = session.best_params()
         self.progress.say(f"testing the start and update {best}, on tasks of their own")
-        return session.finish(minutes, self.test((session.start, params)))
+        return session.finish(minutes, self.test((session.start, params), (0, session.best_version())))
 
 
 def validation_of(figures: Evaluation) -> Validation:
@@ -247,6 +247,13 @@ class Session:
         if best is None or best == int(self.run.update):
             return best, self.run.learner.params
         return best, self.params_at(best)
+
+    def best_version(self) -> int:
+        """The version of the parameters with the best validation: updates that had changed them."""
+        best = self.checkpoints.best()
+        if best is None or best == int(self.run.update):
+            return int(self.run.learner.version)
+        return int(self.checkpoints.part(best, VERSION))
 
     def params_at(self, update: int) -> Any:
         """The parameters of a checkpoint."""

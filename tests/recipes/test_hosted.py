@@ -14,9 +14,11 @@ from flowgrpo import loop
 from flowgrpo.envs.env import PAD
 from flowgrpo.generate.engine import Engine
 from flowgrpo.parallel.offload import place_of
+from flowgrpo.recipes import hosted
 from flowgrpo.recipes.hosted import make_residency
 from flowgrpo.recipes.hosted_training import HostedWork
 from flowgrpo.rewards.judge import make_next_logp
+from flowgrpo.rollout.records import from_json
 
 
 @pytest.mark.slow
@@ -49,6 +51,18 @@ def test_offloading_changes_no_number_and_says_what_it_moved(tmp_path):
     lines = [json.loads(line) for line in got[0].splitlines()]
     assert [(line["group"], line["sample"]) for line in lines] == [(0, 0), (0, 1), (0, 2), (0, 3)]
     assert sum(line["advantage"][0] for line in lines) == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_what_is_tested_records_the_version_that_played(tmp_path):
+    params, played = POLICY.init(jax.random.key(0)), {}
+    with Engine(POLICY, params, slots=8, slot_length=loop.longest(ENV) + 8, chunk=8, steps=4, banned=(PAD,)) as engine:
+        setup = make_setup(tmp_path, engine, params, test_tasks=4)
+        hosted.test(setup, jax.random.key(0), (params, params), (0, 3))
+    for when in ("before", "after"):
+        lines = (tmp_path / "trajectories" / f"test-{when}.jsonl").read_text().splitlines()
+        played[when] = {int(np.max(turn.version)) for line in lines for turn in from_json(line).turns}
+    assert played == {"before": {0}, "after": {3}}
 
 
 @pytest.mark.slow

@@ -38,7 +38,8 @@ def test_an_examination_by_the_iterations_program_is_that_of_a_program_of_its_ow
     exam = pure._Exam(setup, step, "test", tasks)
     assert (exam._alone is None) == (tasks == 40)
     params = setup.place(setup.policy.init(jax.random.key(0)))
-    found = exam(params, key)
+    found = exam(params, key, 7)
+    assert (found.version == 7).all()  # of the parameters that played
     expected = jax.device_get(jax.jit(make_exam(setup.env, setup.policy, "test", tasks=tasks))(acting(params), key))
     for name in ("tokens", "chosen", "correct", "status", "outcome"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))

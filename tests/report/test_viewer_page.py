@@ -115,6 +115,8 @@ def test_filters_count_what_passes_each_phase_alone(page):
     choose(page, "sort", "reward, high first")
     shown = [each.text for each in page.find_elements("css selector", ".row .reward")]
     assert shown == sorted(shown, key=lambda text: -1.0 if text == "\u2013" else float(text), reverse=True)
+    rounded = page.execute_script("return [-0.004, -0.006, 0, -12.5].map((value) => number(value))")
+    assert rounded == ["0.00", "\u22120.01", "0.00", "\u221212.50"]  # what rounds to zero has no sign
 
 
 def test_it_opens_on_the_trained_policy_and_keys_go_through_trajectories_and_turns(page):
