@@ -23,7 +23,7 @@ from absl import flags
 
 from experiments.cli import app
 from experiments.cli.help import flag_heading
-from flowgrpo.recipes.export import WHICH, export, export_adapter
+from flowgrpo.recipes.export import WHICH, can_chat, export, export_adapter
 from flowgrpo.recipes.hub import check_push, push_folder
 from flowgrpo.run.next_steps import command, contents, ending
 
@@ -47,12 +47,12 @@ def main() -> None:
         check_push(_PUSH.value)
     written = (export_adapter if _ADAPTER.value else export)(folder, out, which=_WHICH.value, licence=_LICENCE.value)
     print(f"{_WHICH.value} planner of {folder}, update {written['update']}")
-    talk = [] if _ADAPTER.value else [(command("chat", model=out), "talks to it, where it has a chat template")]
+    talks = not _ADAPTER.value and can_chat(out)
     if _PUSH.value is not None:
         message = f"Update {written['update']}, by flowgrpo"
         written["url"] = push_folder(out, _PUSH.value, private=_PRIVATE.value, message=message)
         print(f"uploaded to {written['url']}")
-    print(ending(f"written to {out}: {contents(out)}", talk))
+    print(ending(f"written to {out}: {contents(out)}", [(command("chat", model=out), "talks to it")] if talks else []))
     print(json.dumps(written))
 
 

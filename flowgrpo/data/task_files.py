@@ -258,7 +258,7 @@ def _shown(value: Any) -> str:
 
 
 def _gym_tasks(source: str) -> Tasks:
-    """The tasks of one of reasoning-gym's generators; `rewards/reasoning_gym.py` runs its verifier on their metadata."""
+    """The tasks of one of reasoning-gym's generators; `rewards/reasoning_gym.py` runs its verifier on them."""
     name, _, query = source.removeprefix(GYM + ":").partition("?")
     try:
         import reasoning_gym
