@@ -21,7 +21,7 @@ SHORT: dict[str, dict[str, int]] = {
     "3_write_your_own_algorithm": {"UPDATES": 4, "SEEDS": 2},
     "4_inspect_a_run": {"UPDATES": 8},
     "5_bring_your_own_model_tools_and_tasks": {"UPDATES": 6},
-    "6_free_machines": {"UPDATES": 8, "STEPS": 120},
+    "6_free_machines": {"UPDATES": 7, "STEPS": 120},
 }
 COMPUTES_MUCH = ("5", "6")
 FORMS = [
