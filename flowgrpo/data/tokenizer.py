@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from flowgrpo.files import parse_json
 from flowgrpo.types import BadInput, first_line
 
 Messages = Sequence[Mapping[str, Any]]  # each {"role": ..., "content": ...}, and what else the template reads
@@ -229,7 +230,7 @@ def as_json(value: Any) -> str:
 
 def strict_json(text: str, **options: Any) -> Any:
     """Parse JSON by the letter, without NaN and infinity; `ValueError` for anything else."""
-    return json.loads(text, parse_constant=_refuse_constant, **options)
+    return parse_json(text, parse_constant=_refuse_constant, **options)
 
 
 def _refuse_constant(name: str) -> None:
@@ -361,7 +362,7 @@ def _configured_stop_ids(text: Text) -> Iterator[int]:
         return
     place = f"{GENERATION_CONFIG} of {text.source}"
     try:
-        found = json.loads(text.generation_config).get("eos_token_id")
+        found = parse_json(text.generation_config).get("eos_token_id")
     except (ValueError, AttributeError) as error:
         raise BadInput(f"{place} is not a JSON object ({first_line(error)}): fix it or remove it") from error
     for i in found if isinstance(found, list) else [] if found is None else [found]:

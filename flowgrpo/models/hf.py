@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flowgrpo.contracts import Policy
 from flowgrpo.data.tokenizer import load_text, start
-from flowgrpo.files import replace_folder
+from flowgrpo.files import parse_json, replace_folder
 from flowgrpo.models import families
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import Params, make_policy, matrices, parameters, shape_of
@@ -41,7 +41,7 @@ def read_json(path: Path, belongs: str = "a model folder holds config.json and s
     if not path.exists():
         raise BadInput(f"{path} is missing; {belongs}")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadInput(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):

@@ -324,6 +324,7 @@ UNREAD = "no tokenizer can be read from {}.*put its tokenizer.json"
     [
         *[("tokenizer.json", content, UNREAD) for content in ("", "{", "{}")],
         *[("generation_config.json", content, "generation_config.json of {}") for content in ("{", "[1]")],
+        pytest.param("generation_config.json", "[" * 100_000, "it is nested too deep", id="deep"),
         *[("generation_config.json", f'{{"eos_token_id": {ids}}}', "eos_token_id in") for ids in (100000, '["</s>"]')],
     ],
 )

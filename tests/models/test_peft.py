@@ -122,6 +122,7 @@ def test_what_is_not_supported_is_refused_by_name(folder, changes, words):
     [
         ("adapter_config.json", None, "adapter_config.json is missing"),
         ("adapter_config.json", b"{", "is not JSON"),
+        pytest.param("adapter_config.json", b"[" * 100_000, "is not JSON: it is nested too deep", id="deep"),
         ("adapter_config.json", b"[]", "holds a list"),
         (TENSORS, None, "adapter_model.safetensors is missing"),
         (TENSORS, b"nonsense", "can't be read as safetensors"),

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from flowgrpo.contracts import Reward, Scored
+from flowgrpo.files import is_file
 from flowgrpo.rewards.answers.numbers import SMALL
 from flowgrpo.rewards.combine import model_scores, prepared, tried
 from flowgrpo.types import BadInput, Task, first_line
@@ -211,7 +212,7 @@ def load_image(path: str | Path) -> np.ndarray:
     except ImportError as error:
         raise BadInput("images need Pillow: pip install 'flowgrpo[vision]'") from error
     path = Path(path)
-    if not path.is_file():
+    if not is_file(path):
         raise BadInput(f"image {path} does not exist: fix the task's path, or the folder that it is looked for in")
     try:
         with Image.open(path) as image:
