@@ -33,13 +33,13 @@ from flowgrpo.report.sinks import open_sinks
 from flowgrpo.run.checkpoints import Checkpoints, is_full, params_sha256
 from flowgrpo.run.config import RunConfig
 from flowgrpo.run.next_steps import after_training
-from flowgrpo.run.run_dir import begin_anew, check_same, identity, machine, run_folder
+from flowgrpo.run.run_dir import begin_anew, check_identity, check_same, identity, machine, run_folder
+from flowgrpo.run.run_files import RESULT
 from flowgrpo.run.signals import STOPPING, held, listening
 from flowgrpo.run.time_budget import ENDLESS, TimeBudget
 from flowgrpo.run.warm_start import WarmStart, finish_warm_start, no_warm_start, saved_position, warm_start
 from flowgrpo.types import BadInput
 
-RESULT = "result.json"
 PARAMS = "run/learner/params"  # where a checkpoint holds them
 Step = Callable[[loop.Run], tuple[loop.Run, dict[str, Any]]]
 
@@ -220,7 +220,9 @@ class Session:
             return False
         note = self.checkpoints.note(step)
         allowed = (*self.work.config.may_differ(), *may_differ)
-        check_same(self.checkpoints.folder, note.get("run", {}), self.identity, may_differ=allowed)
+        there = check_identity(note.get("run"), self.checkpoints.folder)
+        check_same(self.checkpoints.folder, there, self.identity, may_differ=allowed)
+        self.checkpoints.best()  # a note that is damaged is found now, and not at the end
         tree = self.checkpoints.restore(step, self._template())
         self._start, self.resumed_at = tree["start"], list(tree["resumed_at"])
         self.memory = tree.get("memory")
