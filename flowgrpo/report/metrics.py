@@ -59,7 +59,7 @@ BEGINNING = {"bytes": 0, "crc32": 0}
 Line = Mapping[str, Any]
 OF_TOKENS = {  # figures of the tokens that an update learned from
     *("entropy", "kl", "kl_old", "surrogate", "ratio", "advantage", "correction", "clip_low_fraction"),
-    *("clip_high_fraction", "ratio_p01", "ratio_p50", "ratio_p99", "log_ratio_max", "margin", "accuracy"),
+    *("clip_high_fraction", "ratio_p01", "ratio_p50", "ratio_p99", "log_ratio_max", "sampler_kl", "margin", "accuracy"),
     *("value_loss", "value", "target", "explained_variance"),
 }
 

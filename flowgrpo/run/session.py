@@ -318,7 +318,7 @@ class Session:
     def advance(self, step, metrics: Metrics) -> dict[str, Any]:
         """One update, and its figures."""
         began = time.monotonic()
-        run, figures = next(loop.train_loop(step, self.run, self.work.updates))
+        run, figures = next(loop.train_loop(step, self.run, self.work.updates, warns=False))
         took = time.monotonic() - began
         check_finite(figures, self.checkpoints)
         speed = {"seconds": took, "tokens_per_second": figures["tokens"] / took, **figures.pop("timings", {})}
