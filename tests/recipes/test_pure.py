@@ -41,7 +41,8 @@ def test_an_iteration_and_an_examination_are_compiled_ahead_and_not_again(setup)
 def test_a_sampler_that_disagrees_is_told_by_runs_and_by_loops(tmp_path, temperature):
     """Once, in the first update: in `warnings.jsonl` of a run, by a warning of Python's in a loop."""
     sizes = {"queries": 8, "samples": 4, "test_tasks": 40, "d": 16, "layers": 1, "head": 8}
-    setup = pure.open(pure.preset("lookup", updates=2, warm_steps=1, **sizes))
+    config = pure.preset("lookup", updates=2, warm_steps=1, **sizes)
+    setup = pure.open(config, algorithm=fg.flow_grpo(beta=0.05))  # KL, so that groups without a signal count, too
     rollout = fg.make_rollout(setup.env, setup.policy, temperature=temperature)
 
     def play(params, drawn):
