@@ -179,15 +179,20 @@ def test_a_sampler_that_disagrees_is_warned_of_once():
     """At another temperature than the learner's, and by these weights: what older weights sampled says nothing."""
     params, trajectories = sampled_case(44)
 
-    def batch_at(temperature, version=0, **settings):
-        score = jax.jit(make_score(BIGRAMS, **SETTINGS | {"temperature": temperature} | settings))
-        sampled = near(trajectories, score, params, drift=0.0)
+    @partial(jax.jit, static_argnums=3)
+    def score_at(temperature, params, batch, dtype):
+        own = SETTINGS | {"temperature": temperature, "compute_dtype": dtype}
+        return make_score(BIGRAMS, **own)(params, batch)
+
+    def batch_at(temperature, version=0, dtype=None):
+        sampled = near(trajectories, partial(score_at, temperature, dtype=dtype), params, drift=0.0)
         return rows_of(PLAIN, sampled.replace(version=np.full_like(trajectories.version, version)))
 
     same, other = batch_at(SETTINGS["temperature"]), batch_at(0.5)
-    update = jax.jit(make_update(BIGRAMS, PLAIN, OPTIMIZERS["sgd"], micro_rows=2, **SETTINGS))
+    settings = {"micro_rows": 2, "watch": DiagnosticsSettings(turns=1), **SETTINGS}
+    update = jax.jit(make_update(BIGRAMS, PLAIN, OPTIMIZERS["sgd"], **settings))
     assert float(update(fresh(params), same)[1]["sampler_kl"]) < 1e-9
-    rounded = batch_at(SETTINGS["temperature"], compute_dtype=jnp.bfloat16)
+    rounded = batch_at(SETTINGS["temperature"], dtype="bfloat16")
     for quiet in (same, rounded, batch_at(0.5, version=-1), other.replace(weight=other.weight * 0)):
         assert warned_of(update, params, quiet) == []
     (sentence,) = warned_of(update, params, other)
@@ -196,8 +201,9 @@ def test_a_sampler_that_disagrees_is_warned_of_once():
     assert f"KL {np.mean(np.expm1(log_ratio) - log_ratio):.4f} a token, above 0.002: give both the same" in sentence
     assert warned_of(update, params, batch_at(0.4)) == []  # it was said
     corrected = fg.flow_grpo(beta=0.0, correction=fg.Correction(cap=2.0))
-    update = jax.jit(make_update(BIGRAMS, corrected, OPTIMIZERS["sgd"], micro_rows=2, **SETTINGS))
-    assert warned_of(update, params, other) == []
+    for algorithm, warns in ((PLAIN, True), (corrected, False)):
+        program = jax.make_jaxpr(make_update(BIGRAMS, algorithm, OPTIMIZERS["sgd"], **settings))(fresh(params), other)
+        assert ("debug_callback" in str(program)) == warns
 
 
 @pytest.mark.usefixtures("nan_allowed")

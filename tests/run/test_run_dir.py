@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,6 @@ from flowgrpo.run import run_dir as run_folders
 from flowgrpo.run.run_dir import begin_anew, check_own, check_run, differing, machine, run_folder
 from flowgrpo.types import BadInput
 
-ROOT = Path(__file__).parent.parent.parent
 SETTINGS = {"seed": 0, "learning_rate": 3e-4, "tools": ("add", "sub"), "updates": 30}
 
 
@@ -66,21 +63,6 @@ def test_what_may_differ_may_and_is_noted(tmp_path):
 def test_many_differences_are_counted():
     assert differing({"a": 1, "b": [1]}, {"a": 1, "b": [1]}) == []
     assert differing({"a": 1}, {"b": 2}) == ["a: there 1, here nothing", "b: there nothing, here 2"]
-
-
-def test_a_folder_has_one_process(tmp_path):
-    program = f"""
-from flowgrpo.run.run_dir import run_folder
-with run_folder({str(tmp_path)!r}, "tiny", {{}}):
-    pass"""
-    with run_folder(tmp_path, "tiny", {}, may_differ=list(machine())):
-        environment = os.environ | {"PYTHONPATH": "."}
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
-        )
-        assert f"another process works in {tmp_path}: wait for its end" in done.stderr
-    with run_folder(tmp_path, "tiny", {}):
-        pass
 
 
 def test_a_folder_that_can_not_be_written_is_one_sentence(tmp_path):
