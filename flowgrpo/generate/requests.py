@@ -8,6 +8,7 @@ find that token (A5): the ids stay as they were sampled, and the prompt's text t
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from flowgrpo.contracts import Completion, Request
 from flowgrpo.generate.sampler import MAX_KEPT, Sampled
@@ -65,6 +66,7 @@ class Job:
     version: list[int] = field(default_factory=list)
     reused: int = 0
     before: int = 0  # of the sampled tokens, those that an earlier request got
+    pieces: list[Any] = field(default_factory=list)  # of its tokens so far, as `kv_slots.held_by` cuts them
 
     @property
     def sampled(self) -> list[int]:

@@ -132,6 +132,7 @@ class HostedWork(TestedWork):
     def roll_out(self, run: loop.Run, told: RolloutCallbacks) -> JudgedRollout:
         """The trajectories of all groups at once, recorded; the engine's losses are a matter of clocks."""
         setup, update, lost = self.setup, int(run.update), self.setup.engine.lost
+        recomputed = self.setup.engine.recomputed.tokens
         setup.engine.swap(setup.planner.serve(run.learner.params), int(run.learner.version))
         tasks = training_tasks(setup, update)
 
@@ -148,6 +149,7 @@ class HostedWork(TestedWork):
             setup.progress.step("learn", 0, 1)
         now = setup.engine.lost.fates
         more = {f"engine_{fate.name.lower()}": size - lost.fates.get(fate, 0) for fate, size in now.items()}
+        more["engine_recomputed"] = setup.engine.recomputed.tokens - recomputed
         return learned_from(setup, run, played, {"judging_seconds": played.seconds["judging"], **more})
 
 
