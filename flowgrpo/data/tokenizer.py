@@ -17,6 +17,7 @@ can't end its turn or begin another's. Messages of the role "assistant" are take
 import json
 import operator
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -256,12 +257,16 @@ def _render(text: Text, before: Messages, messages: Messages, tools: Sequence[An
     rendered, why = apply_template(text, [*before, *marked], schemas)
     if why:
         # The first message with which the template says what it says of them all.
-        at = next(i for i in range(len(marked)) if apply_template(text, [*before, *marked[: i + 1]], schemas)[1] == why)
+        def fails(size: int) -> bool:
+            return apply_template(text, [*before, *marked[:size]], schemas)[1] == why
+
+        at = bisect_left(range(1, len(marked)), True, key=fails)
         raise _refusal(text, messages[at]["role"], f"can't render message {at} ({why})")
     probes = [{**message, "content": f"zq{i}qz"} if _is_shown(message) else message for i, message in enumerate(marked)]
     probed, why = apply_template(text, [*before, *probes], schemas)
+    seen = set(re.findall(r"zq\d+qz", probed))  # searched for once, however many messages there are
     for i, message in enumerate(messages):
-        if not why and _is_shown(message) and f"zq{i}qz" not in probed:
+        if not why and _is_shown(message) and f"zq{i}qz" not in seen:
             raise _refusal(text, message["role"], f"leaves out message {i}")
     return rendered
 

@@ -133,6 +133,7 @@ def open(
                 seconds=config.agent_seconds,
                 silence=config.silent_seconds,
                 retries=config.retries,
+                judged=judge is not None,
             )
         )
         host.check()
