@@ -28,6 +28,7 @@ from tokenizer_cases import (
 from tokenizers import processors
 from transformers import AutoTokenizer
 
+from flowgrpo.data import tokenizer
 from flowgrpo.data.tokenizer import Conversation, add_action, add_messages, load_text, start
 from flowgrpo.types import BadInput
 
@@ -280,6 +281,36 @@ def test_templates_may_refuse_the_content_or_the_lack_of_a_message(texts):
     wants = '{% if "user" not in messages | map(attribute="role") %}{{ raise_exception("No query") }}{% endif %}'
     with pytest.raises(BadInput, match=r"message 2 .*'critic'"):
         start(load_text(texts["mistral"].source, template=wants + MISTRAL), [says("system", "s"), USER, CRITIC])
+
+
+class Searched(str):
+    """A text that counts how often something is looked for in it."""
+
+    times = 0
+
+    def __contains__(self, part: str) -> bool:
+        Searched.times += 1
+        return super().__contains__(part)
+
+
+def test_many_messages_cost_no_more_each(texts, monkeypatch):
+    """The rendered text is searched once for all of them, and a bad one is found in few renderings."""
+    calls, apply = [], tokenizer.apply_template
+
+    def counted(*arguments, **options):
+        calls.append(1)
+        rendered, why = apply(*arguments, **options)
+        return Searched(rendered), why
+
+    monkeypatch.setattr(tokenizer, "apply_template", counted)
+    Searched.times = 0
+    turns = [USER, says("assistant", "a")] * 100
+    start(texts["gemma"], turns)
+    assert Searched.times < 5
+    calls.clear()
+    with pytest.raises(BadInput, match="can't render message 150 "):
+        start(texts["gemma"], turns[:150] + [says("assistant", "a")] + turns[150:])
+    assert len(calls) < 15
 
 
 # Errors -----------------------------------------------------------------------------------------------

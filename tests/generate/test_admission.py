@@ -69,7 +69,7 @@ def all_at_once(engine, requests, play=talk) -> list:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("held")
-def test_E3_thrice_as_many_conversations_as_slots_lose_no_cache(shared):
+def test_thrice_as_many_conversations_as_slots_lose_no_cache(shared):
     engine, forced = shared
     whole = [talk(engine, opening) for opening in openings(3 * SLOTS)]
     forced.clear()
