@@ -57,7 +57,7 @@ class LiveSession:
         self.rewarded: Mapping[str, Any] | None = None
         self.over, self.why = False, ""  # it is over, and why
         self.answered = 0
-        self._ended = False
+        self._ended, self._posted = False, b""
         self._lock = threading.Lock()
         self._by_identity: dict[bytes, Pending] = {}  # what waits, and the newest of what is answered
         self._stop: Callable[[], Any] = lambda: None  # ends the agent
@@ -105,12 +105,12 @@ class LiveSession:
         """End the agent from outside."""
         self._stop()
 
-    def end_with(self, ended: Ended) -> None:
-        """End the session from the server's side, once."""
+    def end_with(self, ended: Ended, posted: bytes = b"") -> None:
+        """End the session from the server's side, once; `posted` is a digest of the request that does so."""
         with self._lock:
             if self.over or self._ended:
                 raise self.ending().refusal()
-            self._ended = True
+            self._ended, self._posted = True, posted
         self.events.put(ended)
 
     def describe(self) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 from flowgrpo.gateway import responses, wire
@@ -64,12 +65,19 @@ class Ending(NamedTuple):
     """What is remembered of a session that is over."""
 
     why: str
-    reward: Mapping[str, Any] | None = None  # the request that ended it
+    reward: bytes = b""  # a digest of the request that ended it
     record: Mapping[str, Any] | None = None  # the answer to that, which a client may ask for again
 
     def refusal(self) -> Refusal:
         """The answer to every other request."""
-        return Refusal(f"the session is over{f': {self.why}' if self.why else ''}", status=410, code="session_over")
+        return Refusal(
+            f"the session is over{f': {self.why:.500}' if self.why else ''}", status=410, code="session_over"
+        )
+
+
+def digest_of(body: Mapping[str, Any]) -> bytes:
+    """A digest of a request's body."""
+    return blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).digest()
 
 
 Ask = Callable[[Asked], Awaitable[Sequence[Answer]]]
@@ -294,7 +302,9 @@ class Gateway:
     async def _reward(self, request: Any) -> Any:
         body = await self._json(request)
         ending = self._ended.get(request.path_params.get("session") or request.headers.get("x-session-id"))
-        if ending is not None and ending.record is not None and ending.reward == body:  # a client that tries again
+        if (
+            ending is not None and ending.record is not None and ending.reward == digest_of(body)
+        ):  # a client that tries again
             return _json_response(ending.record)
         return _json_response(await self._named(request).reward(body))
 

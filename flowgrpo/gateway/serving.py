@@ -28,7 +28,7 @@ from flowgrpo.gateway.agent_env import agent_env, answer_of, cant_fit, first_con
 from flowgrpo.gateway.agents import as_result
 from flowgrpo.gateway.histories import for_template
 from flowgrpo.gateway.live_session import Ended, LiveSession, outcome_of, read_reward, with_scores
-from flowgrpo.gateway.server import Ending
+from flowgrpo.gateway.server import Ending, digest_of
 from flowgrpo.gateway.tool_calls import Form, form_of
 from flowgrpo.gateway.wire import LARGEST, Answer, Asked, Refusal
 from flowgrpo.generate.engine import Engine
@@ -48,7 +48,6 @@ class OpenSession(LiveSession):
     def __init__(self, task: Any, *, judged: bool = False):
         super().__init__(task, judged=judged)
         self.played: Future[Played] = Future()
-        self._posted: Mapping[str, Any] | None = None
         self._record: Mapping[str, Any] | None = None
 
     async def reward(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -70,8 +69,7 @@ class OpenSession(LiveSession):
                 raise Refusal(message, field="reward")
             reward, correct = read_reward(given)
             ended = Ended(output=output, reward=reward, correct=correct)
-        self.end_with(ended)
-        self._posted = given
+        self.end_with(ended, digest_of(given))
         return record_of(self.name, await outcome_of(self.played))
 
     def finish(self, played: Played) -> None:

@@ -203,6 +203,7 @@ class Engine:
         self._params, self._version, self._swap = params, version, None
         self._laid: Any = None  # these parameters, laid out; made and released with the slots
         self._weights = 0  # counts swaps, since a version may come twice
+        self._releases = 0
         self._answered, self._sampled = 0, 0  # requests and tokens
         # At least two: sums over a single row go in an order of their own, and results must not depend on the width.
         self._slots = [Slot() for _ in range(max(slots, 2))]
@@ -350,6 +351,7 @@ class Engine:
         if not leaving:
             return
         freed, self._rows, self._laid = sum(x.nbytes for x in jax.tree.leaves(self._rows)), None, None
+        self._releases += 1
         for slot in self._slots:
             slot.forget()
         for one in leaving:
@@ -434,13 +436,18 @@ class Engine:
         job.reused = self._fill(index, job, held_r)
         return True
 
+    @property
+    def _computing(self) -> tuple[int, int, int]:
+        """What a cache is computed with, and stays as long as its slot."""
+        return id(self), self._weights, self._releases
+
     def _held(self, job: Job) -> list[int]:
         return held_by(self._slots, job, self._weights, self.chunk)
 
     def _count_lost(self, job: Job, held: int) -> None:
         """Count what a conversation had computed here and has lost to others, and warn once where that is much."""
         conversation = job.request.conversation
-        if conversation is None or conversation.computed_by != (id(self), self._weights):
+        if conversation is None or conversation.computed_by != self._computing:
             return
         again = sum(piece.end - max(piece.start, held) for piece in job.pieces if piece.stepwise and piece.end > held)
         if not again:
@@ -533,7 +540,7 @@ class Engine:
             slot.record(job, self.chunk)
             self._admission.hold(slot, job, time.monotonic())
             if job.request.conversation is not None:
-                job.request.conversation.computed_by = (id(self), self._weights)
+                job.request.conversation.computed_by = self._computing
             self._answered += 1
             self._answer(job, outcome)
 
