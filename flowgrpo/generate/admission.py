@@ -7,8 +7,8 @@ some time after each answer. Beyond as many conversations as slots, new ones wai
 How long a slot is held is a question of rent or buy: an idle slot costs its share of the engine, a cache computed again
 costs the whole engine for so many steps, and holding it until the first has cost as much as the second is at most twice
 as dear as knowing the future. `LONGEST_HOLD` bounds it, and so what an idle client of a server can keep from others.
-So that those who wait get on beside conversations that never pause, one may be evicted for them, as long as computing
-the evicted caches again takes no more than `TITHE` of the time.
+So that those who wait get on beside conversations that never pause, one is evicted for them now and then: as long as
+computing the evicted caches again takes no more than `TITHE` of the time.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,7 +18,7 @@ from flowgrpo.generate.kv_slots import Slot
 from flowgrpo.generate.requests import Job
 
 LONGEST_HOLD = 30.0  # seconds
-TITHE = 0.1
+TITHE = 0.05
 FIRST_GUESS = 0.01  # seconds of a decode step, until one was measured
 
 
@@ -65,6 +65,16 @@ class Admission:
         """The free slots that hold what a job's conversation has come to."""
         conversation = job.request.conversation
         return [i for i in free if conversation is not None and self._slots[i].conversation is conversation]
+
+    def may_return(self, waiting: Sequence[Job], free: Collection[int], now: float) -> list[Job]:
+        """The jobs for which `place_returning` may find a slot, which takes longer to say."""
+        own = {id(self._slots[i].conversation) for i in free if self._slots[i].conversation is not None}
+        any_unheld = any(not self.is_held(self._slots[i], now) for i in free)
+        return [
+            job
+            for job in waiting
+            if id(job.request.conversation) in own or (any_unheld and (job.request.chosen is not None or job.before))
+        ]
 
     def place_returning(self, job: Job, free: Collection[int], held_r: Sequence[int], now: float) -> int | None:
         """The slot for a job that goes on from what was sampled in a free one, or that has one of its own."""

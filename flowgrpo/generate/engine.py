@@ -409,8 +409,8 @@ class Engine:
         now = time.monotonic()
         self._admission.accrue(bool(waiting), now)
         free = {index for index, slot in enumerate(self._slots) if slot.job is None}
-        for job in waiting:
-            if free and (job.request.conversation is not None or job.request.chosen is not None or job.before):
+        for job in self._admission.may_return(waiting, free, now):
+            if free:
                 self._enter(job, free, self._admission.place_returning, now)
         for job in waiting:
             if not free or (job not in self._entered and not self._enter(job, free, self._admission.place, now)):

@@ -187,11 +187,11 @@ def test_those_who_wait_get_the_cheapest_slot_for_a_tithe_of_their_time():
     for slot in slots:
         rules.hold(slot, job_of(Conversation()), 100.0)
     rules.accrue(True, 100.0)
-    rules.accrue(True, 109.0)
+    rules.accrue(True, 100 + 0.9 / admission.TITHE)
     assert rules.place(job_of(), [0, 1, 2], [0] * 3, 102.0) is None  # 0.9 of the second that slot 0 costs
-    rules.accrue(True, 111.0)
+    rules.accrue(True, 100 + 1.1 / admission.TITHE)
     assert rules.place(job_of(), [0, 1, 2], [0] * 3, 102.0) == 0
     assert rules.place(job_of(), [1, 2], [0] * 3, 102.0) is None
-    rules.accrue(False, 200.0)
-    rules.accrue(True, 201.0)
+    rules.accrue(False, 1000.0)
+    rules.accrue(True, 1001.0)
     assert rules.place(job_of(), [1, 2], [0] * 3, 102.0) is None
