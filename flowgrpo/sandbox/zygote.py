@@ -211,12 +211,20 @@ def _serve(control: socket.socket, prepare: Callable[[], Child], kill: Callable[
             while request["do"] != "run":  # a kill that came after its run had ended
                 request, files = channel.receive(control)
             began = time.monotonic()
-            channel.send(waiting.channel, request, files)
+            try:
+                channel.send(waiting.channel, request, files)
+            except channel.Closed:  # it is the first that the kernel ends where a machine runs out of memory
+                os.waitpid(waiting.pid, 0)
+                waiting.channel.close()
+                waiting = prepare()
+                with contextlib.suppress(channel.Closed):  # it has said why it can't
+                    channel.send(waiting.channel, request, files)
             for file in files:
                 os.close(file)
             why, status = _watch(waiting.pid, began + request["seconds"], ended, control, kill)
             seconds = time.monotonic() - began
             channel.send(control, _how(waiting.channel, why, status) | {"seconds": seconds})
+    os.kill(0, signal.SIGCONT)  # the starter buries this process and ends, unless somebody has stopped it
     os._exit(0)
 
 
@@ -233,7 +241,11 @@ def _watch(pid: int, deadline: float, ended: socket.socket, control: socket.sock
         if ended in ready:
             ended.recv(4096)
         if control in ready:
-            channel.receive(control)  # the one thing that a pool says during a run is: kill
+            try:
+                channel.receive(control)  # the one thing that a pool says during a run is: kill
+            except channel.Closed:
+                kill(pid)  # without namespaces, it would go on when this process has ended
+                raise
             why = "killed"
         elif left <= 0:
             why = "timeout"
