@@ -226,6 +226,26 @@ def test_a_lost_worker_is_the_requests_doing_or_the_hosts(sandbox, kind):
     assert carry_out("value = 0") == fine
 
 
+def test_a_zygote_that_can_not_fork_says_so_and_goes_on(monkeypatch):
+    spoilt = """
+from flowgrpo.sandbox import zygote
+code, source = zygote._own_code(), open(zygote.__file__).read()
+fork = " " * 8 + "pid = os.fork()"
+source = source.replace(fork, " " * 8 + "if next(turns, 0): raise OSError(12, 'no memory')\\n" + fork)
+code["zygote"] = compile("turns = iter([0, 0, 1, 1])\\n" + source, "zygote.py", "exec")
+zygote._own_code = lambda: code
+from flowgrpo.sandbox.zygote import main
+"""
+    monkeypatch.setattr(worker, "_BOOT", worker._BOOT.replace("from flowgrpo.sandbox.zygote import main", spoilt))
+    with Sandbox(limits=LIMITS) as sandbox:
+        assert sandbox.run("print(1)").stdout == "1\n"
+        before = idle(sandbox).pid
+        with pytest.raises(SandboxFailure, match="no memory"):
+            sandbox.run("print(2)")
+        assert sandbox.run("print(3)").stdout == "3\n"
+        assert idle(sandbox).pid == before
+
+
 def test_as_many_run_at_once_as_there_are_workers_and_the_others_wait(monkeypatch):
     meeting, busy = threading.Barrier(3), []
 
