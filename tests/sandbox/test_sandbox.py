@@ -383,6 +383,13 @@ else:
         assert sandbox.run("import os\nos.fork()\nwhile True: pass", limits=Limits(seconds=0.2)).ended == "timeout"
         wait_until(lambda: len(family(idle(sandbox).pid)) == 1)  # the child that waits for the next run
 
+        below = family(idle(sandbox).pid)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker.Streams, "wait", lambda *_: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                sandbox.run("while True: pass")
+        wait_until(lambda: all(map(ended, below)))
+
 
 def test_isolation_that_once_worked_is_never_given_up_silently(monkeypatch):
     with Sandbox() as sandbox:
