@@ -245,13 +245,13 @@ def test_a_program_that_speaks_no_mcp_is_a_failure(program, seconds, words, capl
 ODD_SERVER = """
 import json, sys
 
-kind, tools = sys.argv[1], ["silent", "noise", "text", "words", *ODD]
+kind, tools = sys.argv[1], ["silent", *ODDLY_FINE, "words", *ODD]
 if kind == "many": tools = [f"t{number}" for number in range(1001)]
 properties = {f"p{number}": {} for number in range(20_000 if kind == "wide" else 1)}
 description = "long " * 2000 if kind == "long" else "odd"
 for line in sys.stdin:
     asked = json.loads(line)
-    if "id" not in asked: continue
+    if not {"id", "method"} <= set(asked): continue
     number, answer = asked["id"], {"content": [{"type": "text", "text": "fine"}]}
     if asked["method"] == "initialize":
         answer = {"protocolVersion": asked["params"]["protocolVersion"], "capabilities": {"tools": {}}}
@@ -269,10 +269,13 @@ for line in sys.stdin:
             print(ODD[name].replace("NUMBER", str(number)), flush=True)
             continue
         if name == "noise": print("called!", flush=True)
+        if name == "asks": print(json.dumps({"jsonrpc": "2.0", "id": 77, "method": "roots/list"}), flush=True)
+        if name == "twice": print(json.dumps({"jsonrpc": "2.0", "id": number, "result": answer}), flush=True)
         if name == "text": number = str(number)
         if name == "words": answer = {"content": [{"type": "text", "text": "e" * 10**6}], "isError": True}
     print(json.dumps({"jsonrpc": "2.0", "id": number, "result": answer}), flush=True)
 """
+ODDLY_FINE = ["noise", "text", "asks", "twice"]  # words before the answer, its number as text, a question, two answers
 ODD = {  # what a server says in the place of an answer
     "no_json": "this is no JSON",
     "cut": '{"jsonrpc": "2.0", "id": NUMBER, "result": {"content": [',
@@ -286,12 +289,12 @@ ODD = {  # what a server says in the place of an answer
 
 
 def odd(kind=""):
-    return Stdio(sys.executable, ["-c", f"ODD = {ODD}\n{ODD_SERVER}", kind])
+    return Stdio(sys.executable, ["-c", f"ODD, ODDLY_FINE = {ODD}, {ODDLY_FINE}\n{ODD_SERVER}", kind])
 
 
 def test_answers_that_are_none_are_the_servers_failure(monkeypatch, caplog):
     with mcp_tools(odd(), seconds=START) as server, toolset(server.tools) as tools:
-        assert do(tools, "noise") == do(tools, "text") == Result("fine")
+        assert [do(tools, name) for name in ODDLY_FINE] == [Result("fine")] * len(ODDLY_FINE)
         for bad in (
             "\ud800",
             [json.loads("[" * 300 + "]" * 300)],
