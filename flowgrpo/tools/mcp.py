@@ -332,10 +332,11 @@ class McpTools:
         late = isinstance(cause, TimeoutError) or code == REQUEST_TIMEOUT
         broken = code in (None, CONNECTION_CLOSED) and not late
         words = f"did not answer within {self._seconds:g} s" if late else f"failed: {_words_of(cause)}"
+        answers = late and self._answers(connection)
         strays = connection.strays if connection is not None and late else None
         strayed = f", but sent {strays.what}" if strays and strays.when >= began else ""
         # A server that still answers was kept busy by its caller: nobody escapes a loss by slow calls (F5).
-        kind = ToolError if late and self._answers(connection) and not strayed else ToolFailure
+        kind = ToolError if answers and not strayed else ToolFailure
         failure = kind(f"{where(self._server)} {words}{strayed}{self._last_words()}")
         if self._lock.acquire(timeout=GRACE):  # somebody may be connecting, and has a deadline of his own
             try:

@@ -304,7 +304,7 @@ def test_answers_that_are_none_are_the_servers_failure(monkeypatch, caplog):
         assert words.error
         assert len(words.text) <= 4000
         monkeypatch.setattr(edge, "MOMENT", START)
-        monkeypatch.setattr(server, "_seconds", 0.2)
+        monkeypatch.setattr(server, "_seconds", 0.1)
         assert do(tools, "silent").error  # nothing strayed: it may have been kept busy
         for name in ODD:
             result = do(tools, name)
