@@ -125,7 +125,7 @@ FINAL = {
     "marker": {
         "work\n#### 18": "18", "####5": "5", "####\nAnswer: 7": "Answer: 7", "Answer: 7\n####": "7",
         "Answer: 5\nthanks": "5", "Answer: 5\nThe result is 6": "6", "Answer: 5. The answer is": "5. The answer is",
-        "answers: 5": "5", "The answer is **5**.": "5**.", "**Answer** : * 5": "5", "The answer:\n5": "5",
+        "answers: 5": "5", "The answer is **5**.": "5.", "**Answer** : * 5": "5", "The answer:\n5": "5",
         "answer" + " " * 38 + ": 5": "5",
     },
     "last line": {
