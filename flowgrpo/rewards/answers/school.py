@@ -7,8 +7,9 @@ nothing else is text. Each rule is a function of its own, so that `match_answers
 them.
 
 Letters are read as people name them: "(b)", "b. photosynthesis", "The answer is B.", or the text of an option. The
-options of a task are `metadata["options"]` or `metadata["choices"]` (texts in order, or a mapping from letters), or
-else what its query lists as `A) ... B) ...`. Naming two letters is not naming one, and `not B` names none.
+options of a task are `metadata["options"]` or `metadata["choices"]` (texts in order, or a mapping from letters; labels
+such as `A. red` are taken off), or else what its query lists as `A) ... B) ...`. Naming two letters is not naming one,
+not even as `B. Actually C.`, and `not B` names none.
 """
 
 from collections import Counter
@@ -30,14 +31,16 @@ from flowgrpo.rewards.answers.match import (
     verdict,
 )
 from flowgrpo.rewards.answers.numbers import Close, read_plain, rounded
-from flowgrpo.rewards.answers.spelling import bare, plain_text, words
+from flowgrpo.rewards.answers.spelling import LETTERS, bare, labelled, plain_text, words
 from flowgrpo.rewards.answers.units import QUANTITY
 from flowgrpo.types import BadInput, Task
 
-LETTERS = "ABCDEFGHIJ"
 CALLED = {"option", "options", "choice", "choices", "answer", "letter", "alternative", "is", "are", "pick", "choose"}
 AFTER_A = {"is", "and", "or", "because", "since", "as", "only", "nor"}  # what tells the letter A from the article
 REFUSALS = DENIALS | {"but", "except", "wrong", "incorrect", "false"}
+REASONS = (" because ", " since ", " as ", " whereas ", " while ")
+SWITCHES = CALLED | {"or", "and", "actually", "no", "wait", "rather", "maybe", "perhaps", "sorry", "also", "be", "its"}
+SWITCHES |= {"it's", "to", "mean", "meant", "but", "then", "possibly", "instead", "was", "were", "not"}
 QUERY_MOST = 4000  # characters of a query in which options are looked for
 TRUE, FALSE = {"true", "yes", "correct", "right", "t", "y"}, {"false", "no", "incorrect", "wrong", "untrue", "f", "n"}
 ORDERED = ("in order", "ascending", "descending", "least to greatest", "greatest to least", "sequence", "ordered pair")
@@ -55,11 +58,19 @@ def options_of(task: Task) -> dict[str, str]:
     if listed is None:
         return _options_in(task.query[:QUERY_MOST])
     if isinstance(listed, Mapping):
-        return {str(letter).strip("(). ").upper(): str(text) for letter, text in listed.items()}
+        return _unlabelled({str(letter).strip("(). ").upper(): str(text) for letter, text in listed.items()})
     if isinstance(listed, Sequence) and not isinstance(listed, str) and len(listed) <= len(LETTERS):
-        return {letter: str(text) for letter, text in zip(LETTERS, listed, strict=False)}
+        return _unlabelled({letter: str(text) for letter, text in zip(LETTERS, listed, strict=False)})
     wanted = f"a list of at most {len(LETTERS)} texts or a mapping from letters"
     raise BadInput(f"task {task.id!r}: its options must be {wanted}")
+
+
+def _unlabelled(options: dict[str, str]) -> dict[str, str]:
+    """Take the labels off texts such as `A. red`, where each carries its own letter."""
+    texts = {letter: labelled(plain_text(text)) for letter, text in options.items()}
+    if any(label != letter or not rest for letter, (label, rest) in texts.items()):
+        return options
+    return {letter: rest for letter, (_, rest) in texts.items()}
 
 
 def _options_in(query: str) -> dict[str, str]:
@@ -74,6 +85,8 @@ def _options_in(query: str) -> dict[str, str]:
         return {}
     ends = [start for start, _ in starts[1:]] + [len(query)]
     texts = [query[after:end].strip(" \n\t,;") for (_, after), end in zip(starts, ends, strict=True)]
+    if not any("\n" in text for text in texts[:-1]):
+        texts[-1] = texts[-1].partition("\n")[0].strip()  # what follows the options is none of the last
     return dict(zip(LETTERS, texts, strict=False))
 
 
@@ -99,14 +112,39 @@ def choice(task: Task, gold: str, answer: str) -> Scored | None:
         return verdict(wanted == {by_text[bare(text)]})
     letter, rest = labelled(text)
     if letter and rest:
+        own = options.get(letter, labelled(plain_text(gold))[1] if wanted == {letter} else "")
         meant = by_text.get(bare(rest), letter)
-        another = named_letters(rest) and any(word in rest.split() for word in ("or", "and", "or,"))
-        return verdict(wanted == {letter} == {meant} and not another)
+        return verdict(wanted == {letter} == {meant} and not _contradicts(plain_text(own), rest, letter))
     named = named_letters(text)
     if named is not None:
         return verdict(named == wanted)
     rest = labelled(plain_text(gold))[1]  # where gold is `B. photosynthesis`, its text will do
     return RIGHT if rest and bare(rest) == bare(text) else None
+
+
+def _contradicts(own: str, rest: str, letter: str) -> bool:
+    """Say whether what follows a letter is another number than its option's, or names another letter.
+
+    A letter that a noun precedes (`Vitamin A`), that is denied, or that a reason mentions is not named.
+    """
+    number, other = read_plain(own), read_plain(rest)
+    if number is not None and other is not None and number.value != other.value:
+        return True
+    if own and rest.lower().startswith(own.lower()):
+        rest = rest[len(own) :]
+    for reason in REASONS:
+        rest = rest.partition(reason)[0]
+    marks = rest.replace(",", " , ").replace("/", " / ").replace(";", " ; ").split()
+    words = [mark.strip("()[]{}*.:!?\"'") for mark in marks]
+    for place, word in enumerate(words):
+        before = marks[place - 1] if place else "."
+        switches = before[-1] in ",;.:!?/(-" or words[place - 1].lower() in SWITCHES or "(" in marks[place]
+        refused = any(earlier.lower() in REFUSALS - {"no", "but"} for earlier in words[max(place - 3, 0) : place])
+        if word != letter and word in tuple(LETTERS) and switches and not refused:
+            following = words[place + 1 : place + 3]
+            if _is_letter(words, marks, place) and REFUSALS.isdisjoint(following):
+                return True
+    return False
 
 
 def _wanted(gold: str, options: Mapping[str, str]) -> set[str]:
@@ -119,22 +157,6 @@ def _wanted(gold: str, options: Mapping[str, str]) -> set[str]:
     if len(marks) > 1 and len(several) == len(marks) and "" not in several:
         return several
     return {letter for letter, text in options.items() if bare(plain_text(text)) == bare(gold)}
-
-
-def labelled(text: str) -> tuple[str, str]:
-    """Read the letter at the beginning of a plain text that serves as a label -> the letter, the text after it."""
-    inside = text.strip("()[]{}*.:,; ")
-    if len(inside) == 1 and inside.upper() in LETTERS:
-        return inside.upper(), ""
-    start = text.lstrip("([*")
-    if len(start) < 3 or start[0].upper() not in LETTERS:
-        return "", text
-    after = start[1:].lstrip("*")
-    if after[:1] in (")", "]", ".", ":") and (after[1:2] in (" ", "*")):
-        return start[0].upper(), after[1:].strip("* ")
-    if start[0].isupper() and after[:3] in (" - ", " = "):
-        return start[0].upper(), after[3:].strip()
-    return "", text
 
 
 def named_letters(text: str) -> set[str] | None:
@@ -237,6 +259,12 @@ def split_list(text: str) -> tuple[str, list[str]]:
     return kind, _cut(text, ", " if ", " in text else ",")
 
 
+def other_brackets(kind: str, other: str, parts: int) -> bool:
+    """Say whether brackets mean different things: a point or an open interval, a closed one, a set of two."""
+    differ = bool(kind and other) and kind != other
+    return differ and bool({kind, other} & {"()", "(]", "[)"} or ({kind, other} == {"[]", "{}"} and parts == 2))
+
+
 def _one_pair(text: str) -> bool:
     """Say whether the bracket that opens the text is closed by its last character."""
     depth = 0
@@ -277,8 +305,7 @@ def same_list(task: Task, gold: str, answer: str, *, rules: Sequence[Rule]) -> S
     if len(wanted) < 2 or not all(wanted):
         return None
     chains = [sign for sign in (kind, given_kind) if sign in ("<", ">", "→", "->")]
-    intervals = {kind, given_kind} & {"()", "(]", "[)"} and kind and given_kind and kind != given_kind
-    if len(wanted) != len(given) or intervals or len(set(chains)) > 1:
+    if len(wanted) != len(given) or other_brackets(kind, given_kind, len(wanted)) or len(set(chains)) > 1:
         return verdict(False)
     asked, declared = any(phrase in task.query.lower() for phrase in ORDERED), task.metadata.get("ordered")
     in_order = bool(chains) or kind == "()" or bool(asked if declared is None else declared)
