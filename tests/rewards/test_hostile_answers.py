@@ -24,7 +24,7 @@ METADATA["commands"] = "rect 0 0 10 10 red"
 
 
 def different(function, *_, seconds):  # noqa: ARG001
-    return True if function.endswith("readable") else "different"
+    return True if function.endswith("readable") else ("different", 0.0)
 
 
 MATCHERS = [answer(), school(), mathematics(different)]

@@ -5,6 +5,7 @@ and math-verify only where it is called.
 """
 
 import sys
+import time
 
 # Pairs that take every way through the grammar and the comparison.
 WARMING = (
@@ -39,14 +40,17 @@ def readable(gold: str) -> bool:
     return bool(_read(gold))
 
 
-def compare(gold: str, answer: str) -> str:
-    """Say whether two formulas are the "same" or "different"; "unreadable" where the answer can't be read."""
+def compare(gold: str, answer: str) -> tuple[str, float]:
+    """Say whether two formulas are the "same" or "different", and in how many seconds.
+
+    "unreadable" where the answer can't be read.
+    """
     from math_verify import verify
 
+    start = time.monotonic()
     wanted, given = _read(gold), _read(answer)
-    if not given:
-        return "unreadable"
-    return "same" if verify(wanted, given, timeout_seconds=0) or _rounds(gold, given) else "different"
+    same = bool(given) and (verify(wanted, given, timeout_seconds=0) or _rounds(gold, given))
+    return "same" if same else "different" if given else "unreadable", time.monotonic() - start
 
 
 def _rounds(gold: str, given: list) -> bool:

@@ -16,7 +16,8 @@ class Scripted:
     """A `call` that answers as it is told, and keeps what it was asked."""
 
     def __init__(self, readable=True, compare="different"):
-        self.said = {f"{CHILD}:readable": readable, f"{CHILD}:compare": compare}
+        compared = (compare, 0.0) if isinstance(compare, str) else compare
+        self.said = {f"{CHILD}:readable": readable, f"{CHILD}:compare": compared}
         self.asked = []
 
     def __call__(self, function, *_, seconds):  # noqa: ARG002
