@@ -19,9 +19,9 @@ MOST = 200  # characters
 SPELLINGS = {  # in this order: some begin as others do
     "\\infty": "∞", "\\leqslant": "≤", "\\leq": "≤", "\\le": "≤", "<=": "≤", "\\geqslant": "≥", "\\geq": "≥",
     "\\ge": "≥", ">=": "≥", "\\lt": "<", "\\gt": ">", "\\cup": " or ", "\u222a": " or ", "\\lor": " or ",
-    "\\vee": " or ", "\\land": " and ", "\\wedge": " and ", "\\in": " ∈ ", "+∞": "∞", "$": "", "\\mathbb{R}": "(-∞, ∞)",
+    "\\vee": " or ", "\\land": " and ", "\\wedge": " and ", "\\in": " ∈ ", "+∞": "∞", "$": "",
 }  # fmt: skip
-REALS = ("r", "all real numbers", "all reals", "the real numbers")
+REALS = ("r", "\\mathbb{r}", "all real numbers", "all reals", "the real numbers")
 MIRRORED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
 
 
@@ -50,7 +50,7 @@ def read_intervals(text: str) -> Intervals | None:
     for spelling, sign in SPELLINGS.items():
         text = text.replace(spelling, sign)
     if text.lower() in REALS:
-        text = "(-∞, ∞)"
+        return Intervals((Interval("-∞", "∞", has_low=False, has_high=False),))
     pieces, variables = [], set[str]()
     for part in text.split(" or "):
         piece, variable = _read_piece(" ".join(part.split())) or (None, "")

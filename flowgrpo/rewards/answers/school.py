@@ -136,14 +136,19 @@ def _contradicts(own: str, rest: str, letter: str) -> bool:
         rest = rest.partition(reason)[0]
     marks = rest.replace(",", " , ").replace("/", " / ").replace(";", " ; ").split()
     words = [mark.strip("()[]{}*.:!?\"'") for mark in marks]
+    refused_at = -9
     for place, word in enumerate(words):
-        before = marks[place - 1] if place else "."
-        switches = before[-1] in ",;.:!?/(-" or words[place - 1].lower() in SWITCHES or "(" in marks[place]
-        refused = any(earlier.lower() in REFUSALS - {"no", "but"} for earlier in words[max(place - 3, 0) : place])
-        if word != letter and word in tuple(LETTERS) and switches and not refused:
-            following = words[place + 1 : place + 3]
-            if _is_letter(words, marks, place) and REFUSALS.isdisjoint(following):
-                return True
+        label = marks[place].lstrip("([*")[1:2] in tuple(")]:.") and place + 1 < len(words)
+        if word not in tuple(LETTERS) or not (label or _is_letter(words, marks, place)):
+            continue
+        before, earlier = marks[place - 1] if place else ".", words[max(place - 3, 0) : place]
+        joined = refused_at >= place - 3 and words[place - 1].lower() in ("or", "nor", "and", "")
+        if joined or any(denial.lower() in REFUSALS - {"no", "but"} for denial in earlier):
+            refused_at = place
+            continue
+        named = label or before[-1] in ",;.:!?/(-" or words[place - 1].lower() in SWITCHES or "(" in marks[place]
+        if word != letter and named and REFUSALS.isdisjoint(words[place + 1 : place + 3]):
+            return True
     return False
 
 

@@ -9,6 +9,7 @@ inside a text. Everything is one pass over the characters, without regular expre
 
 import string
 import unicodedata
+from functools import lru_cache
 
 WRAPPERS = {"text", "textbf", "textit", "textrm", "mathrm", "mathbf", "mathit", "mathsf"}
 WRAPPERS |= {"mbox", "operatorname", "emph"}
@@ -33,6 +34,7 @@ PAIRS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"),
 EMPHASIS_TAGS = tuple(f"<{end}{name}>" for name in ("b", "i", "em", "strong", "code", "u") for end in ("", "/"))
 ENDINGS = " \t\n\r.,;:"  # not `!`, which is a factorial after a number
 
+REMEMBERED = 2000  # characters of a text whose plain form is remembered
 LETTERS = "ABCDEFGHIJ"  # of options
 ARTICLES = {"a", "an", "the"}
 IRREGULAR = {"children": "child", "men": "man", "women": "woman", "people": "person", "feet": "foot", "teeth": "tooth"}
@@ -44,11 +46,18 @@ SINGULAR_ENDS = ("ss", "us", "is", "news", "series", "species")
 
 def plain_text(text: str) -> str:
     """Take the typography off a text, and put it on one line."""
+    return _remembered(text) if len(text) <= REMEMBERED else _plain_text(text)
+
+
+def _plain_text(text: str) -> str:
     text = _raise(peel(drop_invisible(text))).translate(TABLE)
     text = unlatex(text)
     composed = unicodedata.normalize("NFKC", text)
     text = (composed if len(composed) <= 2 * len(text) + 64 else text).translate(TABLE)  # one sign can become eighteen
     return peel(" ".join(drop_invisible(text).split()))
+
+
+_remembered = lru_cache(maxsize=1024)(_plain_text)  # rules read the same gold and answer again and again
 
 
 def drop_invisible(text: str) -> str:

@@ -12,6 +12,7 @@ subscripts and brackets, so rules before it decide where those differ (`90^\\cir
 `(1, 2)` and `[1, 2]`), and it gets what is left. A missing unit is forgiven.
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -22,6 +23,7 @@ from flowgrpo.contracts import Reward, Scored
 from flowgrpo.rewards.answers.intervals import same_intervals
 from flowgrpo.rewards.answers.match import (
     EXACT,
+    RIGHT,
     TEXT,
     WRONG,
     Rule,
@@ -48,6 +50,8 @@ max min gcd lcm mod det abs and or infinity choose matrix pmatrix bmatrix vmatri
 FUNCTIONS = frozenset(NAMES.split())
 WORDS = {"not", "the", "is", "are", "yes", "no", "of", "to", "it", "in", "on", "at", "km", "cm", "mm", "kg", "maybe"}
 
+ANGLE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s?(?:\^\s?\{?\\circ\}?|°|\\degree)")
+TRIGONOMETRY = ("\\sin", "\\cos", "\\tan", "\\cot", "\\sec", "\\csc")
 REPEATING = re.compile(r"\d{1,20}\.\d{0,20}\\(?:overline|bar)\s?(?:\{\d{1,20}\}|\d)")
 
 Call = Callable[..., Any]
@@ -129,8 +133,9 @@ def _symbolic_rules(call: Call, seconds: float) -> Callable[[Deadline], Rule]:
 
 
 def _formula(text: str) -> str:
-    """Write what math-verify reads: without signs around it, decimals that repeat for ever as fractions."""
-    return REPEATING.sub(_fraction, peel(text))
+    """Write what math-verify reads: without signs around it, repeating decimals as fractions, sines of radians."""
+    text = REPEATING.sub(_fraction, peel(text))
+    return ANGLE.sub(r"\\frac{\1\\pi}{180}", text) if any(name in text for name in TRIGONOMETRY) else text
 
 
 def _fraction(decimal: re.Match[str]) -> str:
@@ -161,6 +166,13 @@ def affirming(rule: Rule) -> Rule:
     return Rule(rule.name, judge)
 
 
+def _factorial(task: Task, gold: str, answer: str) -> Scored | None:  # noqa: ARG001
+    """Say right where gold is the number that `5!` stands for; else None, as it may be an exclamation."""
+    number, digits = read_plain(plain_text(gold)), plain_text(answer).removesuffix("!")
+    known = number is not None and digits.isdecimal() and len(digits) < 4 and plain_text(answer) != digits
+    return RIGHT if known and number.value == math.factorial(min(int(digits), 200)) else None
+
+
 def _counted(task: Task, gold: str, answer: str) -> Scored | None:
     """Say right where gold is a number, and the answer that many of something or money; else None."""
     formula = mathematical(answer) and not plain_text(answer).startswith(CURRENCIES)
@@ -172,8 +184,8 @@ def _counted(task: Task, gold: str, answer: str) -> Scored | None:
 
 def read_based(text: str) -> tuple[str, int] | None:
     """Read a number with its base (`4343_6`, `4343_{\\text{six}}`, `4343 base 6`) -> digits, base; else None."""
-    digits, sign, base = plain_text(text).replace(" base ", "_").rpartition("_")
-    base = base.strip("{} ").removeprefix("base").strip()
+    digits, sign, base = plain_text(text).replace(" (base ", "_").replace(" base ", "_").rpartition("_")
+    base = base.strip("{()} ").removeprefix("base").strip()
     digits = digits.strip("() $").lstrip("0") or "0"
     value = SMALL.get(base.lower()) or (int(base) if base.isascii() and base.isdecimal() and len(base) < 3 else 0)
     known = digits.isascii() and (digits.isdecimal() or (digits.isalnum() and digits.isupper() and value > 10))
@@ -217,14 +229,14 @@ def _by_rules(rules: Sequence[Rule], task: Task, gold: str, answer: str) -> Scor
 def mathematics(call: Call, *, seconds: float = 5.0, close: Close = rounded, workers: int = 1) -> Reward:
     """Give 1 where the final answer of an output is a gold answer by the rules of mathematics, else 0.
 
-    Rules are asked in this order: exact, what stands behind a letter, choice, numeric, bases, intervals, lists, numbers
-    of things, formulas with units, symbolic, text. `seconds` bounds the symbolic checks of one score together.
+    Rules are asked in this order: exact, what stands behind a letter, choice, factorials, numbers, bases, intervals,
+    lists, numbers of things, formulas with units, symbolic, text. `seconds` bounds the symbolic checks of a score.
     `score_many` judges `workers` answers at once, which pays with a sandbox of as many workers.
     """
     if workers < 1:
         raise BadInput(f"mathematics: workers is {workers}, but must be at least 1")
     numeric, parts = numeric_rule(close), affirming(list_rule([rule for rule in ELEMENTS if rule is not TEXT]))
-    counted, based = Rule("counted", _counted), Rule("base", same_based)
+    counted, based, factorial = Rule("counted", _counted), Rule("base", same_based), Rule("factorial", _factorial)
     symbolic_rules = _symbolic_rules(call, seconds)
 
     def using(name: str, judge: Callable[..., Scored | None], *rules: Rule) -> Rule:
@@ -234,7 +246,7 @@ def mathematics(call: Call, *, seconds: float = 5.0, close: Close = rounded, wor
         symbolic = symbolic_rules(Deadline(seconds))
         intervals = using("interval", same_intervals, EXACT, numeric, symbolic)
         units = using("unit", with_units, EXACT, numeric, based, intervals, parts, symbolic)
-        formulas = (numeric, based, intervals, parts, counted, units, symbolic)
+        formulas = (factorial, numeric, based, intervals, parts, counted, units, symbolic)
         option = using("option", labelled_gold, EXACT, *formulas)._replace(choose=whole_where_labelled)
         return match_answers((EXACT, option, CHOICE, *formulas, TEXT)).score(task, output)
 

@@ -27,11 +27,14 @@ def _read(text: str) -> list:
     """Parse the expressions that a text is; none where it can't be read."""
     import logging
 
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
     # It warns that its own alarms are off, as they are here.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    config = [LatexExtractionConfig(boxed_match_priority=0)]
+    # Its `units` drop c, d, h, l, s, t, ab and bc at the end of a formula, so that 2ab would be 2h.
+    form = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
+    config = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=form)]
     return parse("\\boxed{" + text + "}", config, fallback_mode="no_fallback", parsing_timeout=0)
 
 
