@@ -19,9 +19,7 @@ from flowgrpo.rewards.answers.spelling import (
     ENDINGS,
     drop_emphasis,
     drop_invisible,
-    labelled,
     peel,
-    plain_text,
 )
 
 LOOK = 2000  # characters of the end of an output that are looked at
@@ -81,7 +79,7 @@ def readings(found: Found) -> tuple[str, ...]:
         spans.append(base[cut:])
     spans += [_without(span, TAILS) for span in spans if _counts(span)]
     spans += [span.partition(" ")[2] for span in spans if span.partition(" ")[0].lower() in QUALIFIERS]
-    spans += [_corrected(base), _option_text(text), *(_explained(span) for span in spans)]
+    spans += [_corrected(base), *(_explained(span) for span in spans)]
     spoken = found.where == "marker" and _exclaims(found.text.rstrip(ENDINGS))  # within `$5!$` it is a factorial
     spans += [span[:-1] for span in spans if _exclaims(span) and (spoken or span != text)]
     around = base[max(cuts) :].split("$")
@@ -96,13 +94,6 @@ def _corrected(text: str) -> str:
     _, denial, value = f" {before}".rpartition(" not ")
     same_kind = _counts(value) == _counts(after) and len(value.split()) == 1
     return after if but and denial and same_kind and not denies(after) else ""
-
-
-def _option_text(text: str) -> str:
-    """Read `(C) 12` as `12`; "" where no label stands before it."""
-    text = plain_text(text) if "\\" in text else text
-    letter, rest = labelled(text)
-    return rest if letter and text.lstrip("([*")[1:2] in tuple(")].:") else ""
 
 
 def _explained(text: str) -> str:

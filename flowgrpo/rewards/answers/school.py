@@ -107,13 +107,14 @@ def choice(task: Task, gold: str, answer: str) -> Scored | None:
     if not wanted:
         return None
     text = plain_text(answer)
-    by_text = {bare(plain_text(option)): letter for letter, option in options.items()}
-    if bare(text) in by_text and len(text) > 1:
-        return verdict(wanted == {by_text[bare(text)]})
-    letter, rest = labelled(text)
+    by_text = {_key(plain_text(option)): letter for letter, option in options.items()}
+    letter, rest = labelled(text)  # before articles are dropped, of which `A. red` would lose its letter
+    whole = not (letter and rest) or text in options.values()
+    if whole and _key(text) in by_text and len(text) > 1:
+        return verdict(wanted == {by_text[_key(text)]})
     if letter and rest:
         own = options.get(letter, labelled(plain_text(gold))[1] if wanted == {letter} else "")
-        meant = by_text.get(bare(rest), letter)
+        meant = by_text.get(_key(rest), letter)
         return verdict(wanted == {letter} == {meant} and not _contradicts(plain_text(own), rest, letter))
     named = named_letters(text)
     if named is not None:
@@ -161,7 +162,12 @@ def _wanted(gold: str, options: Mapping[str, str]) -> set[str]:
     several = {labelled(mark.strip())[0] for mark in marks if labelled(mark.strip())[1] == ""}
     if len(marks) > 1 and len(several) == len(marks) and "" not in several:
         return several
-    return {letter for letter, text in options.items() if bare(plain_text(text)) == bare(gold)}
+    return {letter for letter, text in options.items() if _key(plain_text(text)) == _key(gold)}
+
+
+def _key(text: str) -> str:
+    """Strip an option of what doesn't count; one of signs alone, such as `↑ ↓`, stays as it is."""
+    return bare(text) or text
 
 
 def named_letters(text: str) -> set[str] | None:

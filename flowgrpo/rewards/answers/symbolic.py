@@ -33,7 +33,7 @@ from flowgrpo.rewards.answers.match import (
     verdict,
 )
 from flowgrpo.rewards.answers.numbers import SMALL, Close, read_plain, rounded
-from flowgrpo.rewards.answers.school import CHOICE, ELEMENTS, list_rule, named_letters
+from flowgrpo.rewards.answers.school import CHOICE, ELEMENTS, list_rule, named_letters, options_of
 from flowgrpo.rewards.answers.spelling import labelled, peel, plain_text
 from flowgrpo.rewards.answers.units import CURRENCIES, QUANTITY, same_unit, split_unit
 from flowgrpo.rewards.combine import threaded
@@ -208,17 +208,30 @@ def with_units(task: Task, gold: str, answer: str, *, rules: Sequence[Rule]) -> 
     return _by_rules(rules, task, wanted, given)
 
 
-def labelled_gold(task: Task, gold: str, answer: str, *, rules: Sequence[Rule]) -> Scored | None:
-    """Compare what stands behind a letter, as in `\\textbf{(C)}\\ 12`; an answer that is a letter is none of this."""
-    (letter, wanted), (other, given) = labelled(plain_text(gold)), labelled(plain_text(answer))
-    if not letter or not wanted or not given or (not other and named_letters(given) is not None):
+def behind_letters(task: Task, gold: str, answer: str, *, rules: Sequence[Rule]) -> Scored | None:
+    """Compare what stands behind a letter of gold, answer or both, as in `\\textbf{(C)}\\ 12`.
+
+    None where the answer is a letter alone, or only the answer has one and the task's options say what it means.
+    """
+    (letter, wanted), (other, given) = _split_letter(gold), _split_letter(answer)
+    if not wanted or not given or not (letter or other) or (not other and named_letters(given) is not None):
         return None
-    return WRONG if other and other != letter else _by_rules(rules, task, wanted, given)
+    if letter:
+        return WRONG if other and other != letter else _by_rules(rules, task, wanted, given)
+    scored = None if options_of(task) else _by_rules(rules, task, wanted, given)
+    return scored if scored and scored.value else None
 
 
 def whole_where_labelled(answers: Sequence[str]) -> Sequence[str]:
     """Read the whole answer alone where it begins with a letter: the text of another option is no gold answer."""
-    return answers[:1] if labelled(plain_text(answers[0]))[0] else answers
+    return answers[:1] if _split_letter(answers[0])[0] else answers
+
+
+def _split_letter(text: str) -> tuple[str, str]:
+    """Split `(C) 12` -> letter, the rest; `A = 12` and `A - 12` are formulas and have no letter."""
+    text = plain_text(text)
+    letter, rest = labelled(text)
+    return (letter, rest) if not rest or text.lstrip("([*")[1:2] in tuple(")].:*") else ("", text)
 
 
 def _by_rules(rules: Sequence[Rule], task: Task, gold: str, answer: str) -> Scored | None:
@@ -247,7 +260,7 @@ def mathematics(call: Call, *, seconds: float = 5.0, close: Close = rounded, wor
         intervals = using("interval", same_intervals, EXACT, numeric, symbolic)
         units = using("unit", with_units, EXACT, numeric, based, intervals, parts, symbolic)
         formulas = (factorial, numeric, based, intervals, parts, counted, units, symbolic)
-        option = using("option", labelled_gold, EXACT, *formulas)._replace(choose=whole_where_labelled)
+        option = using("option", behind_letters, EXACT, *formulas)._replace(choose=whole_where_labelled)
         return match_answers((EXACT, option, CHOICE, *formulas, TEXT)).score(task, output)
 
     return Reward(score) if workers == 1 else threaded(score, workers)
