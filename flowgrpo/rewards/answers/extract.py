@@ -231,7 +231,23 @@ def _marked(text: str) -> Found | None:
                 best = max(best, start)
                 break
             at = lower.rfind(lead, 0, at)
-    return Found(_cell(text, best) or _first_line(text[best:]), "marker") if best >= 0 else None
+    if best < 0:
+        return None
+    return Found(_cell(text, best) or _unclosed(text, best, _first_line(text[best:])), "marker")
+
+
+def _unclosed(text: str, at: int, line: str) -> str:
+    """Take off what closes a formula or a brace that opened before the marker: `\\textbf{Answer: 18}`, `$x: 18$`."""
+    before = text[text.rfind("\n", 0, at) + 1 : at]
+    if line.startswith("}") and before.count("{") > before.count("}"):
+        line, before = line[1:].lstrip(), before + "}"
+    for opening, closing in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("{", "}"), ("$", "$")):
+        end = line.rstrip(ENDINGS)
+        opened = before.count(opening) % 2 if opening == closing else before.count(opening) > before.count(closing)
+        closed = line.count(closing) % 2 if opening == closing else line.count(closing) > line.count(opening)
+        if opened and closed and end.endswith(closing):
+            line = end[: -len(closing)]
+    return line
 
 
 def _linked(lower: str, at: int) -> int:

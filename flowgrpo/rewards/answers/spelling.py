@@ -71,6 +71,7 @@ def peel(text: str) -> str:
     while text != before:
         before = text
         text = text.strip().rstrip(ENDINGS)
+        text = text[:-1] if text.endswith("\\") and not text.endswith("\\\\") else text  # of `\,` at the end
         text = text.rstrip("!") if text.endswith("!!!") else text
         for left, right in PAIRS:
             inside = text[len(left) : -len(right)]

@@ -175,7 +175,9 @@ def _factorial(task: Task, gold: str, answer: str) -> Scored | None:  # noqa: AR
 
 def _counted(task: Task, gold: str, answer: str) -> Scored | None:
     """Say right where gold is a number, and the answer that many of something or money; else None."""
-    formula = mathematical(answer) and not plain_text(answer).startswith(CURRENCIES)
+    noun = plain_text(answer).rpartition(" ")[2]
+    counts = plain_text(answer).startswith(CURRENCIES) or (len(noun) > 2 and noun.isalpha() and noun not in FUNCTIONS)
+    formula = mathematical(answer) and not counts
     return None if formula or read_plain(plain_text(gold)) is None else affirming(QUANTITY).judge(task, gold, answer)
 
 
