@@ -128,6 +128,8 @@ def same_intervals(task: Task, gold: str, answer: str, *, rules: Sequence[Rule])
     if in_brackets and other_brackets(kind, other, len(parts)):
         return WRONG
     wanted, given = read_intervals(gold), read_intervals(answer)
+    if (wanted and _is_pair(answer)) or (given and _is_pair(gold)):
+        return WRONG
     if wanted is None or given is None or (wanted.alone and given.alone):
         return None
     if wanted.variable and given.variable and wanted.variable != given.variable:
@@ -146,6 +148,11 @@ def same_intervals(task: Task, gold: str, answer: str, *, rules: Sequence[Rule])
         else:
             return WRONG
     return RIGHT
+
+
+def _is_pair(text: str) -> bool:
+    """Say whether a text is two numbers, `\\pm 5`, which math-verify takes for an interval."""
+    return plain_text(text).startswith(("\\pm", "\u00b1"))
 
 
 def _same_interval(task: Task, wanted: Interval, given: Interval, rules: Sequence[Rule]) -> Scored:

@@ -136,7 +136,7 @@ def _contradicts(own: str, rest: str, letter: str) -> bool:
     for reason in REASONS:
         rest = rest.partition(reason)[0]
     marks = rest.replace(",", " , ").replace("/", " / ").replace(";", " ; ").split()
-    words = [mark.strip("()[]{}*.:!?\"'") for mark in marks]
+    words = [mark.strip("()[]{}*.:;,/!?\"'") for mark in marks]
     refused_at = -9
     for place, word in enumerate(words):
         label = marks[place].lstrip("([*")[1:2] in tuple(")]:.") and place + 1 < len(words)
@@ -179,7 +179,11 @@ def named_letters(text: str) -> set[str] | None:
     for place, word in enumerate(words):
         if not _is_letter(words, marks, place):
             continue
-        refused = any(before.lower() in REFUSALS for before in words[max(place - 3, 0) : place])
+        refused = any(
+            before.lower() in REFUSALS and (before.lower() != "no" or marks[at + 1] != ",")  # "no, B" corrects
+            for at, before in enumerate(words[:place])
+            if at >= place - 3
+        )
         refused |= words[place + 1 : place + 2] == ["is"] and not REFUSALS.isdisjoint(words[place + 2 : place + 3])
         denied |= refused
         named |= set() if refused else {word.upper()}

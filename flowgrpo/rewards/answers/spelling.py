@@ -71,6 +71,7 @@ def peel(text: str) -> str:
     while text != before:
         before = text
         text = text.strip().rstrip(ENDINGS)
+        text = text[:-1].rstrip() if _is_picture(text[-1:]) else text[1:].lstrip() if _is_picture(text[:1]) else text
         text = text[:-1] if text.endswith("\\") and not text.endswith("\\\\") else text  # of `\,` at the end
         text = text.rstrip("!") if text.endswith("!!!") else text
         for left, right in PAIRS:
@@ -78,6 +79,11 @@ def peel(text: str) -> str:
             if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):
                 text = inside if left not in inside.replace("\\$", "") else text
     return text
+
+
+def _is_picture(mark: str) -> bool:
+    """Say whether a character is a dingbat or an emoji."""
+    return "\u2600" <= mark <= "\u27bf" or "\U0001f300" <= mark <= "\U0001faff"
 
 
 def drop_emphasis(text: str) -> str:

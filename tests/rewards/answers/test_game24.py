@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowgrpo.recipes.registry import DOMAINS, Means
 from flowgrpo.rewards.answers.game24 import evaluate, game24
 from flowgrpo.types import Task
 
@@ -24,7 +23,7 @@ WRONG = r"""24|48/2|8*3|\boxed{24}|8*3+8-8|8*3*8/8*3/3|(1+2+3)×4|8/(3-3)+8-8|8/
 
 
 def test_what_uses_each_number_once_and_comes_to_24_is_right():
-    reward = DOMAINS["game24"].make(Means(sandbox=None))  # type: ignore[arg-type]
+    reward = game24()
     for value, outputs in ((1.0, RIGHT), (0.0, WRONG)):
         for output in outputs.replace("\n", "|").split("|"):
             scored = reward.score(TASK, output.replace("⏎", "\n"))
