@@ -38,16 +38,16 @@ def game24(*, target: int = 24) -> Reward:
             numbers, goal = numbers_of(task), _as_fraction(task, "target", task.metadata.get("target", target))
         except BadInput as error:
             return Scored(None, str(error))
-        found = find_answer(output)
-        if not found.text.strip():
+        answer = find_answer(output)
+        if not answer.text.strip():
             return Scored(0.0, "no answer: the output is empty" if not output.strip() else "no answer was found")
         trouble = ""
-        for text in _candidates(found):
+        for text in _candidates(answer):
             problem = _problem(text, numbers, goal)
             if not problem:
-                return Scored(1.0, f"game24, in the {found.where}: {text[:60]!r}", {"game24": 1.0})
+                return Scored(1.0, f"game24, in the {answer.where}: {text[:60]!r}", {"game24": 1.0})
             trouble = trouble or problem
-        return Scored(0.0, f"in the {found.where}: {trouble or 'no expression was found'}")
+        return Scored(0.0, f"in the {answer.where}: {trouble or 'no expression was found'}")
 
     return Reward(score)
 
@@ -86,9 +86,9 @@ def _is_decimal(text: str) -> bool:
 # What an answer says -------------------------------------------------------------------------------------
 
 
-def _candidates(found: Found) -> list[str]:
+def _candidates(answer: Found) -> list[str]:
     """List the expressions that an answer may mean: its readings, and the only expression in a sentence."""
-    texts = [_plain(text) for text in readings(found)]
+    texts = [_plain(text) for text in readings(answer)]
     sentence = texts[0] if texts else ""
     runs, run = [], ""
     for mark in sentence + "\n":

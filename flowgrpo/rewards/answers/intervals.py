@@ -67,13 +67,13 @@ def _read_piece(text: str) -> tuple[Interval, str] | None:
     """Read one interval -> it and its variable, "" where none is named."""
     if " and " in text:  # of two half-lines
         first, _, second = text.partition(" and ")
-        one, other = _read_piece(first), _read_piece(second)
-        if one is None or other is None or one[1] != other[1]:
+        left, right = _read_piece(first), _read_piece(second)
+        if left is None or right is None or left[1] != right[1]:
             return None
-        low, high = (one[0], other[0]) if one[0].high == "∞" else (other[0], one[0])
+        low, high = (left[0], right[0]) if left[0].high == "∞" else (right[0], left[0])
         if low.high != "∞" or high.low != "-∞":
             return None
-        return Interval(low.low, high.high, low.has_low, high.has_high), one[1]
+        return Interval(low.low, high.high, low.has_low, high.has_high), left[1]
     variable, element, brackets = text.partition(" ∈ ")
     if element:
         piece = _in_brackets(brackets)
@@ -127,17 +127,17 @@ def same_intervals(task: Task, gold: str, answer: str, *, rules: Sequence[Rule])
     in_brackets = len(kind) == len(other) == 2 and len(parts) == len(others) > 1
     if in_brackets and other_brackets(kind, other, len(parts)):
         return WRONG
-    wanted, given = read_intervals(gold), read_intervals(answer)
-    if (wanted and _is_pair(answer)) or (given and _is_pair(gold)):
+    gold_union, answer_union = read_intervals(gold), read_intervals(answer)
+    if (gold_union and _is_pair(answer)) or (answer_union and _is_pair(gold)):
         return WRONG
-    if wanted is None or given is None or (wanted.alone and given.alone):
+    if gold_union is None or answer_union is None or (gold_union.alone and answer_union.alone):
         return None
-    if wanted.variable and given.variable and wanted.variable != given.variable:
+    if gold_union.variable and answer_union.variable and gold_union.variable != answer_union.variable:
         return WRONG
-    if len(wanted.pieces) != len(given.pieces):
+    if len(gold_union.pieces) != len(answer_union.pieces):
         return None
-    left = list(given.pieces)
-    for piece in wanted.pieces:
+    left = list(answer_union.pieces)
+    for piece in gold_union.pieces:
         for other in left:
             same = _same_interval(task, piece, other, rules)
             if same.value is None:
@@ -155,10 +155,10 @@ def _is_pair(text: str) -> bool:
     return plain_text(text).startswith(("\\pm", "\u00b1"))
 
 
-def _same_interval(task: Task, wanted: Interval, given: Interval, rules: Sequence[Rule]) -> Scored:
-    if (wanted.has_low, wanted.has_high) != (given.has_low, given.has_high):
+def _same_interval(task: Task, gold: Interval, answer: Interval, rules: Sequence[Rule]) -> Scored:
+    if (gold.has_low, gold.has_high) != (answer.has_low, answer.has_high):
         return WRONG
-    for end, other in ((wanted.low, given.low), (wanted.high, given.high)):
+    for end, other in ((gold.low, answer.low), (gold.high, answer.high)):
         if end != other:
             scored = WRONG if "∞" in end + other else judge_by_rules(rules, task, end, (other,))[1]
             if not scored.value:

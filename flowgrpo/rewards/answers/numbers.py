@@ -195,9 +195,9 @@ def _ratio(above: str, below: str) -> Number | None:
 
 def _repeating(text: str) -> Number | None:
     """Read a decimal whose last digits repeat for ever: `0.1\\overline{6}`, `0.\\bar3`, `0.1(6)`."""
-    for sign in ("\\overline", "\\bar", "("):
-        fixed, found, period = text.partition(sign)
-        if not found:
+    for mark in ("\\overline", "\\bar", "("):
+        fixed, sign, period = text.partition(mark)
+        if not sign:
             continue
         if sign == "(":
             digits, closing, rest = period.partition(")")

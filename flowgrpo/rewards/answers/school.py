@@ -113,9 +113,9 @@ def choice(task: Task, gold: str, answer: str) -> Scored | None:
     if whole and _key(text) in by_text and len(text) > 1:
         return verdict(wanted == {by_text[_key(text)]})
     if letter and rest:
-        own = options.get(letter, labelled(plain_text(gold))[1] if wanted == {letter} else "")
+        option = options.get(letter, labelled(plain_text(gold))[1] if wanted == {letter} else "")
         meant = by_text.get(_key(rest), letter)
-        return verdict(wanted == {letter} == {meant} and not _contradicts(plain_text(own), rest, letter))
+        return verdict(wanted == {letter} == {meant} and not _contradicts(plain_text(option), rest, letter))
     named = named_letters(text)
     if named is not None:
         return verdict(named == wanted)
@@ -123,16 +123,16 @@ def choice(task: Task, gold: str, answer: str) -> Scored | None:
     return RIGHT if rest and bare(rest) == bare(text) else None
 
 
-def _contradicts(own: str, rest: str, letter: str) -> bool:
+def _contradicts(option: str, rest: str, letter: str) -> bool:
     """Say whether what follows a letter is another number than its option's, or names another letter.
 
     A letter that a noun precedes (`Vitamin A`), that is denied, or that a reason mentions is not named.
     """
-    number, other = read_plain(own), read_plain(rest)
+    number, other = read_plain(option), read_plain(rest)
     if number is not None and other is not None and number.value != other.value:
         return True
-    if own and rest.lower().startswith(own.lower()):
-        rest = rest[len(own) :]
+    if option and rest.lower().startswith(option.lower()):
+        rest = rest[len(option) :]
     for reason in REASONS:
         rest = rest.partition(reason)[0]
     marks = rest.replace(",", " , ").replace("/", " / ").replace(";", " ; ").split()

@@ -91,11 +91,12 @@ def symbolic_rule(call: Call, *, seconds: float = 5.0) -> Rule:
 
     Gold is read first, so that what fails after that is the answer.
     """
-    return _symbolic_rules(call, seconds)(Deadline(seconds))
+    rule = _symbolic_rules(call, seconds)
+    return Rule("symbolic", lambda task, gold, answer: rule(Deadline(seconds)).judge(task, gold, answer))
 
 
 def _symbolic_rules(call: Call, seconds: float) -> Callable[[Deadline], Rule]:
-    """Make what makes the rule for one score, within its deadline; what gold can be read is remembered for all."""
+    """Make a function from the deadline of a score to its rule; which golds can be read is remembered for all."""
     if find_spec("math_verify") is None:
         raise BadInput("symbolic mathematics needs math-verify: pip install 'flowgrpo[math]'")
     readable = lru_cache(maxsize=65536)(lambda gold: call(f"{CHILD}:readable", gold, seconds=seconds))
@@ -112,7 +113,7 @@ def _symbolic_rules(call: Call, seconds: float) -> Callable[[Deadline], Rule]:
                 return Scored(None, f"task {task.id!r}: fix its gold answer {gold[:60]!r}: {trouble}")
             if not mathematical(answer):
                 return None
-            said, took = call(f"{CHILD}:compare", _formula(gold), _formula(answer), seconds=deadline.seconds)
+            outcome, took = call(f"{CHILD}:compare", _formula(gold), _formula(answer), seconds=deadline.seconds)
         except TimeoutError:
             deadline.passed = True
             return late
@@ -123,7 +124,9 @@ def _symbolic_rules(call: Call, seconds: float) -> Callable[[Deadline], Rule]:
         deadline.seconds -= took
         deadline.passed = deadline.seconds <= 0
         return (
-            Scored(0.0, "the answer can't be read as mathematics") if said == "unreadable" else verdict(said == "same")
+            Scored(0.0, "the answer can't be read as mathematics")
+            if outcome == "unreadable"
+            else verdict(outcome == "same")
         )
 
     def rule(deadline: Deadline) -> Rule:
@@ -169,8 +172,9 @@ def affirming(rule: Rule) -> Rule:
 def _factorial(task: Task, gold: str, answer: str) -> Scored | None:  # noqa: ARG001
     """Say right where gold is the number that `5!` stands for; else None, as it may be an exclamation."""
     number, digits = read_plain(plain_text(gold)), plain_text(answer).removesuffix("!")
-    known = number is not None and digits.isdecimal() and len(digits) < 4 and plain_text(answer) != digits
-    return RIGHT if known and number.value == math.factorial(min(int(digits), 200)) else None
+    if number is None or digits == plain_text(answer) or not digits.isdecimal() or len(digits) > 2:
+        return None
+    return RIGHT if number.value == math.factorial(int(digits)) else None
 
 
 def _counted(task: Task, gold: str, answer: str) -> Scored | None:
@@ -196,18 +200,18 @@ def read_based(text: str) -> tuple[str, int] | None:
 
 def same_based(task: Task, gold: str, answer: str) -> Scored | None:  # noqa: ARG001
     """Compare digits and base; None where one of the two has no base."""
-    wanted, given = read_based(gold), read_based(answer)
-    return None if wanted is None or given is None else verdict(wanted == given)
+    gold_number, answer_number = read_based(gold), read_based(answer)
+    return None if gold_number is None or answer_number is None else verdict(gold_number == answer_number)
 
 
 def with_units(task: Task, gold: str, answer: str, *, rules: Sequence[Rule]) -> Scored | None:
     """Compare formulas by rules, where one has a unit; another unit is wrong, unless it is of the same quantity."""
-    (wanted, unit), (given, other) = split_unit(gold), split_unit(answer)
+    (gold_formula, unit), (answer_formula, other) = split_unit(gold), split_unit(answer)
     if unit and other and not same_unit(unit, other):
         return affirming(QUANTITY).judge(task, gold, answer) or WRONG
     if unit == other == "" or (unit != other and "%" in (unit, other)):
         return None
-    return _by_rules(rules, task, wanted, given)
+    return _by_rules(rules, task, gold_formula, answer_formula)
 
 
 def behind_letters(task: Task, gold: str, answer: str, *, rules: Sequence[Rule]) -> Scored | None:
@@ -215,12 +219,17 @@ def behind_letters(task: Task, gold: str, answer: str, *, rules: Sequence[Rule])
 
     None where the answer is a letter alone, or only the answer has one and the task's options say what it means.
     """
-    (letter, wanted), (other, given) = _split_letter(gold), _split_letter(answer)
-    if not wanted or not given or not (letter or other) or (not other and named_letters(given) is not None):
+    (letter, gold_text), (other, answer_text) = _split_letter(gold), _split_letter(answer)
+    if (
+        not gold_text
+        or not answer_text
+        or not (letter or other)
+        or (not other and named_letters(answer_text) is not None)
+    ):
         return None
     if letter:
-        return WRONG if other and other != letter else _by_rules(rules, task, wanted, given)
-    scored = None if options_of(task) else _by_rules(rules, task, wanted, given)
+        return WRONG if other and other != letter else _by_rules(rules, task, gold_text, answer_text)
+    scored = None if options_of(task) else _by_rules(rules, task, gold_text, answer_text)
     return scored if scored and scored.value else None
 
 
@@ -233,7 +242,7 @@ def _split_letter(text: str) -> tuple[str, str]:
     """Split `(C) 12` -> letter, the rest; `A = 12` and `A - 12` are formulas and have no letter."""
     text = plain_text(text)
     letter, rest = labelled(text)
-    return (letter, rest) if not rest or text.lstrip("([*")[1:2] in tuple(")].:*") else ("", text)
+    return (letter, rest) if not rest or text.lstrip("([*")[1:2] in tuple(")].:") else ("", text)
 
 
 def _by_rules(rules: Sequence[Rule], task: Task, gold: str, answer: str) -> Scored | None:
