@@ -93,7 +93,7 @@ def test_checks_of_one_score_share_a_deadline():
     assert seconds_given(TimeoutError("late")) == [5.0]
     assert seconds_given(("different", 3.0)) == [5.0, 2.0]
     assert len(seconds_given(("different", 0.0))) > 2
-    call = Scripted(**{"readable": TimeoutError("late")})
+    call = Scripted(readable=TimeoutError("late"))
     assert mathematics(call).score(task(*golds), output).value is None
     assert call.asked == ["readable"]
 
