@@ -309,7 +309,7 @@ def test_a_missing_folder_is_not_looked_up_on_the_hub_and_a_hub_id_may_not_be_ha
     def offline(*_, **__):
         raise OSError("We couldn't connect.\nCheck your connection.")
 
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", offline)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(BadInput, match=f"there is no model folder {name}"):
         load_text(name)
     with pytest.raises(BadInput, match=r"can be read from some-owner/a.model \(We couldn't connect\): give"):
