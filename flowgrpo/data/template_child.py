@@ -21,7 +21,7 @@ TOO_MANY = "it writes more characters than a template may"
 def main() -> None:
     """Answer requests until there are no more."""
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
-    seconds, memory, characters = (int(argument) for argument in sys.argv[1:])
+    seconds, (memory, characters) = float(sys.argv[1]), map(int, sys.argv[2:])
     sys.stdout = sys.stderr  # whatever prints, it writes no reply
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process, whatever it inherited

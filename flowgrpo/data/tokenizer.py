@@ -63,8 +63,8 @@ class Text:
             raise BadInput(f"text to encode must be a valid Unicode string, but it is {string!r:.80}") from error
         try:
             return self.tokenizer.encode(string, add_special_tokens=False)
-        except BaseException as error:  # of Rust, which is no `Exception` and has no class to import
-            if type(error).__name__ != "PanicException":
+        except BaseException as error:
+            if not _is_panic(error):
                 raise
             raise BadInput(f"the tokenizer of {self.source} gives up on {string!r:.80}: {error!s:.200}") from error
 
@@ -392,9 +392,17 @@ def _load_tokenizer(name: str, folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the readers of many formats, which raise whatever they like
+    except BaseException as error:  # the readers of many formats, which raise whatever they like
+        if not (isinstance(error, Exception) or _is_panic(error)):
+            raise
         fix = "put its tokenizer.json and tokenizer_config.json there"
-        raise BadInput(f"no tokenizer can be read from {name} ({first_line(error)}): {fix}") from error
+        why = _line(str(error).strip()) or type(error).__name__
+        raise BadInput(f"no tokenizer can be read from {name} ({why}): {fix}") from error
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether Rust gave up: that error is no `Exception`, and its class is nowhere to be imported from."""
+    return type(error).__name__ == "PanicException"
 
 
 def _read_generation_config(folder: Path) -> bytes | None:

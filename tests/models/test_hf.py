@@ -140,7 +140,7 @@ def test_an_old_name_of_the_dtype_is_kept(tmp_path):
 
 
 def test_the_tokenizer_goes_with_the_model_unless_none_is_wanted(tmp_path, monkeypatch):
-    words = Mock(save=lambda folder: (folder / "tokenizer.json").write_text("{}"))
+    words = Mock(save=lambda folder: (folder / "tokenizer.json").write_text("{}"), vocab_size=1)
     hf.save_model(tmp_path, random_model("llama"))
     with pytest.raises(BadInput):
         hf.load_model(tmp_path)
