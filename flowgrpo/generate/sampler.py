@@ -25,6 +25,8 @@ from flowgrpo.types import AnyArray, BadInput
 
 MAX_KEPT = 64
 COLUMNS = 512  # of the vocabulary, when a token is drawn
+LOGITS = 1 << 24  # of the tokens that are scored together, some 64 MB in float32
+LEAST_CHUNK = 256  # of these tokens, below which a product is bound by reading the unembedding
 
 
 class Sampling(NamedTuple):
@@ -377,6 +379,7 @@ def score_states(
 
 def _score_rows(unembed, params, rows: tuple, *, temperature: Array, banned, chunk: int) -> Scores:
     states, tokens, segments, kept = rows
+    chunk = _bounded_chunk(unembed, params, states, chunk)
     follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
     inputs = (_chunks(states[:, :-1], chunk), _chunks(tokens[:, 1:], chunk))
     inputs += (None if kept is None else _chunks(kept[:, 1:], chunk, padding=-1),)
@@ -384,6 +387,12 @@ def _score_rows(unembed, params, rows: tuple, *, temperature: Array, banned, chu
     _, scores = jax.lax.scan(jax.checkpoint(score), None, inputs)
     whole = [x.reshape(-1)[: follows.size].reshape(follows.shape) for x in scores]
     return Scores(*(jnp.pad(jnp.where(follows, x, 0.0), ((0, 0), (1, 0))) for x in whole))
+
+
+def _bounded_chunk(unembed, params, states, chunk: int) -> int:
+    """At most `chunk` tokens, and so few that their logits stay below `LOGITS`: several copies are alive at once."""
+    v = jax.eval_shape(unembed, params, jax.ShapeDtypeStruct((1, states.shape[-1]), states.dtype)).shape[-1]
+    return min(chunk, max(LOGITS // v, LEAST_CHUNK))
 
 
 def _chunks(x: Array, chunk: int, padding: int = 0) -> Array:
