@@ -87,7 +87,6 @@ class Served:
     seconds                              of a request that belongs to no session
     reward                               judges the output of a session; None: rewards are posted
     on_played                            is given each session that has ended
-    make_greedy                          makes an engine that cuts the support, for requests that want that
     load                                 reads a model folder, for `swap`
     """
 
@@ -104,7 +103,6 @@ class Served:
     sessions: int = 1024
     reward: Reward | None = None
     on_played: Callable[[Played], None] = lambda _played: None
-    make_greedy: Callable[[], Engine] | None = None
     load: Callable[[str], Model] = load_model
 
     def __post_init__(self) -> None:
@@ -117,13 +115,6 @@ class Served:
     def env(self) -> HostEnv:
         """Make the environment that an agent is to the model."""
         return agent_env(self.text, turns=self.turns, max_tokens=self.max_tokens, context_tokens=self.context_tokens)
-
-    @cached_property
-    def greedy(self) -> Engine:
-        """The engine for requests that cut the support, made when the first comes."""
-        if self.make_greedy is None:
-            raise Refusal("this gateway samples from the whole distribution: leave out temperature=0 and top_p")
-        return self.make_greedy()
 
     # Sessions -----------------------------------------------------------------------------------------------
 
@@ -195,8 +186,6 @@ class Served:
             raise Refusal(f"the model in {folder} has another shape than the one that is served", field="folder")
         self.params = params
         self.engine.swap(params, version)
-        if (greedy := self.__dict__.get("greedy")) is not None:
-            greedy.swap(params, version)
         return {"version": version}
 
     # Requests of no session ---------------------------------------------------------------------------------
@@ -216,10 +205,11 @@ class Served:
             return [Answer(content="", finish_reason="length", tokens=(), prompt=prompt, logprobs=(), scored=scored)]
         key = jax.random.key(chance() if asked.seed is None else asked.seed % (1 << 63))
         cuts = asked.temperature == 0 or (asked.top_p is not None and asked.top_p < 1)
-        submit = (self.greedy if cuts else self.engine).submit
+        if cuts and not self.engine.mixed:
+            raise Refusal("this gateway samples from the whole distribution: leave out temperature=0 and top_p")
         request = self._request(asked, prompt, most)
         try:
-            futures = [submit(request._replace(key=jax.random.fold_in(key, i))) for i in range(asked.n)]
+            futures = [self.engine.submit(request._replace(key=jax.random.fold_in(key, i))) for i in range(asked.n)]
         except BadInput as error:
             raise Refusal(first_line(error)) from None
         try:
