@@ -61,7 +61,7 @@ def test_arrays_are_written_in_parts_and_read_from_those_that_are_asked_for(tmp_
     checkpoints, state = Checkpoints(tmp_path), make_state()
     checkpoints.save(1, state)
     parts = sorted(checkpoints.folder.glob("*/arrays/*"))
-    assert len(parts) > 2
+    assert len(parts) > 1
     assert_same(checkpoints.restore(1, make_state(2.0)), state)
     shutil.rmtree(parts[-1])
     assert_same(checkpoints.part(1, "params", state.params), state.params)
