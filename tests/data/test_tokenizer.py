@@ -361,6 +361,7 @@ def test_a_template_without_end_is_refused_and_the_next_one_rendered(texts, case
 def test_a_process_of_templates_that_is_killed_is_started_again(texts):
     start(texts["gemma"], [USER])
     before = templates._PROCESS._process
+    assert before is not None
     before.kill()
     before.wait()
     assert list(start(texts["gemma"], [USER]).tokens) == render(texts["gemma"], [USER])
