@@ -64,6 +64,7 @@ def read_preparation(source: Mapping[str, Any], where: str, *, kind: str, side: 
             raise BadInput(f"{where} has no {key}: write what the model was trained with")
         return source[key]
 
+    check_numbers(source, where)
     resizes, crops = source.get("do_resize", True), source.get("do_center_crop", kind == "clip")
     rescales, normalises = source.get("do_rescale", True), source.get("do_normalize", True)
     crop = _edges(given("crop_size"), f"{where}, crop_size") if crops else None
