@@ -157,7 +157,7 @@ def test_a_tokenizer_with_ids_that_have_no_embedding_is_refused(tmp_path):
     hf.save_model(tmp_path, random_model("llama"))
     fast(byte_level(), STYLES["qwen2.5"], STYLES["qwen2.5"].template).save_pretrained(tmp_path)
     for read in (hf.load_model, hf.check_model):
-        with pytest.raises(BadInput, match="has the id 131, but vocab_size .* is 131"):
+        with pytest.raises(BadInput, match=r"has the id 131, but vocab_size .* is 131"):
             read(tmp_path)
 
 
