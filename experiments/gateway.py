@@ -140,9 +140,11 @@ def open_gateway() -> Iterator[Gateway]:
             on_played=recorder,
             load=partial(load_model, dtype=_DTYPE.value),
         )
+        spell = model.text.decode
+        del model  # or its weights would stay when others have taken their place
         how = {"ask": served.ask, "begin": served.begin, "swap": served.swap}
         address = {"host": _HOST.value, "port": _PORT.value, "token": token}
-        yield stack.enter_context(Gateway(model=_NAME.value, spell=model.text.decode, **how, **address))
+        yield stack.enter_context(Gateway(model=_NAME.value, spell=spell, **how, **address))
 
 
 def main() -> None:

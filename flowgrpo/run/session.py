@@ -231,6 +231,10 @@ class Session:
             self.work.memory.restore(step, self.memory)
         learner = tree["run"].learner
         run = tree["run"].replace(learner=learner.replace(params=self._whole(learner.params)))
+        frozen = self.work.frozen()
+        if frozen is not None and not self.work.moves_models:
+            start = without_critic(self.work.trained.take(frozen))
+            run = run.replace(reference=_same_arrays(run.reference, start))
         self.at = Snapshot(self.work.place(run), tree["position"], note.get("validation"))
         if step < self.work.updates:
             self.resumed_at.append(step)
@@ -409,6 +413,15 @@ class Session:
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write the result as JSON, whole."""
         write_whole(self.folder / RESULT, json.dumps(result, indent=1) + "\n")
+
+
+def _same_arrays(tree: Any, other: Any) -> Any:
+    """The tree with the arrays of the other one, where all are equal: so that the memory of one of them goes."""
+    leaves, others = jax.tree.leaves(tree), jax.tree.leaves(other)
+    if jax.tree.structure(tree) != jax.tree.structure(other):
+        return tree
+    pairs = zip(leaves, others, strict=True)
+    return other if all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs) else tree
 
 
 def work_folder(recipe: str, config: RunConfig, folder: Path, *, patience: float = 0.0) -> AbstractContextManager[Path]:
