@@ -284,9 +284,9 @@ class Engine:
             if self._wait():
                 self._warm_up()
             while self._wait():
+                self._end_late()  # first, so that what was cancelled is not computed again in new slots
                 self._free()
                 self._take_weights()
-                self._end_late()
                 self._admit()
                 if self._busy():
                     self._stretch()
