@@ -189,7 +189,9 @@ class Session:
     @property
     def start(self) -> Any:
         """The parameters after the warm start."""
-        return self._whole(self._start)
+        if self.work.moves_models:
+            return self._whole(self._start)
+        return self._whole(_same_arrays(self._start, self.run.reference))
 
     # Stages -------------------------------------------------------------------------------------------
 
