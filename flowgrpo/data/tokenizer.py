@@ -17,6 +17,7 @@ can't end its turn or begin another's. Messages of the role "assistant" are take
 import json
 import operator
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -272,19 +273,17 @@ def _render(text: Text, before: Messages, messages: Messages, tools: Sequence[An
         fix = "put another chat_template.jinja there, or pass template= to load_text"
         raise BadInput(f"the chat template of {text.source} can't be rendered: {why}; {fix}")
     if why:
-        at = _first_refused(text, chats[0], len(before), schemas, why)
+        # The first message with which the template says what it says of them all.
+        def fails(size: int) -> bool:
+            return _apply(text, chats[:1], [(0, len(before) + size)], schemas)[0][1] == why
+
+        at = bisect_left(range(1, len(marked)), True, key=fails)
         raise _refusal(text, messages[at]["role"], f"can't render message {at} ({why})")
+    seen = set(re.findall(r"zq\d+qz", probed))  # searched for once, however many messages there are
     for i, message in enumerate(messages):
-        if not probe_why and _is_shown(message) and f"zq{i}qz" not in probed:
+        if not probe_why and _is_shown(message) and f"zq{i}qz" not in seen:
             raise _refusal(text, message["role"], f"leaves out message {i}")
     return rendered
-
-
-def _first_refused(text: Text, chat: Messages, before: int, schemas: Sequence[Any] | None, why: str) -> int:
-    """The first message after `before` others with which the template says what it says of them all, else the last."""
-    last = len(chat) - before - 1
-    beginnings = _apply(text, (chat,), [(0, end) for end in range(before + 1, len(chat) + 1)], schemas)
-    return next((i for i, (_, said) in enumerate(beginnings) if said == why), last)
 
 
 def _refusal(text: Text, role: str, what: str) -> BadInput:
