@@ -80,15 +80,16 @@ flag_heading("Files and resuming")
 _RECORD = flags.DEFINE_string("record", None, "File to which sessions are added when they have ended, a line each.")
 
 
-def serving_engine(model: Model, kept: int) -> Engine:
-    """An engine over the model, that cuts the support where `kept` is not 0."""
+def serving_engine(model: Model) -> Engine:
+    """An engine over the model, for requests that cut the support and for those that don't."""
     return Engine(
         model.policy,
         model.params,
         slots=_SLOTS.value,
         slot_length=_CONTEXT.value,
         banned=model.banned,
-        kept=kept,
+        kept=MAX_KEPT,
+        mixed=True,
         narrowest=narrowest_rows(),
         text_of=model.text.decode,
     )
@@ -146,7 +147,7 @@ def open_gateway() -> Iterator[Gateway]:
     with ExitStack() as stack:
         reward, recorder = judge(stack), Recorder(_RECORD.value)
         model = load_model(_MODEL.value, dtype=_DTYPE.value)
-        engine = stack.enter_context(serving_engine(model, 0))
+        engine = stack.enter_context(serving_engine(model))
         served = Served(
             engine,
             model.text,
@@ -160,11 +161,12 @@ def open_gateway() -> Iterator[Gateway]:
             sessions=_SESSIONS.value,
             reward=reward,
             on_played=recorder,
-            make_greedy=lambda: stack.enter_context(serving_engine(model._replace(params=served.params), MAX_KEPT)),
             load=partial(load_model, dtype=_DTYPE.value),
         )
+        spell = model.text.decode
+        del model  # or its weights would stay when others have taken their place
         how = {"ask": served.ask, "begin": served.begin, "swap": served.swap}
-        yield stack.enter_context(Gateway(model=_NAME.value, spell=model.text.decode, port=_PORT.value, **how, **doors))
+        yield stack.enter_context(Gateway(model=_NAME.value, spell=spell, port=_PORT.value, **how, **doors))
 
 
 def main() -> None:

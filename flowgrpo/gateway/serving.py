@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -117,7 +117,6 @@ class Served:
     seconds                              of a request that belongs to no session
     reward                               judges the output of a session; None: rewards are posted
     on_played                            is given each session that has ended
-    make_greedy                          makes an engine that cuts the support, for requests that want that
     load                                 reads a model folder, for `swap`
     """
 
@@ -134,7 +133,6 @@ class Served:
     sessions: int = 1024
     reward: Reward | None = None
     on_played: Callable[[Played], None] = lambda _played: None
-    make_greedy: Callable[[], Engine] | None = None
     load: Callable[[str], Model] = load_model
 
     def __post_init__(self) -> None:
@@ -145,13 +143,6 @@ class Served:
         self._lock = threading.Lock()
         self._form: Form | None = form_of(self.text.tokenizer.chat_template)
         self._guarded = guard(self.text)
-
-    @cached_property
-    def greedy(self) -> Engine:
-        """The engine for requests that cut the support, made when the first comes."""
-        if self.make_greedy is None:
-            raise Refusal("this gateway samples from the whole distribution: leave out temperature=0 and top_p")
-        return self.make_greedy()
 
     # Sessions -----------------------------------------------------------------------------------------------
 
@@ -227,8 +218,6 @@ class Served:
             raise Refusal(f"the model in {folder} has another shape than the one that is served", field="folder")
         self.params = params
         self.engine.swap(params, version)
-        if (greedy := self.__dict__.get("greedy")) is not None:
-            greedy.swap(params, version)
         return {"version": version}
 
     # Requests of no session ---------------------------------------------------------------------------------
@@ -251,10 +240,11 @@ class Served:
             return [empty] * asked.n
         key = jax.random.key(chance() if asked.seed is None else asked.seed % (1 << 63))
         cuts = asked.temperature == 0 or (asked.top_p is not None and asked.top_p < 1)
-        submit = (self.greedy if cuts else self.engine).submit
+        if cuts and not self.engine.mixed:
+            raise Refusal("this gateway samples from the whole distribution: leave out temperature=0 and top_p")
         request = self._request(asked, prompt, most)
         try:
-            futures = [submit(request._replace(key=jax.random.fold_in(key, i))) for i in range(asked.n)]
+            futures = [self.engine.submit(request._replace(key=jax.random.fold_in(key, i))) for i in range(asked.n)]
         except BadInput as error:
             raise Refusal(first_line(error)) from None
         try:

@@ -73,14 +73,14 @@ class Programs(NamedTuple):
     decode: Any  # (params, rows, index_w, going_w, settings, stop_ids, leave) -> (rows, sampled)
 
 
-def make_programs(policy: Policy, *, steps: int, banned: tuple[int, ...], width: int) -> Programs:
+def make_programs(policy: Policy, *, steps: int, banned: tuple[int, ...], width: int, mixed: bool = False) -> Programs:
     """The programs for a policy."""
     return Programs(
         lay=partial(_lay, policy),
         start=partial(_start, policy),
         extend=partial(_extend, policy),
         force=partial(_force, policy),
-        decode=partial(_decode, policy, steps=steps, banned=banned, width=width),
+        decode=partial(_decode, policy, steps=steps, banned=banned, width=width, mixed=mixed),
     )
 
 
@@ -137,12 +137,12 @@ def _force(policy, params, rows: Rows, index_w, row, tokens, size) -> Rows:
     return some if index_w is None else put_rows(rows, index_w, some)
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("steps", "banned", "width"), donate_argnums=2)
-def _decode(policy, params, rows: Rows, index_w, going_w, settings, stop_ids, leave, *, steps, banned, width):
+@partial(jax.jit, static_argnums=0, static_argnames=("steps", "banned", "width", "mixed"), donate_argnums=2)
+def _decode(policy, params, rows: Rows, index_w, going_w, settings, stop_ids, leave, *, steps, banned, width, mixed):
     """A stretch of decoding in the rows that are still wanted: of all, or of these alone (None: all)."""
     own = rows if index_w is None else take_rows(rows, index_w)
     own = own.replace(active=own.active & going_w)
-    how = {"steps": steps, "leave": leave, "banned": banned, "width": width}
+    how = {"steps": steps, "leave": leave, "banned": banned, "width": width, "mixed": mixed}
     own, sampled = decode(policy, params, own, settings, stop_ids, **how)
     return (own if index_w is None else put_rows(rows, index_w, own)), sampled
 
@@ -171,6 +171,7 @@ class Engine:
         steps: int = 16,
         banned: tuple[int, ...] = (),
         kept: int = 0,
+        mixed: bool = False,
         at_swap: AtSwap = "recompute",
         version: int = 0,
         narrowest: int | None = None,
@@ -179,15 +180,18 @@ class Engine:
         """`banned` ids are never sampled (the padding token); `text_of` reads ids, for requests with stop strings.
 
         An engine with `kept` draws from at most that many of the likeliest tokens, and serves requests with top_k,
-        top_p or min_p alone; with 0 it draws from all, as training needs, and refuses such requests. `at_swap` says
-        what becomes of the caches of requests in flight when weights are swapped: they are computed again, or kept for
-        the rest of the request and no longer.
+        top_p or min_p alone; with 0 it draws from all, as training needs, and refuses such requests. One that is
+        `mixed` serves both over one cache, each request by its own settings. `at_swap` says what becomes of the caches
+        of requests in flight when weights are swapped: they are computed again, or kept for the rest of the request
+        and no longer.
 
         With `narrowest` few requests decode in a quarter of the slots, a quarter of those, and so on down to so many,
         which is faster where a step takes as long as its rows, as on a CPU. Bits don't depend on that where kernels
         round every row alike (`launch.configure(exact=True)` on a CPU). Elsewhere leave it out: all slots are computed.
         """
         check_range("Engine", "kept", kept, 0, MAX_KEPT, whole=True)
+        if mixed and not kept:
+            raise BadInput("Engine: mixed needs kept, the most tokens that a request may be cut to")
         for name, value in (("slots", slots), ("slot_length", slot_length), ("chunk", chunk), ("steps", steps)):
             check_range("Engine", name, value, 1, whole=True)
         check_range("Engine", "narrowest", narrowest, 2, whole=True, optional=True)
@@ -195,8 +199,9 @@ class Engine:
             raise BadInput(f"at_swap={at_swap!r}, but must be recompute or keep")
         if policy.make_cache is None:
             raise BadInput("the policy has no make_cache, and decoding needs one")
-        self.programs = make_programs(policy, steps=steps, banned=banned, width=kept)
-        self.slot_length, self.chunk, self.kept, self.at_swap = slot_length, chunk, kept, at_swap
+        self.programs = make_programs(policy, steps=steps, banned=banned, width=kept, mixed=mixed)
+        self.slot_length, self.chunk, self.at_swap = slot_length, chunk, at_swap
+        self.kept, self.mixed = kept, mixed
         self.text_of = text_of
         self.lost = Ledger()  # tokens that reached nobody; add it to the ledger of what was delivered
         self.recomputed = Recomputed()
@@ -281,7 +286,8 @@ class Engine:
 
     def _enqueue(self, requests: Sequence[Request]) -> list[Future]:
         now = time.monotonic()
-        settings = {"slot_length": self.slot_length, "kept": self.kept, "reads": self.text_of is not None}
+        settings: dict[str, Any] = {"slot_length": self.slot_length, "kept": self.kept, "mixed": self.mixed}
+        settings["reads"] = self.text_of is not None
         jobs = [make_job(request, now, **settings) for request in requests]
         with self._wake:
             if not self._closed:
@@ -301,9 +307,9 @@ class Engine:
             if self._wait():
                 self._warm_up()
             while self._wait():
+                self._end_late()  # first, so that what was cancelled is not computed again in new slots
                 self._free()
                 self._take_weights()
-                self._end_late()
                 self._admit()
                 if self._busy():
                     self._stretch()

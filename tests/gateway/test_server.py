@@ -13,7 +13,7 @@ import httpx
 import jax
 import numpy as np
 import pytest
-from gateway_cases import CONTEXT, MAX_TOKENS, TURNS, make_engine, make_env, post, tasks_of, tiny_folder, tiny_model
+from gateway_cases import CONTEXT, MAX_TOKENS, TURNS, make_env, post, tasks_of, tiny_folder, tiny_model
 
 import flowgrpo as fg
 from flowgrpo.data.tokenizer import start
@@ -31,18 +31,8 @@ ASK = {"messages": [{"role": "user", "content": "what is two"}]}
 @pytest.fixture(scope="module")
 def served(engine):
     model = tiny_model()
-    with make_engine(kept=64) as greedy:
-        yield Served(
-            engine,
-            model.text,
-            model.policy,
-            model.params,
-            turns=TURNS,
-            max_tokens=MAX_TOKENS,
-            context_tokens=CONTEXT,
-            sessions=4,
-            make_greedy=lambda: greedy,
-        )
+    sizes = {"turns": TURNS, "max_tokens": MAX_TOKENS, "context_tokens": CONTEXT, "sessions": 4}
+    return Served(engine, model.text, model.policy, model.params, **sizes)
 
 
 @pytest.fixture
