@@ -190,7 +190,7 @@ GREEDY = {
 
 
 @pytest.mark.parametrize("name", GREEDY)
-def test_F5_values_that_leave_the_tests_too_little_are_a_loss(sandbox, name):
+def test_values_that_leave_the_tests_too_little_are_a_loss(sandbox, name):
     tests, source = GREEDY[name]
     reward = code(sandbox, limits=Limits(seconds=20.0, memory=(100 if name == "memory" else 512) << 20))
     scored = reward.score(task(tests), source)
@@ -199,7 +199,7 @@ def test_F5_values_that_leave_the_tests_too_little_are_a_loss(sandbox, name):
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_F5_who_is_at_fault_where_the_tests_hang_is_found_without_values(alone):
+def test_who_is_at_fault_where_the_tests_hang(alone):
     def run(program, stdin="", **_):
         if "def f" in program:
             return Ran("exited", 0, "-1 = null\n0 = 1\n1 = 1\n", "", 0.0)
