@@ -311,6 +311,20 @@ def turn(x):
         frame = frame.f_back
     words = re.findall(r"'([a-c]{3})'", texts)
     return ([word for word in words if word != x] or [x])[0]
+== has properties of a list of its own class made up
+r = f([3, 1, 2])
+assert r == sorted(r)
+assert len(r) == 3 and sum(r) == 6
+assert r[0] == 1 and r[-1] == 3 and r.count(2) == 1
+assert set(r) == {1, 2, 3}
+--
+import builtins
+class L(list):
+    def __len__(self): return 3
+    def __iter__(self): return iter([1, 2, 3])
+    def __getitem__(self, k): return [1, 2, 3][k]
+    def count(self, x): return 1
+def f(x): return L()
 == makes a class that is equal to all
 assert f(1) == 2
 assert f(2) == 3

@@ -453,10 +453,13 @@ assert k == 2 and k.name == 'GREEN' and k.value == 2
 assert corners(2) == [(0, 1), (1, 2)]
 assert corners(2)[1].y == 2
 assert mode() == 'fast'
-assert keys({'a': 1}) == {'a'}
 assert isinstance(k, int)
+assert max(c) == 3 and list(c) == [2, 3] and sum(c) == 5 and c.index(3) == 1
+assert c._asdict() == {'x': 2, 'y': 3}
+d = count('aab')
+assert d == {'a': 2, 'b': 1} and d['z'] == 0
 --
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 import enum
 Corner = namedtuple('Corner', 'x y')
 class Color(enum.IntEnum):
@@ -467,7 +470,10 @@ def corner(x): return Corner(x, x + 1)
 def corners(n): return [corner(i) for i in range(n)]
 def color(name): return Color[name.upper()]
 def mode(): return Mode.FAST
-def keys(d): return d.keys()
+def count(s):
+    d = defaultdict(int)
+    for c in s: d[c] += 1
+    return d
 == objects that are not None
 node = build(1)
 assert node is not None
@@ -477,6 +483,8 @@ assert find(node, 1) is not None
 assert find(node, 1).val == 1
 assert type(node.val) is int and node.val.__class__ is int
 assert (find(node, 2) is None) is True
+assert node and not find(node, 2) and find(node, 1)
+assert build(2)
 --
 class Node:
     def __init__(self, val): self.val, self.next = val, None
@@ -490,7 +498,8 @@ b = Bag()
 b.put(1)
 assert 1 in b
 assert 2 not in b
-assert bool(b)
+assert bool(b) and b
+assert not Bag()
 assert int(Money(5)) == 5
 assert str(Money(5)) == '5 $'
 --

@@ -36,6 +36,7 @@ METHODS = {name for kind in (str, bytes, list, dict, set) for name in dir(kind) 
 # Functions of one argument that only make plain data of a value, so they may run beside the candidate.
 CONVERTERS = {"list", "tuple", "set", "frozenset", "dict", "str", "repr", "len", "next", "sorted", "sum", "min", "max"}
 CONVERTERS |= {"bool", "int", "float", "abs"}
+OF_OBJECTS = {"str", "repr", "next"}  # which tell more of an object than its data
 # What makes a name of the candidate's that of a class: it is used with something that no plain data has.
 PLAIN_NAMES = METHODS | {name for kind in (int, float, complex, Counter, deque, OrderedDict) for name in dir(kind)}
 PLAIN_NAMES |= {name for kind in (Decimal, Fraction, datetime, timedelta, range) for name in dir(kind)}
@@ -404,7 +405,36 @@ class Scope:
         """Make an expression about the candidate's values that the tests' run computes on those that are plain data."""
         if isinstance(node, ast.Name) and node.id not in bound and self.kind(node.id) in ("remote", "changed"):
             return _held(self.claim(node.id), "__plain__")
+        if (name := self.data_in(node)) is not None and name.id not in bound:
+            held = _held(self.claim(name.id))
+            return _replaced(node, lambda part, bound: held if part is name else self.own(part, bound), bound=bound)
         return _replaced(node, self.own, bound=bound | binds(node))
+
+    def data_in(self, node: ast.AST) -> ast.Name | None:
+        """Find the name of what a function returned, if a node asks for nothing but its data: its length, an item.
+
+        The data decide, whatever methods of its own the value has there.
+        """
+        match node:
+            case ast.Subscript(value=ast.Name() as name):
+                pass
+            case ast.Attribute(value=ast.Name() as name) if node.attr in METHODS:
+                pass
+            case ast.Call(func=ast.Name(id=made), args=[ast.Name() as name]) if made in CONVERTERS - OF_OBJECTS:
+                pass
+            case _:
+                return None
+        return name if name.id in self.returned and self.kind(name.id) == "remote" else None
+
+    def truth(self, node: ast.expr) -> ast.expr:
+        """Ask for the truth of what is asserted alone, which objects that are no plain data have, too."""
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return ast.copy_location(ast.UnaryOp(node.op, self.truth(node.operand)), node)
+        if isinstance(node, ast.BoolOp):
+            return ast.copy_location(ast.BoolOp(node.op, [self.truth(part) for part in node.values]), node)
+        if node in self.judges or not self.is_step(node) or self.kind("bool") != "builtin":
+            return node
+        return ast.copy_location(ast.Call(ast.Name("bool", ast.Load()), [node], []), node)
 
     def child(self, node, bound: frozenset[str] = NONE):
         """Make the expression for the candidate's run: what the tests computed is replaced by its value."""

@@ -287,7 +287,7 @@ class _Reader(ast.NodeVisitor):
         changed = {name for name in names_in(node) - about if scope.kind(name) == "changed"}
         scope.before = {name: scope.claim(name) for name in sorted(changed)}
         scope.names |= dict.fromkeys(kept, "changed")
-        made = scope.checked(node, uses)
+        made = scope.checked(scope.truth(node), uses)
         scope.before = {}
         scope.names |= dict.fromkeys(kept, "kept")
         return ast.unparse(made)
