@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ REPLACED = (
 )
 # What reading a checkpoint raises that isn't what was saved; what is nested deep, too.
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
+PART = 1 << 28  # bytes of arrays that are written at a time
 ROOM = 4096  # bytes that an array takes beside its numbers; as many are there for each of
 AT_LEAST = 8  # files that every checkpoint has
 
@@ -238,8 +240,13 @@ class Checkpoints:
     def _leaves(self, step: int, content: Mapping[str, Any], place: str) -> list[Leaf]:
         records = enumerate(content["leaves"])
         records = [(i, record) for i, record in records if f"{record['name']}/".startswith(place and f"{place}/")]
-        names = [_key(i, record) for i, record in records if _is_stored(record)]
-        arrays = _restore_arrays(self._path(step) / ARRAYS, names) if names else {}
+        names = {_key(i, record) for i, record in records if _is_stored(record)}
+        stored = iter([_key(i, record) for i, record in enumerate(content["leaves"]) if _is_stored(record)])
+        sizes, arrays = content.get("parts", [len(content["leaves"])]), {}
+        for number, size in enumerate(sizes):
+            held = [name for name in islice(stored, size) if name in names]
+            if held:
+                arrays |= _restore_arrays(_part(self._path(step) / ARRAYS, number, len(sizes)), held)
         return [_leaf(record, arrays.get(_key(i, record))) for i, record in records]
 
     def _fit(self, step: int, leaves: list[Leaf], template: Any) -> Any:
@@ -312,15 +319,19 @@ class Checkpoints:
     def _fill(self, folder: Path, step: int, leaves: list[Leaf], note: Mapping[str, Any]) -> None:
         """The files of a checkpoint."""
         records = [_record(leaf) for leaf in leaves]
-        content = {"step": step, "note": note, "leaves": records}
-        text = json.dumps(content | {"crc32": _checksum(content)})
         pairs = enumerate(zip(records, leaves, strict=True))
         arrays = {_key(i, record): leaf.value for i, (record, leaf) in pairs if _is_stored(record)}
-        sizes = [array.nbytes for array in arrays.values()]
-        check_room(folder, sum(sizes) + ROOM * (len(sizes) + AT_LEAST) + len(text), AT_LEAST)
-        if arrays:
-            with unlogged():
-                _orbax().save(folder.absolute() / ARRAYS, arrays)
+        parts = _parts(arrays)
+        content = {"step": step, "note": note, "leaves": records}
+        content |= {"parts": [len(part) for part in parts]} if len(parts) > 1 else {}
+        text = json.dumps(content | {"crc32": _checksum(content)})
+        sizes, files = [array.nbytes for array in arrays.values()], AT_LEAST * max(len(parts), 1)
+        check_room(folder, sum(sizes) + ROOM * (len(sizes) + files) + len(text), files)
+        with unlogged():
+            for number, part in enumerate(parts):
+                place = _part(folder.absolute() / ARRAYS, number, len(parts))
+                make_folder(place.parent)
+                _orbax().save(place, part)
         (folder / CONTENT).write_text(text)
 
     def _clear(self) -> None:
@@ -396,6 +407,22 @@ def _record(leaf: Leaf) -> dict[str, Any]:
 def _is_stored(record: Mapping[str, Any]) -> bool:
     """Say whether it is an array that Orbax keeps; it keeps none without elements."""
     return "dtype" in record and 0 not in record["shape"]
+
+
+def _parts(arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """The arrays in parts of about `PART`: Orbax holds twice what it writes beside the arrays themselves."""
+    parts, size = [], PART
+    for name, array in arrays.items():
+        if size + array.nbytes > PART:
+            parts, size = [*parts, {}], 0
+        parts[-1][name] = array
+        size += array.nbytes
+    return parts
+
+
+def _part(path: Path, number: int, count: int) -> Path:
+    """The place of one of so many parts; a single one has no folder of its own."""
+    return path / f"{number:03d}" if count > 1 else path
 
 
 def _key(index: int, record: Mapping[str, Any]) -> str:

@@ -62,6 +62,19 @@ def names_in(checkpoints: Checkpoints) -> list[str]:
 # There and back ---------------------------------------------------------------------------------------
 
 
+def test_arrays_are_written_in_parts_and_read_from_those_that_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PART", 64)
+    checkpoints, state = Checkpoints(tmp_path), make_state()
+    checkpoints.save(1, state)
+    parts = sorted(checkpoints.folder.glob("*/arrays/*"))
+    assert len(parts) > 1
+    assert_same(checkpoints.restore(1, make_state(2.0)), state)
+    shutil.rmtree(parts[-1])
+    assert_same(checkpoints.part(1, "params", state.params), state.params)
+    with pytest.raises(BadInput, match="is damaged"):
+        checkpoints.restore(1, state)
+
+
 @pytest.mark.usefixtures("nan_allowed")
 @pytest.mark.parametrize("background", [False, True])
 def test_S1_a_whole_run_comes_back_bit_for_bit(tmp_path, background):

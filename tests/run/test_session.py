@@ -187,7 +187,7 @@ def fill(monkeypatch, step: int) -> None:
     monkeypatch.setattr(checkpoints.Path, "write_text", full)
 
 
-@pytest.mark.parametrize(("step", "last", "at"), [(3, 2, raise_at("learned", 3)), (4, 2, None), (5, 4, None)])
+@pytest.mark.parametrize(("step", "last", "at"), [(4, 2, raise_at("learned", 4)), (4, 2, None), (5, 4, None)])
 def test_S1_a_disk_that_fills_up_is_one_sentence_and_the_run_goes_on_when_there_is_room(
     whole, tmp_path, monkeypatch, step, last, at
 ):
