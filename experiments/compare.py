@@ -93,10 +93,11 @@ def main() -> None:
     lanes = _LANES.value or compare.lanes_here()
     own = {"every": _EVERY.value, "tasks": _TASKS.value, "lanes": lanes}
     identity = {"study": _STUDY.value, "chosen": chosen, **own, "changes": dict(study.changes)}
+    files = (compare.RUNS, *study_pages.WRITTEN)
     if not _RESUME.value:
-        begin_anew(folder)
+        begin_anew(folder, also=files)
     seeds = range(_SEED.value, _SEED.value + _SEEDS.value)
-    with run_folder(folder, "compare", identity):
+    with run_folder(folder, "compare", identity, also=files):
         runs = compare.run_study(study, folder, seeds=seeds, chosen=chosen, budget=budget, **own)
         rows = study_pages.tabulate_study(study, runs, seeds)
         expected = inspect.getdoc(STUDIES[_STUDY.value]) or ""

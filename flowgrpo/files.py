@@ -2,6 +2,7 @@
 command that installs what is missing."""
 
 import ctypes
+import json
 import os
 import re
 import shlex
@@ -30,6 +31,36 @@ def make_folder(folder: str | os.PathLike) -> Path:
     if not os.access(path, os.W_OK | os.X_OK):
         raise BadInput(f"{path} can't be written: change its permissions, or choose another folder")
     return path
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; a name that no file can have, as one of 5,000 characters, is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Parse JSON as `json.loads` does; `ValueError` where it is nested deeper than Python can follow, too."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def read_json(path: Path, fix: str) -> dict[str, Any]:
+    """Load a file that holds one JSON object; `BadInput` says why it can't be read, and ends with the fix."""
+    try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise ValueError("it is no file")
+        value = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BadInput(f"{path} can't be read ({reason}): {fix}") from None
+    if not isinstance(value, dict):
+        raise BadInput(f"{path} can't be read (it holds a {type(value).__name__}, not a JSON object): {fix}")
+    return value
 
 
 def write_whole(path: Path, content: str | Callable[[Path], Any]) -> None:

@@ -71,13 +71,14 @@ def make_staged(
     critic: Valuation | None = None,
     trained: Trained = WHOLE,
     slots: int | None = None,
+    donates: bool = False,
     release: Callable[[], int] = lambda: 0,
     watch: StageWatchdog | None = None,
 ) -> Step:
     """`step(run) -> (run, metrics)`, as `loop.train_loop` wants it; the figures hold `timings`, which come from clocks.
 
-    `release` destroys what the sampler holds, once all have played. Where models move at all, the run that a step is
-    given is used up: its buffers are deleted where they were, and overwritten by the update.
+    `release` destroys what the sampler holds, once all have played. Where models move at all, and with `donates`, the
+    run that a step is given is used up: its buffers are deleted where they were, and overwritten by the update.
     """
     loop.refuse_shared_prompts(settings)
     kinds: dict[str, Any] = {"critic": critic, "trained": trained, "slots": slots, "banned": banned}
@@ -97,7 +98,7 @@ def make_staged(
         release=release,
         score_trajectories=_trajectory_scorer(policy, algorithm, settings, critic, banned, slots),
         credit=jax.jit(learning.credit),
-        train=jax.jit(train, donate_argnums=0 if moves else ()),
+        train=jax.jit(train, donate_argnums=0 if moves or donates else ()),
         describe=jax.jit(partial(loop.rollout_metrics, tools=tools, samples=settings.samples)),
         algorithm=algorithm,
         trained=trained,

@@ -268,6 +268,7 @@ class Batch(struct.PyTreeNode):
     sequence_sum: Float[AnyArray, "r s"] | None = None  # of log-ratios over the token's sequence: the first pass
     sequence_count: Float[AnyArray, "r s"] | None = None  # chosen tokens of that sequence
     correction: Float[AnyArray, "r s"] | None = None  # sequence-level pi_old / mu, capped
+    version: Int[AnyArray, "r s"] | None = None  # of the weights that chose the token
     prompt_tokens: Int[AnyArray, "p u"] | None = None  # padding only after them
     prompt_length: Int[AnyArray, "p"] | None = None
 

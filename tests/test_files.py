@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flowgrpo import files
-from flowgrpo.files import make_folder, pip_install, replace_folder, write_whole
+from flowgrpo.files import make_folder, pip_install, read_json, replace_folder, write_whole
 from flowgrpo.types import BadInput
 
 
@@ -45,6 +45,38 @@ def test_a_place_or_folder_that_can_not_be_made_is_one_sentence(tmp_path, monkey
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(BadInput, match="can't be written: change its permissions"):
         make_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "No such file or directory"),
+        (b"{", "Expecting property name"),
+        (b"\xff\xfe{", "codec can't decode"),
+        pytest.param(b"[" * 100_000, "it is nested too deep", id="deep list"),
+        pytest.param(b'{"a":' * 100_000, "it is nested too deep", id="deep object"),
+        pytest.param(b"9" * 5000, "Exceeds the limit", id="digits"),
+        (b"[1]", "it holds a list, not a JSON object"),
+        ("folder", "it is no file"),
+        ("pipe", "it is no file"),
+    ],
+)
+def test_a_json_file_is_an_object_or_one_sentence(tmp_path, content, reason):
+    path = tmp_path / "note.json"
+    if content == "pipe":
+        os.mkfifo(path)
+    elif content == "folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    with pytest.raises(BadInput) as caught:
+        read_json(path, "remove it")
+    sentence = str(caught.value)
+    assert (reason in sentence, "\n" in sentence, len(sentence) < 300) == (True, False, True)
+    assert sentence.startswith(f"{path} can't be read (")
+    assert sentence.endswith("): remove it")
+    with pytest.raises(BadInput, match="File name too long"):
+        read_json(tmp_path / ("a" * 5000), "remove it")
 
 
 class Killed(BaseException):

@@ -18,6 +18,7 @@ import optax
 
 import flowgrpo as fg
 from flowgrpo import loop
+from flowgrpo.files import is_file
 from flowgrpo.learner import conversations
 from flowgrpo.learner.imitation import IMITATION, packed_imitation
 from flowgrpo.learner.loss_scale import optimizer_for
@@ -184,7 +185,7 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not Path(self.data).is_file():
+        if not is_file(Path(self.data)):
             raise fg.BadInput(f"{self.data or '--data'} is no file: give the path of the examples as --data")
         if not self.model:
             raise fg.BadInput("--model must be given: a model folder, or a hub id")

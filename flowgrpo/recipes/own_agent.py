@@ -71,7 +71,13 @@ class Config(TaskConfig):
         "What is run",
     )
     rendering: str = setting("fresh", "How many contexts there may be: as many as turns.", choices=("fresh",))
-    agents: int = setting(48, "Agents at work at a time.", "The agents", at_least=1, may_differ=True)
+    agents: int | None = setting(
+        None,
+        "Agents at work at a time; as many as --slots by default. More than those take each other's caches, and wait.",
+        "The agents",
+        at_least=1,
+        may_differ=True,
+    )
     agent_seconds: float = setting(300.0, "Of an agent, from its start to its end.", "Sampling", at_least=0.1)
     silent_seconds: float = setting(
         60.0, "Of an agent between an answer and its next request, or its end.", "Sampling", at_least=0.1
@@ -127,6 +133,7 @@ def open(
                 seconds=config.agent_seconds,
                 silence=config.silent_seconds,
                 retries=config.retries,
+                judged=judge is not None,
             )
         )
         host.check()
@@ -136,7 +143,7 @@ def open(
         model = load_start(config.model or folder / START, config)
         gateway.spell = model.text.decode
         make = partial(_make_env, config=config)
-        own = {"do": host.do, "width": config.agents, "reward": judge, "tasks": draw, "prompts": hard}
+        own = {"do": host.do, "width": config.agents or config.slots, "reward": judge, "tasks": draw, "prompts": hard}
         story = partial(plain_story, model.text)
         setup = assemble(stack, config, folder, model, make, name="agent of your own", story=story, **own)
         setup = setup._replace(submit=host.submit_to(setup.engine.submit), seen=context_figures)

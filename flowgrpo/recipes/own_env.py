@@ -48,7 +48,13 @@ class Config(TaskConfig):
     instructions: str = setting("", "What the model is told before the first observation.", "What is run")
     rendering: str = setting("append", "One conversation.", choices=("append",))
     domains: str = setting("", "Not read here.")
-    episodes: int = setting(32, "Episodes at a time.", "The agents", at_least=1, may_differ=True)
+    episodes: int | None = setting(
+        None,
+        "Episodes at a time; as many as --slots by default. More than those take each other's caches, and wait.",
+        "The agents",
+        at_least=1,
+        may_differ=True,
+    )
     env_seconds: float = setting(60.0, "Of an answer of the environment.", "Sampling", at_least=0.1)
     turn_seconds: float = setting(90.0, "Of what follows one action.", "Sampling", at_least=0.1)
 
@@ -111,7 +117,13 @@ def open(config: Config, folder: Path, *, begin: Callable[[], object] = do_nothi
         assert config.model is not None
         model = load_start(config.model, config)
         make = partial(_make_env, config=config, tools=tools)
-        own = {"do": process.do, "width": config.episodes, "reward": judge, "tasks": draw, "prompts": hard}
+        own = {
+            "do": process.do,
+            "width": config.episodes or config.slots,
+            "reward": judge,
+            "tasks": draw,
+            "prompts": hard,
+        }
         yield assemble(
             stack, config, folder, model, make, name=config.env, story=partial(plain_story, model.text), **own
         )

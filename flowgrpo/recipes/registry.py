@@ -21,6 +21,7 @@ from flowgrpo.files import import_named, pip_install
 from flowgrpo.learner.adam8bit import scale_by_adam_8bit
 from flowgrpo.learner.state import make_optimizer, scale_by_adafactor
 from flowgrpo.rewards.answers import symbolic
+from flowgrpo.rewards.answers.game24 import game24
 from flowgrpo.rewards.answers.match import answer
 from flowgrpo.rewards.answers.numbers import rounded, within
 from flowgrpo.rewards.answers.school import school
@@ -189,6 +190,7 @@ DOMAINS: Mapping[str, Domain] = {
     "math": _MATH,
     "mathematics": _MATH,
     "k12": Domain(lambda means: school(close=means.close)),
+    "game24": Domain(lambda _: game24()),
     "code": Domain(_code),
     "vision": Domain(lambda _: box_iou()),
     "point": Domain(lambda _: point_in_box()),

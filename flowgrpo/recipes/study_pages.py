@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.evaluation.statistics import interval, iqm, probability_of_improvement
-from flowgrpo.files import write_whole
+from flowgrpo.files import read_json, write_whole
 from flowgrpo.launch import processor
 from flowgrpo.recipes.studies import STUDIES, Study
 from flowgrpo.report.metrics import plain_json, read_metrics
@@ -30,6 +30,7 @@ RunResults = Mapping[tuple[str, str, int], Mapping[str, Any]]
 KEPT = ("arm", "env", "seed", "updates", "success", "turns", "warnings")  # of a run's line, in the documentation
 BANDS = 12  # arms at most whose intervals are drawn over the updates, too
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+WRITTEN = ("table.jsonl", "table.md", "index.html")  # in the folder of a study, beside its curves
 MACHINES = "machines.json"  # what each study was run on
 WARNED, WARNED_END = "<!-- warnings -->", "<!-- end of warnings -->"  # where a page has a place for them, too
 
@@ -206,7 +207,7 @@ def publish_study(docs: Path, name: str, study: Study, runs: RunResults, seeds: 
     lines = [json.dumps({field: line[field] for field in KEPT if field in line}) + "\n" for line in own]
     write_whole(docs / f"{name}.jsonl", "".join(lines))
     save(_draw(study, rows, runs, seeds), docs / f"{name}.svg")
-    noted = json.loads((docs / MACHINES).read_text()) if (docs / MACHINES).exists() else {}
+    noted = read_json(docs / MACHINES, "restore or remove it") if (docs / MACHINES).exists() else {}
     write_whole(docs / MACHINES, json.dumps(noted | {name: processor_of_bits()}, indent=1, sort_keys=True) + "\n")
     text = insert_table(text, BEGIN, END, table(rows, study))
     write_whole(

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flowgrpo.files import pip_install, write_whole
+from flowgrpo.files import pip_install, read_json, write_whole
 from flowgrpo.report.metrics import EDGES, Line, Opener, Sink
 from flowgrpo.report.tensorboard import EventFile, Histogram
 from flowgrpo.types import BadInput
@@ -182,7 +182,7 @@ class Sent:
         return send
 
     def _read(self) -> dict[str, Any]:
-        return json.loads(self._path.read_text()) if self._path.exists() else {}
+        return read_json(self._path, "remove it, to log under a new id") if self._path.exists() else {}
 
 
 def _slug(phase: str) -> str:

@@ -22,6 +22,7 @@ from flowgrpo.rollout.records import from_json
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nan_allowed")  # where it is not, nothing is donated
 def test_offloading_changes_no_number_and_says_what_it_moved(tmp_path):
     params = POLICY.init(jax.random.key(0))
     sizes = {"slots": 8, "slot_length": loop.longest(ENV) + 8, "chunk": 8, "steps": 4, "banned": (PAD,)}
@@ -36,11 +37,13 @@ def test_offloading_changes_no_number_and_says_what_it_moved(tmp_path):
         assert figures == others
         assert figures["fill_rate"] > 0.3
         assert 0 < figures["outcome"] < 1
-        assert (clocks["moves"], clocks["freed_bytes"]) == ({}, 0)
-        assert more["freed_bytes"] > 0
+        assert clocks["moves"] == {}
+        assert clocks["freed_bytes"] == more["freed_bytes"] > 0  # the sampler's cache, whatever else stays
         assert {"device to host", "host to disk"} <= set(more["moves"])
         assert min(more["rollout_seconds"], more["inference_seconds"], more["train_seconds"]) > 0
-    (run, _), (other, _) = (one[-1] for one in runs.values())
+    (used, _), (run, _) = runs["none"]
+    assert all(x.is_deleted() for x in jax.tree.leaves(used.learner.params))  # the second update wrote over them
+    other, _ = runs["disk"][-1]
     assert place_of(other.learner.optimizer) == place_of(other.reference) == "disk"
     for x, y in zip(*(jax.tree.leaves(one.replace(key=None)) for one in (run, other)), strict=True):
         np.testing.assert_array_equal(x, y)

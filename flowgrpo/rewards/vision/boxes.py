@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from flowgrpo.contracts import Reward, Scored
-from flowgrpo.files import pip_install
+from flowgrpo.files import is_file, pip_install
 from flowgrpo.rewards.answers.numbers import SMALL
 from flowgrpo.rewards.combine import model_scores, prepared, tried
 from flowgrpo.types import BadInput, Task, first_line
@@ -212,7 +212,7 @@ def load_image(path: str | Path) -> np.ndarray:
     except ImportError as error:
         raise BadInput(f"images need Pillow: {pip_install('vision')}") from error
     path = Path(path)
-    if not path.is_file():
+    if not is_file(path):
         raise BadInput(f"image {path} does not exist: fix the task's path, or the folder that it is looked for in")
     try:
         with Image.open(path) as image:
