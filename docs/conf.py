@@ -1,6 +1,6 @@
 """How the pages and the docstrings become a site: `python -m sphinx -W --keep-going docs site`; needs the extra [docs].
 
-Everything is made offline, and the pages load nothing from elsewhere: formulas are MathML, fonts those of the reader.
+Everything is made offline, and the pages load nothing from elsewhere: formulas are MathML, with a font beside them.
 """
 
 import re

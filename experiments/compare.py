@@ -64,7 +64,6 @@ define_stop_after()
 
 app.read_flags(__name__)
 
-import jax
 
 from flowgrpo.recipes import compare, studies, study_pages
 from flowgrpo.recipes.studies import Study, chosen_arms
@@ -97,13 +96,14 @@ def main() -> None:
     folder = Path(_WORKDIR.value or f"runs/compare-{_STUDY.value}")
     asked = {"updates": _UPDATES.value, "warm_steps": _WARM.value}
     chosen = {name: value for name, value in asked.items() if value is not None}
-    lanes = _LANES.value or (1 if jax.default_backend() == "cpu" else None)
+    lanes = _LANES.value or compare.lanes_here()
     own = {"every": _EVERY.value, "tasks": _TASKS.value, "lanes": lanes}
     identity = {"study": _STUDY.value, "chosen": chosen, **own, "changes": dict(study.changes)}
+    files = (compare.RUNS, *study_pages.WRITTEN)
     if not _RESUME.value:
-        begin_anew(folder)
+        begin_anew(folder, also=files)
     seeds = range(_SEED.value, _SEED.value + _SEEDS.value)
-    with run_folder(folder, "compare", identity):
+    with run_folder(folder, "compare", identity, also=files):
         runs = compare.run_study(study, folder, seeds=seeds, chosen=chosen, budget=budget, **own)
         rows = study_pages.tabulate_study(study, runs, seeds)
         expected = inspect.getdoc(studies.STUDIES[_STUDY.value]) or ""

@@ -40,7 +40,7 @@ _OUT = flags.DEFINE_string("out", None, "The folder to write; a model in it is r
 
 app.read_flags(__name__)
 
-from flowgrpo.recipes.export import export, export_adapter
+from flowgrpo.recipes.export import can_chat, export, export_adapter
 from flowgrpo.recipes.hub import check_push, push_folder
 from flowgrpo.run.next_steps import command, contents, ending
 
@@ -52,12 +52,12 @@ def main() -> None:
         check_push(_PUSH.value)
     written = (export_adapter if _ADAPTER.value else export)(folder, out, which=_WHICH.value, licence=_LICENCE.value)
     print(f"{_WHICH.value} planner of {folder}, update {written['update']}")
-    talk = [] if _ADAPTER.value else [(command("chat", model=out), "talks to it, where it has a chat template")]
+    talks = not _ADAPTER.value and can_chat(out)
     if _PUSH.value is not None:
         message = f"Update {written['update']}, by flowgrpo"
         written["url"] = push_folder(out, _PUSH.value, private=_PRIVATE.value, message=message)
         print(f"uploaded to {written['url']}")
-    print(ending(f"written to {out}: {contents(out)}", talk))
+    print(ending(f"written to {out}: {contents(out)}", [(command("chat", model=out), "talks to it")] if talks else []))
     print(json.dumps(written))
 
 

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -44,6 +45,14 @@ _PORT = flags.DEFINE_integer(
     "port", 8000, "Port to listen on; 0 for any that is free.", lower_bound=0, upper_bound=65535
 )
 _TOKEN = flags.DEFINE_string("token", None, "What clients must send as their key; FLOWGRPO_TOKEN by default.")
+_ADMIN_TOKEN = flags.DEFINE_string(
+    "admin_token",
+    None,
+    "What POST /weights and the details of /health need; FLOWGRPO_ADMIN_TOKEN by default. Where only --token is "
+    "set, nobody can have them.",
+)
+_ORIGINS = flags.DEFINE_list("origins", [], "Origins whose pages may send requests, such as http://localhost:3000.")
+_HOSTS = flags.DEFINE_list("hosts", [], "More names by which clients may call a server on this machine alone.")
 flag_heading("Sizes")
 _TURNS = flags.DEFINE_integer("turns", 64, "Requests of a session that are answered.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 512, "Tokens of an answer at most.", lower_bound=1)
@@ -62,6 +71,7 @@ app.read_flags(__name__)
 
 from flowgrpo.contracts import Reward
 from flowgrpo.files import make_folder
+from flowgrpo.gateway.doors import Doors
 from flowgrpo.gateway.server import Gateway
 from flowgrpo.gateway.serving import Served
 from flowgrpo.generate.engine import Engine
@@ -74,15 +84,16 @@ from flowgrpo.sandbox import Sandbox
 from flowgrpo.types import BadInput, Task
 
 
-def serving_engine(model: Model, kept: int) -> Engine:
-    """An engine over the model, that cuts the support where `kept` is not 0."""
+def serving_engine(model: Model) -> Engine:
+    """An engine over the model, for requests that cut the support and for those that don't."""
     return Engine(
         model.policy,
         model.params,
         slots=_SLOTS.value,
         slot_length=_CONTEXT.value,
         banned=model.banned,
-        kept=kept,
+        kept=MAX_KEPT,
+        mixed=True,
         narrowest=narrowest_rows(),
         text_of=model.text.decode,
     )
@@ -123,11 +134,24 @@ class Recorder:
 @contextmanager
 def open_gateway() -> Iterator[Gateway]:
     """The gateway that the flags describe."""
-    token = _TOKEN.value or os.environ.get("FLOWGRPO_TOKEN")
+    if _CONTEXT.value <= _MAX_TOKENS.value:
+        message = f"--context_tokens={_CONTEXT.value} must be greater than --max_tokens={_MAX_TOKENS.value}"
+        raise BadInput(f"{message}, which it holds: every session would be over at once")
+    tokens = {
+        name: os.environ.get(f"FLOWGRPO_{name.upper()}") if flag.value is None else flag.value
+        for name, flag in (("token", _TOKEN), ("admin_token", _ADMIN_TOKEN))
+    }
+    doors: dict[str, Any] = {
+        "host": _HOST.value,
+        **tokens,
+        "origins": tuple(_ORIGINS.value),
+        "hosts": tuple(_HOSTS.value),
+    }
+    Doors(**doors)  # which says what is wrong before a model is loaded
     with ExitStack() as stack:
         reward, recorder = judge(stack), Recorder(_RECORD.value)
         model = load_model(_MODEL.value, dtype=_DTYPE.value)
-        engine = stack.enter_context(serving_engine(model, 0))
+        engine = stack.enter_context(serving_engine(model))
         served = Served(
             engine,
             model.text,
@@ -141,12 +165,12 @@ def open_gateway() -> Iterator[Gateway]:
             sessions=_SESSIONS.value,
             reward=reward,
             on_played=recorder,
-            make_greedy=lambda: stack.enter_context(serving_engine(model._replace(params=served.params), MAX_KEPT)),
             load=partial(load_model, dtype=_DTYPE.value),
         )
+        spell = model.text.decode
+        del model  # or its weights would stay when others have taken their place
         how = {"ask": served.ask, "begin": served.begin, "swap": served.swap}
-        address = {"host": _HOST.value, "port": _PORT.value, "token": token}
-        yield stack.enter_context(Gateway(model=_NAME.value, spell=model.text.decode, **how, **address))
+        yield stack.enter_context(Gateway(model=_NAME.value, spell=spell, port=_PORT.value, **how, **doors))
 
 
 def main() -> None:

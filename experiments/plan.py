@@ -7,7 +7,7 @@
 
 Every mesh, with and without remat and at all sizes of micro-batches, is ranked by formula (see `candidates`); then the
 very programs of the best few are compiled without weights (see `planning.dry_run`): for virtual devices, or with
-`--target` by the compiler of that machine, which is not needed for it (`pip install 'flowgrpo[aot]'`). The compiler's
+`--target` by the compiler of that machine, which is not needed for it (`pip install '.[aot]'`). The compiler's
 word counts: memory at its fullest, whether that fits, bytes that are moved and sent, and so the least time of an update
 and of a decoding step. With `--mesh` that one alone is looked at; with `--decode_mesh` the same devices decode on
 another, and what it takes to bring the parameters there is shown (`reshard`). `--model` is a folder with a config.json,

@@ -51,7 +51,7 @@ import flowgrpo as fg
 from flowgrpo.contracts import Reward, Scored
 from flowgrpo.data.task_files import FileRecord, json_lines, parse_fields, read_tasks
 from flowgrpo.data.tasks import Tasks
-from flowgrpo.files import write_whole
+from flowgrpo.files import is_file, write_whole
 from flowgrpo.recipes import registry
 from flowgrpo.report.metrics import read_metrics
 from flowgrpo.report.progress import Progress
@@ -72,7 +72,7 @@ class Answers(NamedTuple):
 
 def read_answers(path: Path, *, skip_bad: bool) -> Answers:
     """The outputs of a JSONL file, by id."""
-    if not path.is_file():
+    if not is_file(path):
         raise fg.BadInput(f"--answers={path} is no file; give a .jsonl file of {{id, output}}")
     answers = Answers({}, [])
     for record in json_lines(path, "an answer is {id, output}"):

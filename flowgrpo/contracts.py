@@ -6,6 +6,7 @@ one family needs of another (a judge needs `Generate`, an agent needs tools) is 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -326,6 +327,17 @@ class Completion(NamedTuple):
     reused: int = 0  # tokens of the prompt whose cache was found
 
 
+@dataclass(eq=False)
+class Conversation:
+    """Requests of which each goes on from the last, one at a time.
+
+    An engine keeps the slot of a conversation for its next request, unless it is over.
+    """
+
+    over: bool = False
+    computed_by: object = None  # what an engine last computed it with
+
+
 class Request(NamedTuple):
     """Request to a generator to continue these tokens under this key.
 
@@ -351,6 +363,7 @@ class Request(NamedTuple):
     deadline: float | None = None  # seconds from submission
     begun: Completion | None = None  # what was sampled before
     budget: int | None = None  # tokens to sample now at most; None: up to max_tokens
+    conversation: Conversation | None = None  # whose next request goes on from this one; None: there is none
 
 
 class EngineClosed(BadInput):

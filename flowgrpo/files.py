@@ -1,13 +1,17 @@
-"""Files and folders that are there when they are whole, whatever interrupts their writer; code that a name names."""
+"""Files and folders that are there when they are whole, whatever interrupts their writer; code that a name names; the
+command that installs what is missing."""
 
 import ctypes
+import json
 import os
+import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -28,6 +32,36 @@ def make_folder(folder: str | os.PathLike) -> Path:
     if not os.access(path, os.W_OK | os.X_OK):
         raise BadInput(f"{path} can't be written: change its permissions, or choose another folder")
     return path
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; a name that no file can have, as one of 5,000 characters, is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Parse JSON as `json.loads` does; `ValueError` where it is nested deeper than Python can follow, too."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def read_json(path: Path, fix: str) -> dict[str, Any]:
+    """Load a file that holds one JSON object; `BadInput` says why it can't be read, and ends with the fix."""
+    try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise ValueError("it is no file")
+        value = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BadInput(f"{path} can't be read ({reason}): {fix}") from None
+    if not isinstance(value, dict):
+        raise BadInput(f"{path} can't be read (it holds a {type(value).__name__}, not a JSON object): {fix}")
+    return value
 
 
 def write_whole(path: Path, content: str | Callable[[Path], Any]) -> None:
@@ -121,3 +155,17 @@ def failure(error: BaseException) -> str:
     frames = [frame for frame in frames if Path(frame.filename).parent.name != "importlib"]
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {words:.300}{place}"
+
+
+def pip_install(extra: str) -> str:
+    """The command that installs the packages of an extra: `pip install 'math-verify>=0.9'` for "math".
+
+    It names the packages themselves, so it works in a checkout and beside a wheel, and asks no index for this package.
+    """
+    try:
+        wanted = metadata.requires("flowgrpo") or []
+    except metadata.PackageNotFoundError:  # the sources alone, by PYTHONPATH
+        wanted = []
+    name = re.compile(rf"extra == ['\"]{extra.replace('_', '[-_]')}['\"]")  # metadata write - for _
+    packages = [line.partition(";")[0].strip() for line in wanted if name.search(line)]
+    return f"pip install {shlex.join(packages)}" if packages else f"pip install '.[{extra}]' where the sources are"

@@ -25,7 +25,7 @@ from flowgrpo.batching.packing import account, pack, pack_after_prompts
 from flowgrpo.contracts import Algorithm, Env, Metrics, Policy
 from flowgrpo.envs.env import PAD
 from flowgrpo.learner.critic import Valuation, explained_variance, make_value_score, without_critic
-from flowgrpo.learner.diagnostics import signal
+from flowgrpo.learner.diagnostics import WATCH, signal
 from flowgrpo.learner.imitation import demonstrate, imitation_rows, make_supervised
 from flowgrpo.learner.scoring import ScoreTrajectories, make_score_trajectories
 from flowgrpo.learner.state import LearnerState, init_learner
@@ -33,6 +33,7 @@ from flowgrpo.learner.update import Update, make_update
 from flowgrpo.models.trainable import WHOLE, Trained, acting, cast
 from flowgrpo.parallel.compile_ahead import compile_ahead, jit_quickly, on_host
 from flowgrpo.parallel.row_sharding import DeviceMesh, many_updates, over_runs, replicated, stack_trees
+from flowgrpo.report.health import make_sampler_warning
 from flowgrpo.rollout.compiled import make_rollout, repeat, summarise, tool_mix
 from flowgrpo.rollout.exams import draw_tasks
 from flowgrpo.types import BadInput, Batch, Trajectories, check_range
@@ -218,6 +219,7 @@ def make_learning(
         epochs=settings.epochs,
         score=None if critic is None else make_value_score(policy, critic, **scoring),
         trained=trained,
+        watch=WATCH._replace(warns=False),  # `train_loop` warns, and a run does in warnings.jsonl
         **scoring,
         **sizes,
     )
@@ -463,12 +465,18 @@ def rollout_metrics(trajectories: Trajectories, credit: Credit, *, tools: int, s
 
 
 def train_loop(
-    step: Callable[[Run], tuple[Run, Metrics]], run: Run, updates: int
+    step: Callable[[Run], tuple[Run, Metrics]], run: Run, updates: int, *, warns: bool = True
 ) -> Iterator[tuple[Run, dict[str, Any]]]:
-    """Run after run until `updates` are done, with the numbers of each on the host."""
+    """Run after run until `updates` are done, with the numbers of each on the host.
+
+    A sampler that disagrees with the learner is warned of, unless the caller looks at the figures itself.
+    """
+    warn = make_sampler_warning()
     while int(run.update) < updates:
         run, metrics = step(run)
         figures = {name: np.asarray(value).tolist() for name, value in jax.device_get(metrics).items()}
+        if warns and "correction" not in figures:
+            warn(figures.get("sampler_kl", 0.0))
         yield run, {"update": int(run.update)} | figures
 
 

@@ -12,7 +12,7 @@ scored before packing instead of after it. The run that a step returns has its m
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from flowgrpo.parallel.row_sharding import SHARED
 from flowgrpo.report.watchdog import Pending, StageWatchdog
 from flowgrpo.rollout.judging import Verdict, is_solved, judge_groups, with_rewards
 from flowgrpo.rollout.records import Hosted
-from flowgrpo.types import BadInput, Batch, Trajectories
+from flowgrpo.types import BadInput, Batch, Trajectories, map_axis
 
 
 class RolloutCallbacks(NamedTuple):
@@ -71,13 +71,14 @@ def make_staged(
     critic: Valuation | None = None,
     trained: Trained = WHOLE,
     slots: int | None = None,
+    donates: bool = False,
     release: Callable[[], int] = lambda: 0,
     watch: StageWatchdog | None = None,
 ) -> Step:
     """`step(run) -> (run, metrics)`, as `loop.train_loop` wants it; the figures hold `timings`, which come from clocks.
 
-    `release` destroys what the sampler holds, once all have played. Where models move at all, the run that a step is
-    given is used up: its buffers are deleted where they were, and overwritten by the update.
+    `release` destroys what the sampler holds, once all have played. Where models move at all, and with `donates`, the
+    run that a step is given is used up: its buffers are deleted where they were, and overwritten by the update.
     """
     loop.refuse_shared_prompts(settings)
     kinds: dict[str, Any] = {"critic": critic, "trained": trained, "slots": slots, "banned": banned}
@@ -97,7 +98,7 @@ def make_staged(
         release=release,
         score_trajectories=_trajectory_scorer(policy, algorithm, settings, critic, banned, slots),
         credit=jax.jit(learning.credit),
-        train=jax.jit(train, donate_argnums=0 if moves else ()),
+        train=jax.jit(train, donate_argnums=0 if moves or donates else ()),
         describe=jax.jit(partial(loop.rollout_metrics, tools=tools, samples=settings.samples)),
         algorithm=algorithm,
         trained=trained,
@@ -310,13 +311,9 @@ def _score_trajectories(params, reference, trajectories: Trajectories, *, score_
 def turn_by_turn(trajectories: Trajectories) -> Trajectories:
     """Every turn as a trajectory of its own, all turns of the first before those of the second."""
     count, turns = trajectories.turns.shape
-    named = {field.name: getattr(trajectories, field.name) for field in fields(trajectories)}
-    given = {name: jnp.asarray(x) for name, x in named.items() if x is not None}
-    return trajectories.replace(
-        **{
-            name: jnp.repeat(x, turns, axis=0) if x.ndim == 1 else x.reshape(count * turns, 1, *x.shape[2:])
-            for name, x in given.items()
-        }
+    apart = map_axis(trajectories, "t", lambda x, _: jnp.asarray(x).reshape(count * turns, 1, *x.shape[2:]))
+    return map_axis(
+        apart, "n", lambda x, _: x if len(x) == count * turns else jnp.repeat(jnp.asarray(x), turns, axis=0)
     )
 
 

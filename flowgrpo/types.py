@@ -14,7 +14,7 @@ of a pytree carries them in its annotation.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import wraps
@@ -266,6 +266,7 @@ class Batch(struct.PyTreeNode):
     sequence_sum: Float[AnyArray, "r s"] | None = None  # of log-ratios over the token's sequence: the first pass
     sequence_count: Float[AnyArray, "r s"] | None = None  # chosen tokens of that sequence
     correction: Float[AnyArray, "r s"] | None = None  # sequence-level pi_old / mu, capped
+    version: Int[AnyArray, "r s"] | None = None  # of the weights that chose the token
     prompt_tokens: Int[AnyArray, "p u"] | None = None  # padding only after them
     prompt_length: Int[AnyArray, "p"] | None = None
 
@@ -282,10 +283,28 @@ class Batch(struct.PyTreeNode):
         return jnp.asarray(self.chosen) & (jnp.asarray(self.segments) > 0) & (jnp.asarray(self.weight) != 0)
 
 
+Tree = TypeVar("Tree", Trajectories, Batch)
+
+
 def check_axes(tree: Trajectories | Batch) -> None:
     """Raise `BadInput` unless every axis letter has one size over all fields of `tree`."""
     values = {item.name: (_axes_of(item.type), getattr(tree, item.name)) for item in fields(tree)}
     _check_sizes(f"{type(tree).__name__}.", values)
+
+
+def map_axis(tree: Tree, axis: str, change: Callable[[AnyArray, int], AnyArray]) -> Tree:
+    """Apply `change(array, position of the axis)` to every field that has this axis: cut, pad, repeat or reorder it.
+
+    `map_axis(trajectories, "t", lambda x, position: np.repeat(x, 2, position))` has every turn twice. Fields are found
+    by their annotations, so none is forgotten.
+    """
+    axes = {item.name: _axes_of(item.type) for item in fields(tree)}
+    if not any(axis in letters for letters in axes.values()):
+        known = " ".join(dict.fromkeys(letter for letters in axes.values() for letter in letters))
+        raise BadInput(f"{type(tree).__name__} has no axis {axis!r}; choose from {known}")
+    arrays = {name: getattr(tree, name) for name, letters in axes.items() if axis in letters}
+    changed = {name: change(x, axes[name].index(axis)) for name, x in arrays.items() if x is not None}
+    return tree.replace(**changed)
 
 
 def check_shared_axes(function: str, **arrays: AnyArray) -> None:

@@ -27,7 +27,8 @@ def store(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # a warning of tqdm's where there are no ipywidgets
+    # What tqdm says where there are no ipywidgets, and transformers where there is no PyTorch.
+    os.environ |= {"PYTHONWARNINGS": "ignore:IProgress not found", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
     for name in sys.argv[1:] or sorted(Path(__file__).parent.glob("*.ipynb")):
         store(Path(name))
         print(f"{name} is stored", flush=True)

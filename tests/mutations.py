@@ -1,6 +1,6 @@
 """Mutation checks: change one operator or constant of a module at a time, and see whether its tests notice.
 
-    python -m tests.mutations flowgrpo/masked.py tests/test_masked.py tests/test_packing.py --sample=40 --seed=0
+    python -m tests.mutations flowgrpo/masked.py tests/test_masked.py --sample=40 --seed=0
 
 Every mutant runs the given tests of the quick tier in a process of its own, forked from one that has imported the
 libraries already. What no test notices is listed with its line: a gap in the tests, or a change that changes nothing.

@@ -12,6 +12,8 @@ import yaml
 from commands import imported_modules
 
 from experiments.cli import listing
+from flowgrpo.recipes.registry import ALGORITHMS
+from flowgrpo.recipes.studies import STUDIES
 from flowgrpo.run.config import setting_infos
 
 ROOT = Path(__file__).parent.parent
@@ -105,6 +107,64 @@ def test_links_lead_somewhere():
             path = (ROOT / page).parent / name if name else ROOT / page
             assert "://" in target or path.exists(), f"{page}: {target}"
             assert "://" in target or not anchor or anchor in anchors(path.read_text()), f"{page}: {target}"
+
+
+WRITTEN = {  # by runs and studies, and by the reader
+    *("batches/", "checkpoints/", "journal/", "runs/", "trajectories/", "warm_start/"),
+    *("curves.svg", "table.md"),
+}
+
+
+def test_paths_in_backquotes_exist():
+    """From the root, the package or the page's own folder; those of docstrings, too, where they name a folder."""
+    texts = {path: path.read_text() for path in [*ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")]}
+    texts |= {ROOT / page: text for page, text in PAGES.items()}
+    texts |= {path: path.read_text() for path in ROOT.glob("notebooks/*.ipynb")}
+    named = [
+        (page, name)
+        for page, text in texts.items()
+        for code in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+        for name in (
+            *re.findall(r"(?<![\w./<*-])\w[\w./-]*\.(?:py|pyi|md|toml|lock|ipynb|svg)\b(?![/\w*])", code),
+            *re.findall(r"^\w+(?:/\w+)*/$", code),
+        )
+    ]
+    sources = [path for folder in ("flowgrpo", "experiments", "tests") for path in (ROOT / folder).rglob("*.py")]
+    named += [(path, name) for path in sources for name in re.findall(r"`((?:\w+/)+\w+\.py)`", path.read_text())]
+    assert len(named) > 100
+    gone = [
+        f"{page.relative_to(ROOT)}: {name}"
+        for page, name in named
+        if name not in WRITTEN and not any((base / name).exists() for base in (ROOT, ROOT / "flowgrpo", page.parent))
+    ]
+    assert not gone
+
+
+ONES = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+NUMBERS = (*ONES, "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty")
+COUNTED = {  # what a number stands before -> how many there are
+    r"algorithms\s+of\s+one\s+family|of\s+\[the\s+family\]": lambda: len(ALGORITHMS) + 1,  # and sdpo, without a flag
+    r"to\s+begin\s+with|studies\s+that\s+ship": lambda: len(STUDIES),
+    r"more\s+studies": lambda: len(STUDIES) - 1,
+    r"notebooks\b": lambda: len([*ROOT.glob("notebooks/*.ipynb")]),
+}
+
+
+def test_numbers_of_members_are_those_of_the_registries():
+    texts = {path: path.read_text() for path in [*ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")]}
+    texts |= {ROOT / page: text for page, text in PAGES.items()}
+    for what, count in COUNTED.items():
+        pattern = rf"\b(\d+|{'|'.join(NUMBERS)})\s+(?:\w+\s+)?(?:{what})"
+        found = {
+            (path, number.lower())
+            for path, text in texts.items()
+            for number in re.findall(pattern, text, re.IGNORECASE)
+        }
+        assert found, what
+        for path, number in found:
+            assert (int(number) if number.isdigit() else NUMBERS.index(number) + 1) == count(), (
+                f"{path}: {number} {what}"
+            )
 
 
 def sentences() -> list[str]:

@@ -2,13 +2,17 @@
 
 import itertools
 import os
+import re
+import shlex
 import shutil
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from flowgrpo import files
-from flowgrpo.files import make_folder, replace_folder, write_whole
+from flowgrpo.files import make_folder, pip_install, read_json, replace_folder, write_whole
 from flowgrpo.types import BadInput
 
 
@@ -41,6 +45,38 @@ def test_a_place_or_folder_that_can_not_be_made_is_one_sentence(tmp_path, monkey
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(BadInput, match="can't be written: change its permissions"):
         make_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "No such file or directory"),
+        (b"{", "Expecting property name"),
+        (b"\xff\xfe{", "codec can't decode"),
+        pytest.param(b"[" * 100_000, "it is nested too deep", id="deep list"),
+        pytest.param(b'{"a":' * 100_000, "it is nested too deep", id="deep object"),
+        pytest.param(b"9" * 5000, "Exceeds the limit", id="digits"),
+        (b"[1]", "it holds a list, not a JSON object"),
+        ("folder", "it is no file"),
+        ("pipe", "it is no file"),
+    ],
+)
+def test_a_json_file_is_an_object_or_one_sentence(tmp_path, content, reason):
+    path = tmp_path / "note.json"
+    if content == "pipe":
+        os.mkfifo(path)
+    elif content == "folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    with pytest.raises(BadInput) as caught:
+        read_json(path, "remove it")
+    sentence = str(caught.value)
+    assert (reason in sentence, "\n" in sentence, len(sentence) < 300) == (True, False, True)
+    assert sentence.startswith(f"{path} can't be read (")
+    assert sentence.endswith("): remove it")
+    with pytest.raises(BadInput, match="File name too long"):
+        read_json(tmp_path / ("a" * 5000), "remove it")
 
 
 class Killed(BaseException):
@@ -116,3 +152,35 @@ def test_a_folder_that_holds_anything_else_is_refused_and_stays_as_it_was(tmp_pa
     with pytest.raises(BadInput, match=r"link could not be written \(No space left on device\): make room"):
         replace_folder(tmp_path / "link", lambda beside: half(beside / "half", full), names=["config"], what="a model")
     assert names_in(tmp_path) == ["empty", "file", "link", "notes", "weigh"]
+
+
+ROOT = Path(__file__).parent.parent
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+ASKED = {
+    name for path in ROOT.glob("flowgrpo/**/*.py") for name in re.findall(r"pip_install\('(\w+)'\)", path.read_text())
+}
+
+
+@pytest.mark.parametrize("extra", sorted(ASKED | {"aot", "math", "trackio"}))
+def test_what_is_missing_is_installed_by_the_names_of_its_packages(extra, monkeypatch):
+    """With a wheel as in a checkout; this package is on no index."""
+    assert shlex.split(pip_install(extra)) == ["pip", "install", *EXTRAS[extra]]
+    for wanted in (None, [], ["math-verify>=0.9; extra == 'maths'"]):  # nothing installed, or another version
+        error = metadata.PackageNotFoundError if wanted is None else None
+        monkeypatch.setattr(files.metadata, "requires", lambda _, wanted=wanted, error=error: _raise(error) or wanted)
+        assert pip_install(extra) == f"pip install '.[{extra}]' where the sources are"
+
+
+def _raise(error):
+    if error is not None:
+        raise error
+
+
+def test_nothing_advises_to_install_from_an_index_that_lacks_it():
+    paths = [
+        path for folder in ("flowgrpo", "experiments", "docs", "notebooks") for path in ROOT.glob(f"{folder}/**/*")
+    ]
+    texts = {path: path.read_text() for path in paths if path.suffix in (".py", ".md", ".ipynb")}
+    texts |= {path: path.read_text() for path in ROOT.glob("*.md")}
+    assert len(ASKED) > 5
+    assert not [path for path, text in texts.items() if re.search(r"install\s+['\"]?flowgrpo\b", text)]

@@ -13,7 +13,22 @@ from commands import ROOT, xla_flags
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ALLOWED = {"flowgrpo", "jax", "flax", "numpy", "matplotlib", "optax", "tokenizers", "transformers"}
-IN_CI = {"1_flow_grpo_in_one_page"}  # the others take a minute or two each: python -m pytest -m soak
+# The short form, for CI: constants that a notebook assigns at the top level, made smaller. What its cells assert holds
+# there, too. XLA's level is that which costs least: 0 where programs compute little.
+SHORT: dict[str, dict[str, int]] = {
+    "1_flow_grpo_in_one_page": {},
+    "2_write_your_own_environment": {"UPDATES": 6},
+    "3_write_your_own_algorithm": {"UPDATES": 4, "SEEDS": 2},
+    "4_inspect_a_run": {"UPDATES": 8},
+    "5_bring_your_own_model_tools_and_tasks": {"UPDATES": 6},
+    "6_free_machines": {"UPDATES": 7, "STEPS": 120},
+}
+COMPUTES_MUCH = ("5", "6")
+FORMS = [
+    pytest.param(path, short, id=f"{path.stem}-{'short' if short else 'whole'}", marks=mark)
+    for short, mark in ((True, pytest.mark.slow), (False, pytest.mark.soak))
+    for path in NOTEBOOKS
+]
 
 
 def cells(path: Path, kind: str = "code") -> list[dict]:
@@ -41,18 +56,17 @@ def test_there_are_six_in_order():
     assert [path.stem.partition("_")[0] for path in NOTEBOOKS] == list("123456")
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in IN_CI else pytest.mark.soak)
-        for path in NOTEBOOKS
-    ],
-)
-def test_cells_run_and_their_claims_hold(path, tmp_path):
+@pytest.mark.parametrize(("path", "short"), FORMS)
+def test_cells_run_and_their_claims_hold(path, short, tmp_path):
     """In a process and a folder of their own, with warnings as errors; cells assert what the text claims."""
+    source = "\n\n".join(sources(path))
+    for name, value in SHORT[path.stem].items() if short else ():
+        source, count = re.subn(rf"^{name} = \d+\b", f"{name} = {value}", source, flags=re.MULTILINE)
+        assert count == 1, f"{path.name} assigns {name} {count} times"
     script = tmp_path / "cells.py"
-    script.write_text("\n\n".join(sources(path)))
-    environment = os.environ | {"XLA_FLAGS": xla_flags(1), "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+    script.write_text(source)
+    level = int(path.stem[0] in COMPUTES_MUCH) if short else 1
+    environment = os.environ | {"XLA_FLAGS": xla_flags(level), "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     command = [sys.executable, "-W", "error", script.name]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]

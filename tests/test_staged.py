@@ -42,8 +42,9 @@ from flowgrpo.staged import (
     hosted_rollout,
     is_fresh,
     make_staged,
+    turn_by_turn,
 )
-from flowgrpo.types import Status, Trajectories
+from flowgrpo.types import Status, Trajectories, check_axes
 
 pytestmark = pytest.mark.slow
 
@@ -339,6 +340,17 @@ def test_turns_that_are_rendered_afresh_are_scored_alone_to_the_same_numbers(see
     for name, x in whole.items():
         assert np.abs(x).max() > 0
         np.testing.assert_allclose(apart[name], x, atol=1e-5, err_msg=name)
+
+
+def test_turns_apart_repeat_what_a_trajectory_has_once():
+    played = make_case(0).trajectories
+    played = played.replace(outcome=np.nan_to_num(played.outcome), reward=np.nan_to_num(played.reward))
+    count, turns = played.turns.shape
+    hint_nq = np.arange(2 * count).reshape(count, 2)
+    apart = turn_by_turn(played.replace(hint=hint_nq))
+    check_axes(apart)
+    np.testing.assert_array_equal(apart.hint, np.repeat(hint_nq, turns, axis=0))
+    np.testing.assert_array_equal(apart.tokens[:, 0], np.asarray(played.tokens).reshape(count * turns, -1))
 
 
 def test_an_aborted_trajectory_has_no_say_in_how_contexts_are_rendered():

@@ -8,7 +8,7 @@ import pytest
 from family_cases import make_turn, random_records, score
 
 import flowgrpo as fg
-from flowgrpo.types import BOOTSTRAPS, COUNTS, check_axes
+from flowgrpo.types import BOOTSTRAPS, COUNTS, check_axes, map_axis
 
 
 def dense(**changes) -> fg.Trajectories:
@@ -42,6 +42,19 @@ def test_what_disagrees_is_named_with_both_sizes_or_with_its_axes(tree, message)
         check_axes(tree)
     for whole in (dense(length=None, begins=None, by_turn=None), score(dense()), small_batch()):
         check_axes(whole)
+
+
+@pytest.mark.parametrize("tree", [score(dense()), small_batch()], ids=["Trajectories", "Batch"])
+def test_map_axis_changes_every_field_that_has_the_axis(tree):
+    """Whatever fields there are: sizes agree afterwards, and twice of an axis, halved again, is the same tree."""
+    for position, axis in enumerate("ntl" if isinstance(tree, fg.Trajectories) else "rs"):
+        twice = map_axis(tree, axis, lambda x, place: np.repeat(x, 2, place))
+        check_axes(twice)
+        assert np.shape(twice.tokens)[position] == 2 * np.shape(tree.tokens)[position]
+        again = map_axis(twice, axis, lambda x, place: np.take(x, np.arange(0, x.shape[place], 2), place))
+        jax.tree.map(np.testing.assert_array_equal, again, tree)
+    with pytest.raises(fg.BadInput, match="has no axis 'z'; choose from"):
+        map_axis(tree, "z", np.sum)
 
 
 # What follows from a status, from turns and from weights ----------------------------------------------

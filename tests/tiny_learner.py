@@ -9,7 +9,7 @@ import optax
 from family_cases import batch_of, make_case
 
 import flowgrpo as fg
-from flowgrpo.learner.diagnostics import WATCH, DiagnosticsSettings, batch_signal, metrics_of_sums, observe
+from flowgrpo.learner.diagnostics import DiagnosticsSettings, batch_signal, metrics_of_sums, observe, sampler_sums
 from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
 from flowgrpo.learner.update import make_score, make_update
 from flowgrpo.models.trainable import WHOLE, Trained
@@ -39,12 +39,13 @@ BIGRAMS = fg.Policy(init, hidden, lambda params, x: x @ params["unembed"])
 SCORE = jax.jit(make_score(BIGRAMS, **SETTINGS))
 OPTIMIZERS = {"sgd": optax.sgd(1.0), "adam": make_optimizer(learning_rate=0.01, clip_norm=0.5)}
 PLAIN = fg.flow_grpo(beta=0.0)
+WATCH = DiagnosticsSettings(warns=False)  # what cases were sampled by is no policy
 
 
 @cache
 def compiled(algorithm: fg.Algorithm = PLAIN, optimizer: str = "sgd", policy: fg.Policy = BIGRAMS, **settings):
     """Compile an update, once for all tests."""
-    settings = {"micro_rows": 2, **SETTINGS, **settings}
+    settings = {"micro_rows": 2, "watch": WATCH, **SETTINGS, **settings}
     return jax.jit(make_update(policy, algorithm, OPTIMIZERS[optimizer], **settings))
 
 
@@ -57,15 +58,18 @@ def unsplit(algorithm: fg.Algorithm, score=SCORE, trained: Trained = WHOLE, watc
         value, metrics = algorithm.loss(scores, batch)
         far_rs = jnp.where(batch.live, jnp.abs(scores.logp - batch.logp_sampled), 0.0)
         seen = {"means": metrics} if watch is None else observe(watch, algorithm, scores, batch, metrics)
-        return value, (seen, far_rs.max())
+        sampler = {"kl": 0.0, "tokens": 0.0} if watch is None else sampler_sums(scores, batch, jnp.int32(0))
+        return value, (seen, far_rs.max(), sampler)
 
     @jax.jit
     def run(params, batch):
         slope = jax.value_and_grad(loss, has_aux=True)
-        (value, (sums, far)), grads = slope(trained.take(params), params, batch)
+        (value, (sums, far, sampler)), grads = slope(trained.take(params), params, batch)
         own = {"loss": value, "grad_norm": optax.tree.norm(grads), "log_ratio_max": far}
         own |= {"live_tokens": batch.live.sum(), "steps": 1, "skipped": 0}
-        return grads, metrics_of_sums(sums) | ({} if watch is None else batch_signal(batch)) | own
+        if watch is not None:
+            own |= batch_signal(batch) | {"sampler_kl": sampler["kl"] / jnp.maximum(sampler["tokens"], 1.0)}
+        return grads, metrics_of_sums(sums) | own
 
     return run
 

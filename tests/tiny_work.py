@@ -61,7 +61,7 @@ class TinyWork(TestedWork):
     def examine(self, params) -> Validation:
         return validation_of(_examine(self.at, params))
 
-    def test(self, params) -> Tested:
+    def test(self, params, versions) -> Tested:  # noqa: ARG002
         return _test(self.at, params)
 
 

@@ -38,7 +38,7 @@ flag_heading("Devices and memory")
 _SLOTS = flags.DEFINE_integer(
     "slots",
     None,
-    "Slots of the engine, by default one a session; with fewer, contexts that lose theirs are computed again.",
+    "Slots of the engine, by default one a session; with fewer, sessions wait for others to end.",
     lower_bound=2,
 )
 

@@ -40,6 +40,7 @@ import numpy as np
 import optax
 
 import flowgrpo as fg
+from flowgrpo.learner.diagnostics import DiagnosticsSettings
 from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
 from flowgrpo.learner.update import make_score, make_update
 from flowgrpo.models.config import DecoderConfig, Rope
@@ -55,6 +56,7 @@ SIZES: dict[str, Any] = {"v": 128, "d": 64, "h": 4, "k": 2, "e": 16, "f": 128, "
 CONFIG = DecoderConfig(**SIZES, windows=(None, 12), ropes=(Rope(),) * 2, qkv_bias=True, qk_norm=True)
 POLICY, AXES = make_policy(CONFIG), sharding.decoder_axes(CONFIG)
 ALGORITHM, OPTIMIZER = fg.flow_grpo(beta=0.05), make_optimizer(learning_rate=1e-3)
+WATCH = DiagnosticsSettings(warns=False)  # what batches hold was sampled by no policy
 ROWS, MICRO_ROWS = 32, 4
 WAYS = ("whole", "pmap", "data=8", "fsdp=8", "data=2,tensor=4", "data=2,fsdp=2,tensor=2")
 Result = tuple[Any, float, int]  # parameters, seconds an update, bytes of state on a device
@@ -95,14 +97,14 @@ def _with_logp(batch: fg.Batch, score, params, rng: np.random.Generator) -> fg.B
 
 def on_one(batches: Sequence[fg.Batch], *, micro_rows: int = MICRO_ROWS) -> Result:
     """By one device of this process."""
-    update = jax.jit(make_update(POLICY, ALGORITHM, OPTIMIZER, micro_rows=micro_rows))
+    update = jax.jit(make_update(POLICY, ALGORITHM, OPTIMIZER, micro_rows=micro_rows, watch=WATCH))
     state, seconds = _run(update, start_state(), batches)
     return jax.device_get(state.params), seconds, _held(state)
 
 
 def _by_pmap(batches: Sequence[fg.Batch]) -> Result:
     """By `jax.pmap` over all devices."""
-    make = partial(make_update, algorithm=ALGORITHM, optimizer=OPTIMIZER, micro_rows=MICRO_ROWS)
+    make = partial(make_update, algorithm=ALGORITHM, optimizer=OPTIMIZER, micro_rows=MICRO_ROWS, watch=WATCH)
     update = sharding.pmap_update(make, POLICY)
     states, seconds = _run(update, sharding.repeat_tree(start_state(), jax.device_count()), batches)
     return jax.tree.map(lambda x: np.asarray(x[0]), states.params), seconds, _held(states)
@@ -113,7 +115,7 @@ def on_mesh(batches: Sequence[fg.Batch], sizes: str) -> Result:
     mesh = sharding.make_mesh(sharding.parse_mesh(sizes))
     policy, state = sharding.settle(POLICY, mesh, AXES), start_state()
     where = sharding.state_shardings(state, mesh, AXES)
-    update = sharding.jit_update(make_update(policy, ALGORITHM, OPTIMIZER, micro_rows=MICRO_ROWS), where)
+    update = sharding.jit_update(make_update(policy, ALGORITHM, OPTIMIZER, micro_rows=MICRO_ROWS, watch=WATCH), where)
     state, seconds = _run(update, place_on_devices(state, where), batches)
     return jax.tree.map(np.asarray, share(state.params, mesh)), seconds, _held(state)
 

@@ -237,7 +237,7 @@ def parse_plan(state: AgentState, text: str) -> PlannerChoice | Malformed:
     names = {name.casefold(): name for name in (*(schema["name"] for schema in state.schemas), ANSWER)}
     tool = names.get(found["t"].casefold())
     if tool is None:
-        return Malformed(f"there is no tool {found['t']!r:.60}; choose one of {', '.join(names.values())}")
+        return Malformed(f"there is no tool {found['t']!r:.60}; choose one of {', '.join(names.values()):.1000}")
     if tool == ANSWER and not found.get("c", "").strip():
         return Malformed("the answer is empty")
     return PlannerChoice(found.get("s", ""), tool, found.get("c", ""))
@@ -317,7 +317,7 @@ def arguments_of(schema: Mapping[str, Any], context: str) -> dict[str, Any] | Ma
     names = required or list(kinds)
     if len(names) == 1 and "string" in kinds.get(names[0], ()):
         return {names[0]: context} if context.strip() else Malformed(f"the context is empty; {names[0]} is needed")
-    return Malformed(f"the context must be a JSON object of {', '.join(kinds) or 'no arguments'}")
+    return Malformed(f"the context must be a JSON object of {', '.join(kinds) or 'no arguments':.1000}")
 
 
 rule_executor = ScriptedRole(EXECUTOR, _call_as_planned)

@@ -18,6 +18,7 @@ caller's.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -166,11 +167,12 @@ def _own(schemas: Sequence[Schema]) -> tuple[Schema, ...]:
         raise BadInput(
             f"schemas must be JSON objects with a name: give `tool.schema` of each tool ({error})"
         ) from error
+    times = Counter(name.casefold() for name in names)
     for name in names:
         if not NAME.fullmatch(name) or name.casefold() == ANSWER:
             allowed = f"up to 128 letters, digits, _, -, . and /, other than {ANSWER!r}"
             raise BadInput(f"a tool has the name {name!r}: give it one of {allowed}")
-        if [other.casefold() for other in names].count(name.casefold()) > 1:
+        if times[name.casefold()] > 1:
             raise BadInput(f"two tools have the name {name!r}: give each one of its own")
     return tuple(own)
 

@@ -83,6 +83,7 @@ def _gathered(trajectories: Trajectories, credit: tuple, index, trained_rs, segm
         chosen=chosen_rs,
         advantage=masked.fill(jnp.asarray(adv)[index[: jnp.ndim(adv)]], chosen_rs),
         weight=masked.fill(jnp.asarray(weights)[index[: jnp.ndim(weights)]], chosen_rs),
+        version=jnp.where(exists_rs, jnp.asarray(trajectories.version)[index], 0),
         **fields,
     )
 

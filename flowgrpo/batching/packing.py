@@ -157,6 +157,7 @@ def _lay_out(index: "Index", trajectories: Trajectories, actions_ntl, adv_ntl, w
         chosen=index.lay(actions_ntl),
         advantage=index.lay(adv_ntl),
         weight=index.lay(weight_ntl),
+        version=index.lay(np.asarray(trajectories.version, np.int32)),
         **fields,
     )
 

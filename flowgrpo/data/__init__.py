@@ -2,10 +2,13 @@
 
 Modules:
 
-    task_files     Read tasks from files and generators: a path or `reasoning_gym:NAME` -> `Tasks`
-    task_sampling  Choose tasks by what was seen of them, or by a curriculum
-    tasks          Deal tasks without state
-    tokenizer      Tokenizer and chat rendering
+    foreign_files   Files of a model folder that a stranger made: which are opened, and how much work they may ask for
+    task_files      Read tasks from files and generators: a path or `reasoning_gym:NAME` -> `Tasks`
+    task_sampling   Choose tasks by what was seen of them, or by a curriculum
+    tasks           Deal tasks without state
+    template_child  The process in which chat templates are rendered
+    templates       Chat templates, rendered by a process of their own
+    tokenizer       Tokenizer and chat rendering
 """
 
 from flowgrpo.data.task_files import read_tasks

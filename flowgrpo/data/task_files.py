@@ -13,6 +13,7 @@ nested records; `id=#` makes ids of the content, `domain` stands in where a reco
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from hashlib import blake2b
@@ -22,6 +23,7 @@ from urllib.parse import parse_qsl
 
 from flowgrpo.data.tasks import Tasks
 from flowgrpo.data.tokenizer import strict_json
+from flowgrpo.files import is_file, pip_install
 from flowgrpo.types import BadInput, Task
 
 GYM = "reasoning_gym"
@@ -54,7 +56,7 @@ def read_tasks(
         raise BadInput(
             f"{path}: tasks are read from .jsonl and .parquet files and from {GYM}:NAME; convert or rename it"
         )
-    if not path.is_file():
+    if not is_file(path):
         raise BadInput(f"{path} is no file; give the path of a task file")
     tasks: dict[str, tuple[Task, str]] = {}
     left_out = []
@@ -110,12 +112,20 @@ def json_lines(path: Path, wanted: str = "a task is {…} with id, query and ans
 
 def _parsed(line: bytes, wanted: str) -> Mapping[str, Any] | str:
     try:
-        content = strict_json(line.decode("utf-8-sig"))
+        content = strict_json(line.decode("utf-8-sig"), parse_float=_finite)
     except UnicodeDecodeError as error:
         return f"isn't UTF-8 (byte {error.start + 1}); save the file as UTF-8"
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return f"isn't JSON ({error}); fix or remove the line"
     return content if isinstance(content, dict) else f"isn't a JSON object; {wanted}"
+
+
+def _finite(digits: str) -> float:
+    """The number that is written; `1e999` would be read as infinity, and be the gold answer "inf"."""
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:20]} is too large for a number: write it as a text")
+    return number
 
 
 def _rows(path: Path) -> Iterator[FileRecord]:
@@ -124,7 +134,7 @@ def _rows(path: Path) -> Iterator[FileRecord]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise BadInput(f"{path}: reading Parquet needs pyarrow; pip install 'flowgrpo[parquet]'") from None
+        raise BadInput(f"{path}: reading Parquet needs pyarrow: {pip_install('parquet')}") from None
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -206,7 +216,7 @@ def _answers(place: str, field: str, value: Any) -> tuple[str, ...]:
     """One gold answer or a list of them, as texts."""
     answers = value if isinstance(value, list | tuple) else [value]
     for answer in answers:
-        number = isinstance(answer, int | float | Decimal) and not isinstance(answer, bool)
+        number = isinstance(answer, int | float | Decimal) and not isinstance(answer, bool) and math.isfinite(answer)
         if not number and not (isinstance(answer, str) and answer.strip()):
             raise BadInput(f"{place}: field {field!r} holds {_shown(answer)}, but an answer is a text or a number")
     return tuple(_encodable(place, field, str(answer)) for answer in answers)
@@ -242,8 +252,9 @@ def _images(place: str, field: str, value: Any, folder: Path) -> dict[str, Any]:
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         raise BadInput(f"{place}: field {field!r} is {_shown(value)}, but must be a path or a list of paths")
     for path in paths:
-        if "\0" in path or not (folder / path).is_file():
-            raise BadInput(f"{place}: field {field!r} names {path!r}, but there is no file {folder / path}; add it")
+        if not is_file(folder / path):
+            wanted = _shown(path) if len(path) > 60 else folder / path
+            raise BadInput(f"{place}: field {field!r} names {_shown(path)}, but there is no file {wanted}; add it")
     found = tuple(str(folder / path) for path in paths)
     return {"image": found[0]} if isinstance(value, str) else {"images": found}
 
@@ -257,13 +268,13 @@ def _shown(value: Any) -> str:
 
 
 def _gym_tasks(source: str) -> Tasks:
-    """The tasks of one of reasoning-gym's generators; `rewards/reasoning.py` runs its verifier on their metadata."""
+    """The tasks of one of reasoning-gym's generators; `rewards/reasoning_gym.py` runs its verifier on them."""
     name, _, query = source.removeprefix(GYM + ":").partition("?")
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError:
-        raise BadInput(f"{source} needs reasoning-gym; pip install 'flowgrpo[reasoning_gym]'") from None
+        raise BadInput(f"{source} needs reasoning-gym: {pip_install('reasoning_gym')}") from None
     if name not in DATASETS:
         raise BadInput(f"{source}: reasoning_gym has no {name!r}; choose from {', '.join(sorted(DATASETS))}")
     options = {key: _option(value) for key, value in parse_qsl(query, keep_blank_values=True)}

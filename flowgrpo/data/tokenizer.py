@@ -17,18 +17,25 @@ can't end its turn or begin another's. Messages of the role "assistant" are take
 import json
 import operator
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from flowgrpo.data.foreign_files import check_files, check_tokenizer
+from flowgrpo.data.templates import ENDLESS, render
+from flowgrpo.data.templates import start as start_rendering
+from flowgrpo.files import parse_json
 from flowgrpo.types import BadInput, first_line
 
 Messages = Sequence[Mapping[str, Any]]  # each {"role": ..., "content": ...}, and what else the template reads
 GENERATION_CONFIG = "generation_config.json"
+HUB_FILES = ["*.json", "tokenizer*", "*.txt", "*.jinja", "*.model"]  # of a tokenizer
 
 # Two Unicode noncharacters, which are never text: one breaks up special tokens, one stands for the assistant's words.
 BREAK, PLACEHOLDER = "\ufdd0", "\ufdd1"
@@ -56,7 +63,12 @@ class Text:
             string.encode()
         except (AttributeError, UnicodeError) as error:
             raise BadInput(f"text to encode must be a valid Unicode string, but it is {string!r:.80}") from error
-        return self.tokenizer.encode(string, add_special_tokens=False)
+        try:
+            return self.tokenizer.encode(string, add_special_tokens=False)
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            raise BadInput(f"the tokenizer of {self.source} gives up on {string!r:.80}: {error!s:.200}") from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """The string of `ids`, with special tokens spelled out and spaces left as they are."""
@@ -147,7 +159,9 @@ def split_all(text: Text) -> Text:
 
 def load_text(path: str | PathLike[str], template: str | None = None, options: Mapping[str, Any] | None = None) -> Text:
     """The tokenizer of a model folder or hub id; `template` (Jinja) replaces its chat template."""
-    tokenizer = _load_tokenizer(path)
+    start_rendering()  # which takes as long as the tokenizer
+    folder = _folder(path)
+    tokenizer = _load_tokenizer(str(path), folder)
     if template is not None:
         tokenizer.chat_template = template
     text = Text(
@@ -156,7 +170,7 @@ def load_text(path: str | PathLike[str], template: str | None = None, options: M
         special=any_of(token.content for token in tokenizer.added_tokens_decoder.values() if token.special),
         vocab_size=max(tokenizer.get_vocab().values()) + 1,
         options=dict(options or {}),
-        generation_config=_read_generation_config(path),
+        generation_config=_read_generation_config(folder),
     )
     text = replace(text, stop_ids=_find_stop_ids(text))
     return replace(text, pad_id=_find_pad_id(text))
@@ -229,7 +243,7 @@ def as_json(value: Any) -> str:
 
 def strict_json(text: str, **options: Any) -> Any:
     """Parse JSON by the letter, without NaN and infinity; `ValueError` for anything else."""
-    return json.loads(text, parse_constant=_refuse_constant, **options)
+    return parse_json(text, parse_constant=_refuse_constant, **options)
 
 
 def _refuse_constant(name: str) -> None:
@@ -253,15 +267,22 @@ def _render(text: Text, before: Messages, messages: Messages, tools: Sequence[An
     _check_messages(messages)
     marked = [_mark_message(text, message) for message in messages]
     schemas = None if tools is None else [_mark(text.special, tool) for tool in tools]
-    rendered, why = apply_template(text, [*before, *marked], schemas)
+    probes = [{**message, "content": f"zq{i}qz"} if _is_shown(message) else message for i, message in enumerate(marked)]
+    chats = ([*before, *marked], [*before, *probes])
+    (rendered, why), (probed, probe_why) = _apply(text, chats, [(0, None), (1, None)], schemas)
+    if why in ENDLESS:
+        fix = "put another chat_template.jinja there, or pass template= to load_text"
+        raise BadInput(f"the chat template of {text.source} can't be rendered: {why}; {fix}")
     if why:
         # The first message with which the template says what it says of them all.
-        at = next(i for i in range(len(marked)) if apply_template(text, [*before, *marked[: i + 1]], schemas)[1] == why)
+        def fails(size: int) -> bool:
+            return _apply(text, chats[:1], [(0, len(before) + size)], schemas)[0][1] == why
+
+        at = bisect_left(range(1, len(marked)), True, key=fails)
         raise _refusal(text, messages[at]["role"], f"can't render message {at} ({why})")
-    probes = [{**message, "content": f"zq{i}qz"} if _is_shown(message) else message for i, message in enumerate(marked)]
-    probed, why = apply_template(text, [*before, *probes], schemas)
+    seen = set(re.findall(r"zq\d+qz", probed))  # searched for once, however many messages there are
     for i, message in enumerate(messages):
-        if not why and _is_shown(message) and f"zq{i}qz" not in probed:
+        if not probe_why and _is_shown(message) and f"zq{i}qz" not in seen:
             raise _refusal(text, message["role"], f"leaves out message {i}")
     return rendered
 
@@ -275,16 +296,36 @@ def _refusal(text: Text, role: str, what: str) -> BadInput:
 def apply_template(
     text: Text, messages: Messages, tools: Sequence[Any] | None = None, *, invite: bool = True
 ) -> tuple[str, str]:
-    """(rendered, ""), or ("", why the template refused). A template is foreign code that can raise anything."""
+    """(rendered, ""), or ("", why the template refused)."""
+    return _apply(text, (messages,), [(0, None)], tools, invite=invite)[0]
+
+
+def _apply(
+    text: Text,
+    chats: Sequence[Messages],
+    wanted: Sequence[tuple[int, int | None]],
+    tools: Sequence[Any] | None,
+    *,
+    invite: bool = True,
+) -> list[tuple[str, str]]:
+    """Render beginnings of chats, `wanted` as (chat, how many messages), as `apply_template` does."""
     if not text.tokenizer.chat_template:
         raise BadInput(
             f"{text.source} has no chat template: put a chat_template.jinja there, or pass template= to load_text"
         )
     try:
-        options = {**text.options, "add_generation_prompt": invite, "tokenize": False}
-        return text.tokenizer.apply_chat_template(list(messages), tools=tools, **options), ""
-    except Exception as error:
-        return "", first_line(error)
+        template = text.tokenizer.get_chat_template(None, tools)
+    except Exception as error:  # of several templates, of which none is the default
+        return [("", first_line(error))] * len(wanted)
+    options = {**text.tokenizer.special_tokens_map, **text.options, "add_generation_prompt": invite, "tools": tools}
+    # What is None is left out, as `apply_chat_template` of transformers does.
+    plain = [[{key: x for key, x in message.items() if x is not None} for message in chat] for chat in chats]
+    return [(written, _line(why)) for written, why in render(template, plain, wanted, options)]
+
+
+def _line(why: str) -> str:
+    """The first line of a reason, without its end."""
+    return why.splitlines()[0].rstrip(".:") if why else ""
 
 
 def _is_shown(message: Mapping[str, Any]) -> bool:
@@ -324,29 +365,50 @@ def _mark(pattern: re.Pattern[str], value: Any) -> Any:
 # Loading ----------------------------------------------------------------------------------------------
 
 
-def _load_tokenizer(path: str | PathLike[str]) -> Any:
-    """The tokenizer of transformers; names that can only be folders are never looked up on the hub."""
+def _folder(path: str | PathLike[str]) -> Path:
+    """The folder of a tokenizer, its files looked at; names that can only be folders are never looked up on the hub."""
     name, folder = str(path), Path(path)
     is_hub_id = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not Path(folder.parts[0]).exists()
-    if not (name and folder.is_dir()) and not is_hub_id:
-        raise BadInput(f"there is no model folder {name}: give one with a tokenizer.json, or a hub id such as 'a/b'")
+    if not (name and folder.is_dir()):
+        if not is_hub_id:
+            raise BadInput(
+                f"there is no model folder {name}: give one with a tokenizer.json, or a hub id such as 'a/b'"
+            )
+        import huggingface_hub
+
+        try:
+            folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
+        except Exception as error:  # offline, unknown, gated: each has its own class
+            why = first_line(error)
+            raise BadInput(f"no tokenizer can be read from {name} ({why}): give a folder instead") from error
+    check_files(folder)
+    check_tokenizer(folder)
+    return folder
+
+
+def _load_tokenizer(name: str, folder: Path) -> Any:
+    """The tokenizer of transformers."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # the readers of many formats, which raise whatever they like
-        fix = "put its tokenizer.json and tokenizer_config.json there" if folder.is_dir() else "give a folder instead"
-        raise BadInput(f"no tokenizer can be read from {name} ({first_line(error)}): {fix}") from error
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except BaseException as error:  # the readers of many formats, which raise whatever they like
+        if not (isinstance(error, Exception) or _is_panic(error)):
+            raise
+        fix = "put its tokenizer.json and tokenizer_config.json there"
+        why = _line(str(error).strip()) or type(error).__name__
+        raise BadInput(f"no tokenizer can be read from {name} ({why}): {fix}") from error
 
 
-def _read_generation_config(path: str | PathLike[str]) -> bytes | None:
+def _is_panic(error: BaseException) -> bool:
+    """Whether Rust gave up: that error is no `Exception`, and its class is nowhere to be imported from."""
+    return type(error).__name__ == "PanicException"
+
+
+def _read_generation_config(folder: Path) -> bytes | None:
     """The bytes of generation_config.json, or None where the model has none."""
-    from transformers.utils.hub import cached_file
-
-    try:
-        return Path(cached_file(str(path), GENERATION_CONFIG) or "").read_bytes()
-    except OSError:  # there is none, or it can't be had
-        return None
+    path = folder / GENERATION_CONFIG
+    return path.read_bytes() if path.is_file() else None
 
 
 def _find_stop_ids(text: Text) -> tuple[int, ...]:
@@ -361,7 +423,7 @@ def _configured_stop_ids(text: Text) -> Iterator[int]:
         return
     place = f"{GENERATION_CONFIG} of {text.source}"
     try:
-        found = json.loads(text.generation_config).get("eos_token_id")
+        found = parse_json(text.generation_config).get("eos_token_id")
     except (ValueError, AttributeError) as error:
         raise BadInput(f"{place} is not a JSON object ({first_line(error)}): fix it or remove it") from error
     for i in found if isinstance(found, list) else [] if found is None else [found]:
@@ -374,8 +436,8 @@ def _find_pad_id(text: Text) -> int:
     """The tokenizer's own padding, else a token that is named so, else one that text seldom holds; no stop id."""
     added = text.tokenizer.get_added_vocab()
     named = sorted(i for token, i in added.items() if "pad" in token.lower())
-    seldom = [text.tokenizer.unk_token_id, *sorted(added.values(), reverse=True), *range(text.vocab_size)]
-    candidates = [text.tokenizer.pad_token_id, *named, *seldom]
+    seldom = [text.tokenizer.unk_token_id, *sorted(added.values(), reverse=True)]
+    candidates = chain([text.tokenizer.pad_token_id, *named, *seldom], range(text.vocab_size))
     return next((i for i in candidates if i is not None and i not in text.stop_ids), text.stop_ids[0])
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from flowgrpo.files import parse_json
 from flowgrpo.types import BadInput
 
 
@@ -42,7 +43,7 @@ def read_events(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
         raise BadInput(f"{path} can't be read ({error.strerror}): give the events.jsonl of a cluster's run") from None
     for number, line in enumerate(lines, 1):
         try:
-            yield json.loads(line)
+            yield parse_json(line)
         except ValueError:
             if number != len(lines) and not line.startswith(b'{"what"'):
                 raise BadInput(f"{path}:{number} is no event: give the events.jsonl of a cluster's run") from None

@@ -14,6 +14,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from flowgrpo.files import pip_install
 from flowgrpo.types import BadInput
 
 
@@ -127,5 +128,5 @@ def load_ray() -> Any:
         import ray
         import ray.exceptions
     except ImportError:
-        raise BadInput("the cluster needs Ray: install the extra, python -m pip install '.[ray]'") from None
+        raise BadInput(f"the cluster needs Ray: {pip_install('ray')}") from None
     return ray

@@ -6,6 +6,7 @@ Modules:
     agent_start  Start an agent: a program for each trajectory, a function, or one in a process of its own
     agent_worker  Run an agent's function in a process of its own, for many trajectories at once
     agents      Run agents of somebody else's, a program or a function, behind a gateway
+    doors       Who may send what to a gateway
     histories   Find where a request of an agent goes on from
     live_session  One agent at work, between the server and the thread that plays its trajectory
     responses   Requests and answers of /v1/responses, as far as agents need them; pure

@@ -20,6 +20,7 @@ Effects, all of kind "agent", whose results are JSON:
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -165,13 +166,13 @@ class AgentEnv(NamedTuple):
     def _said(self, state: ServedState, rendered: Rendered, asks: Mapping[str, Any]) -> tuple[ServedState, HostStep]:
         context, kept, kind = rendered
         state = replace(state, prompt=context, kinds=(*state.kinds, kind), limit=None)
-        room = self.context_tokens - len(context.tokens)
+        room, wanted = self.context_tokens - len(context.tokens), asks.get("max_tokens")
         own = context.chosen if kept is None and any(context.chosen) else None
         said = Said(
             tokens=context.tokens[kept or 0 :],
             appends=kept is not None or not state.contexts,  # the first does, in the sense that later ones may
             chosen=own,
-            max_tokens=min(asks.get("max_tokens") or self.max_tokens, self.max_tokens, room),
+            max_tokens=min(self.max_tokens if wanted is None else wanted, self.max_tokens, room),
             stop=tuple(asks.get("stop", ())),
         )
         return state, HostStep(said, False)
@@ -212,6 +213,8 @@ class AgentEnv(NamedTuple):
         """The request as tokens, or a reply that refuses it."""
         if len(state.contexts) >= self.turns:
             return _refusal(TURNS_USED, f"all {self.turns} requests of this session were used: end with what you have")
+        if too_long := cant_fit(self.text, asks.get("messages", ()), asks.get("prompt"), self.context_tokens):
+            return _refusal(TOO_LONG, too_long)
         try:
             rendered = self._prompt(state, asks) if "prompt" in asks else self._messages(state, asks)
         except BadInput as error:
@@ -248,6 +251,33 @@ class AgentEnv(NamedTuple):
                 return Rendered(context.extend(ids[size:], chosen=False), size if newest else None, kind)
         kind = "branch" if state.contexts else "first"
         return Rendered(NOTHING.extend(ids, chosen=False), None, kind)
+
+
+def cant_fit(
+    text: Text, messages: Sequence[Mapping[str, Any]], prompt: str | Sequence[int] | None, context_tokens: int
+) -> str:
+    """Why a request is too long however it is written as tokens, found without writing it; empty where it may fit.
+
+    A message has at least one token, and a token has at most the characters of the longest one.
+    """
+    if len(messages) >= context_tokens:
+        return f"the request has {len(messages)} messages, which must be fewer than the {context_tokens} tokens of all"
+    if prompt is not None and not isinstance(prompt, str):
+        size = len(prompt)
+        return f"the request has {size} tokens, which must be less than {context_tokens}" * (size >= context_tokens)
+    characters = len(prompt or "") + sum(len(message.get("content") or "") for message in messages)
+    most = context_tokens * longest_token(text)
+    return f"the request has {characters} characters, and {context_tokens} tokens hold {most}" * (characters > most)
+
+
+@lru_cache(maxsize=8)
+def _longest_spelling(tokenizer: Any) -> int:
+    return max(map(len, tokenizer.get_vocab()), default=1)
+
+
+def longest_token(text: Text) -> int:
+    """Characters of the longest token."""
+    return _longest_spelling(text.tokenizer)
 
 
 def first_context(

@@ -150,7 +150,9 @@ class AgentProcess:
                 answer = self._waiting.get(said["number"])
                 if answer is not None and not answer.done():
                     answer.set_result(said)
-        self._process, left = None, list(self._waiting.values())  # what comes later is for the next process
+        left: list[asyncio.Future] = []
+        if self._process is process:  # one that said it can't start has been given up, and another may have begun
+            self._process, left = None, list(self._waiting.values())  # what comes later is for the next process
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), ENDING)
         kill_group(process)

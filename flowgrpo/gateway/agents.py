@@ -46,13 +46,18 @@ class AgentHost:
         seconds: float = 600.0,
         silence: float = 60.0,
         retries: int = 2,
+        judged: bool = False,
         environ: Mapping[str, str] | None = None,
     ):
-        """An agent has so many `seconds` in all, and `silence` between an answer and its next request, or its end."""
+        """An agent has so many `seconds` in all, and `silence` between an answer and its next request, or its end.
+
+        Where a reward judges what they answer (`judged`), agents can give themselves none.
+        """
         check_range("AgentHost", "seconds", seconds, 0, exclusive=True)
         check_range("AgentHost", "silence", silence, 0, exclusive=True)
         check_range("AgentHost", "retries", retries, 0, whole=True)
         self.gateway, self.seconds, self.silence, self.retries = gateway, seconds, silence, retries
+        self.judged = judged
         self._start = make_starter(agent, environ or {}, model or gateway.model)
         self._sessions: dict[tuple[int, ...], LiveSession] = {}
         self._local = threading.local()
@@ -147,7 +152,7 @@ class AgentHost:
         return as_result(event)
 
     def _launch(self, seed: tuple[int, ...], task: Any) -> LiveSession:
-        session = LiveSession(task)
+        session = LiveSession(task, judged=self.judged)
         url = self.gateway.add(session)
         with self._lock:
             old = self._sessions.pop(seed, None)
@@ -184,7 +189,7 @@ class AgentHost:
         ended = Ended(failed="the agent was ended from outside")
         try:
             async with asyncio.timeout(self.seconds):
-                ended = _ended(await self._start(task, url))
+                ended = _ended(await self._start(task, url), judged=self.judged)
         except TimeoutError:
             ended = Ended(failed=f"the agent did not end within {self.seconds:g} s")
         except AgentFailed as error:
@@ -194,6 +199,7 @@ class AgentHost:
         finally:
             self._running.discard(own)
             session.events.put(ended)
+            self.gateway.remove(session)  # also of a trajectory that was stopped, whose thread does not come again
 
     async def _end_all(self) -> None:
         running = list(self._running)
@@ -209,10 +215,13 @@ def as_result(event: Mapping[str, Any]) -> Result:
     return Result(json.dumps(event))
 
 
-def _ended(given: Any) -> Ended:
+def _ended(given: Any, *, judged: bool) -> Ended:
     """How a function's value ends its trajectory."""
     if given is None or isinstance(given, str):
         return Ended(output=given)
+    if judged and isinstance(given, bool | int | float):
+        why = f"the agent returned {given!r:.40}, but a reward judges its answer: return that as a string"
+        return Ended(failed=f"{why}, or let agents give their reward (posted)")
     if isinstance(given, bool | int | float):
         if not math.isfinite(given):
             return Ended(failed=f"the agent returned {given}: a reward must be finite")

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from flowgrpo.types import BadInput
 
+MAX_DEPTH = 64  # of what is nested in a request, or in the arguments of a call
 Message = Mapping[str, Any]
 Kind = Literal["first", "append", "rewrite", "branch"]
 
@@ -103,6 +104,21 @@ def readable_arguments(written: Any) -> Any:
         return json.loads(written)
     except (ValueError, RecursionError):
         return written
+
+
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether objects and lists are nested in a value more than so many deep."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [
+            item
+            for holder in level
+            if isinstance(holder, Mapping | list | tuple)
+            for item in (holder.values() if isinstance(holder, Mapping) else holder)
+        ]
+        if not level:
+            return False
+    return any(isinstance(item, Mapping | list | tuple) for item in level)
 
 
 def for_template(message: Message) -> dict[str, Any]:

@@ -4,29 +4,32 @@
         gateway.add(session)                 -> the base URL of an agent: http://127.0.0.1:PORT/s/NAME/v1
 
 A session is all that one agent asks for on one task; anything with the methods of `AgentSession` is one. The server
-listens on the machine's own address, unless a token is set that clients have to send.
+listens on the machine's own address, unless a token is set that clients have to send; `doors` says what comes in.
 """
 
 import asyncio
 import contextlib
-import hmac
 import json
 import secrets
 import socket
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol
 
+from flowgrpo.files import pip_install
 from flowgrpo.gateway import responses, wire
+from flowgrpo.gateway.doors import Doors, Guard, make_protocol
+from flowgrpo.gateway.histories import MAX_DEPTH, is_deeper
 from flowgrpo.gateway.wire import Answer, Asked, Refusal, Spell
 from flowgrpo.types import BadInput
 
 MAX_BYTES = 8 << 20  # of a request
 READ_SECONDS = 30.0  # in which a request has to be there
-SEND_SECONDS = 60.0  # in which a client has to read what fills its buffers
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 STOP_SECONDS = 5.0
+REMEMBERED = 4096  # sessions that have ended, whose clients may still ask
 
 
 class AgentSession(Protocol):
@@ -50,6 +53,33 @@ class AgentSession(Protocol):
         """End it from outside."""
         ...
 
+    def ending(self) -> "Ending":
+        """How it ended."""
+        ...
+
+    def when_over(self, act: Callable[[], None]) -> None:
+        """Call this once the session is over, or now."""
+        ...
+
+
+class Ending(NamedTuple):
+    """What is remembered of a session that is over."""
+
+    why: str
+    reward: bytes = b""  # a digest of the request that ended it
+    record: Mapping[str, Any] | None = None  # the answer to that, which a client may ask for again
+
+    def refusal(self) -> Refusal:
+        """The answer to every other request."""
+        return Refusal(
+            f"the session is over{f': {self.why:.500}' if self.why else ''}", status=410, code="session_over"
+        )
+
+
+def digest_of(body: Mapping[str, Any]) -> bytes:
+    """A digest of a request's body."""
+    return blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).digest()
+
 
 Ask = Callable[[Asked], Awaitable[Sequence[Answer]]]
 Begin = Callable[[Mapping[str, Any]], AgentSession]
@@ -70,20 +100,25 @@ class Gateway:
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
+        admin_token: str | None = None,
+        origins: Sequence[str] = (),
+        hosts: Sequence[str] = (),
         max_bytes: int = MAX_BYTES,
     ):
         """`ask` answers requests of no session, `begin` begins a session for whoever posts one, and `swap` takes other
-        weights; None: that can't be had."""
+        weights; None: that can't be had. `Doors` says what tokens, origins and hosts are."""
         uvicorn = _uvicorn()
-        if host not in LOOPBACK and not token:
-            raise BadInput(f"host={host} can be reached from other machines: set a token, or listen on 127.0.0.1")
-        self.model, self.spell, self.token, self.max_bytes = model, spell, token, max_bytes
+        self.doors = Doors(host, token, admin_token, tuple(origins), tuple(hosts))
+        self.model, self.spell, self.max_bytes = model, spell, max_bytes
         self._ask, self._begin, self._swap = ask, begin, swap
         self._sessions: dict[str, AgentSession] = {}
+        self._ended: OrderedDict[str, Ending] = OrderedDict()  # the newest, by name
+        self._ending = threading.Lock()
         self._socket = _listen(host, port)
         self.host, self.port = host, self._socket.getsockname()[1]
         config = uvicorn.Config(
             self.app(),
+            http=make_protocol(),
             log_config=None,  # which would close the handlers of others
             log_level="error",
             lifespan="off",
@@ -112,8 +147,12 @@ class Gateway:
         return f"{self._root}/s/{session.name}/v1"
 
     def remove(self, session: AgentSession) -> None:
-        """Answer no more requests to a session."""
-        self._sessions.pop(session.name, None)
+        """Answer no more requests to a session; what is left of it is how it ended."""
+        with self._ending:
+            if self._sessions.pop(session.name, None) is not None:
+                self._ended[session.name] = session.ending()
+            while len(self._ended) > REMEMBERED:
+                self._ended.popitem(last=False)
 
     def close(self) -> None:
         """Stop listening, and end what is under way."""
@@ -137,6 +176,7 @@ class Gateway:
     def app(self) -> Any:
         """The ASGI application."""
         from starlette.applications import Starlette
+        from starlette.exceptions import HTTPException
         from starlette.middleware import Middleware
         from starlette.routing import Route
 
@@ -160,7 +200,9 @@ class Gateway:
             routes.append(Route(f"{prefix}/reward", self._reward, methods=["POST"]))
         routes += [Route("/s/{session}", self._describe), Route("/s/{session}", self._end, methods=["DELETE"])]
         return Starlette(
-            routes=routes, middleware=[Middleware(_Guard, token=self.token)], exception_handlers={Refusal: _refused}
+            routes=routes,
+            middleware=[Middleware(Guard, doors=self.doors)],
+            exception_handlers={Refusal: _refused, HTTPException: _no_route},
         )
 
     def _completions(self, read: Callable, whole: Callable, chunks: Callable) -> Callable:
@@ -199,6 +241,8 @@ class Gateway:
         if name is None:
             return None
         session = self._sessions.get(name)
+        if session is None and (ending := self._ended.get(name)) is not None:
+            raise ending.refusal()
         if session is None:
             raise Refusal(f"there is no session {name!r:.80}, or it is over", status=404, code="session_not_found")
         return session
@@ -226,10 +270,14 @@ class Gateway:
             raise Refusal(f"the request is not JSON: {error}") from None
         if not isinstance(body, dict):
             raise Refusal("the request must be a JSON object")
+        if is_deeper(body, MAX_DEPTH):
+            raise Refusal(f"the request is nested more than {MAX_DEPTH} deep")
         return body
 
-    async def _health(self, _request: Any) -> Any:
-        return _json_response({"status": "ok", "model": self.model, "sessions": len(self._sessions)})
+    async def _health(self, request: Any) -> Any:
+        more = {"model": self.model, "sessions": len(self._sessions), "ended": len(self._ended)}
+        is_admin = self.doors.is_admin(dict(request.scope["headers"]))
+        return _json_response({"status": "ok"} | (more if is_admin else {}))
 
     async def _models(self, request: Any) -> Any:
         self._session(request)
@@ -243,7 +291,9 @@ class Gateway:
         if self._begin is None:
             raise Refusal("this gateway begins its sessions itself", status=405, code="no_session")
         session = self._begin(await self._json(request))
-        return _json_response({"session": session.name, "base_url": self.add(session)})
+        base_url = self.add(session)
+        session.when_over(lambda: self.remove(session))
+        return _json_response({"session": session.name, "base_url": base_url})
 
     async def _weights(self, request: Any) -> Any:
         if self._swap is None:
@@ -251,7 +301,13 @@ class Gateway:
         return _json_response(await self._swap(await self._json(request)))
 
     async def _reward(self, request: Any) -> Any:
-        return _json_response(await self._named(request).reward(await self._json(request)))
+        body = await self._json(request)
+        ending = self._ended.get(request.path_params.get("session") or request.headers.get("x-session-id"))
+        if (
+            ending is not None and ending.record is not None and ending.reward == digest_of(body)
+        ):  # a client that tries again
+            return _json_response(ending.record)
+        return _json_response(await self._named(request).reward(body))
 
     async def _describe(self, request: Any) -> Any:
         return _json_response(self._named(request).describe())
@@ -267,7 +323,7 @@ def _uvicorn() -> Any:
         import starlette  # noqa: F401
         import uvicorn
     except ImportError as error:
-        raise BadInput(f"the gateway needs {error.name}: pip install 'flowgrpo[gateway]'") from None
+        raise BadInput(f"the gateway needs {error.name}: {pip_install('gateway')}") from None
     return uvicorn
 
 
@@ -297,35 +353,16 @@ async def _refused(_request: Any, refusal: Exception) -> Any:
     return JSONResponse(refusal.body(), status_code=refusal.status)
 
 
-class _Unread(Exception):
-    """A client does not read its response."""
+async def _no_route(request: Any, error: Exception) -> Any:
+    """What a path or a method comes to that is none of ours."""
+    from starlette.exceptions import HTTPException
+    from starlette.responses import JSONResponse
 
-
-class _Guard:
-    """Lets nobody in without the token, and leaves a client that reads nothing."""
-
-    def __init__(self, app: Any, token: str | None):
-        self.app, self.token = app, token
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and self.token is not None and not self._has_token(scope["headers"]):
-            refusal = Refusal("send the gateway's token as Authorization: Bearer TOKEN", status=401, code="no_token")
-            await (await _refused(None, refusal))(scope, receive, send)
-            return
-
-        async def send_in_time(message: Any) -> None:
-            try:
-                async with asyncio.timeout(SEND_SECONDS):
-                    await send(message)
-            except TimeoutError:
-                raise _Unread from None
-
-        with contextlib.suppress(_Unread):  # the response stays incomplete, and the connection is closed
-            await self.app(scope, receive, send_in_time)
-
-    def _has_token(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        sent = dict(headers).get(b"authorization", b"")
-        return hmac.compare_digest(sent, f"Bearer {self.token}".encode())
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    message = f"{request.method} {request.url.path:.80} can't be had here ({error.detail})"
+    refusal = Refusal(message, status=error.status_code, code=code)
+    return JSONResponse(refusal.body(), status_code=refusal.status, headers=error.headers)
 
 
 async def _unless_gone(request: Any, answers: Awaitable[Sequence[Answer]]) -> Sequence[Answer]:

@@ -10,52 +10,82 @@ log-probabilities that `fg.hosted` gives under the same key.
 """
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from flowgrpo.contracts import Call, Completion, Do, HostEnv, Policy, Request, Result, Reward
+from flowgrpo.contracts import Call, Completion, Do, Policy, Request, Result, Reward
 from flowgrpo.data.tokenizer import Text, guard
-from flowgrpo.gateway.agent_env import agent_env, answer_of, first_context
+from flowgrpo.gateway.agent_env import agent_env, answer_of, cant_fit, first_context
 from flowgrpo.gateway.agents import as_result
 from flowgrpo.gateway.histories import for_template
 from flowgrpo.gateway.live_session import Ended, LiveSession, outcome_of, read_reward, with_scores
+from flowgrpo.gateway.server import Ending, digest_of
 from flowgrpo.gateway.tool_calls import Form, form_of
-from flowgrpo.gateway.wire import Answer, Asked, Refusal
+from flowgrpo.gateway.wire import LARGEST, Answer, Asked, Refusal
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.sampler import MAX_KEPT
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.rollout.records import Played
-from flowgrpo.types import BadInput, Task, first_line
+from flowgrpo.types import BadInput, Status, Task, first_line
 
+SEEDS = 1 << 63
 SCORED = 64  # prompts to be scored are padded to multiples of so many tokens
 
 
 class OpenSession(LiveSession):
     """A session of an agent that runs elsewhere, which its reward ends."""
 
-    def __init__(self, task: Any):
-        super().__init__(task)
+    def __init__(self, task: Any, *, judged: bool = False):
+        super().__init__(task, judged=judged)
         self.played: Future[Played] = Future()
+        self._record: Mapping[str, Any] | None = None
 
     async def reward(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """End the session with its reward, or with the answer that is to be judged."""
         output = given.get("output")
         if output is not None and not isinstance(output, str):
             raise Refusal("output must be a string", field="output")
-        if output is None and "reward" not in given:
-            raise Refusal("give a reward, or the output that is to be judged", field="reward")
-        reward, correct = read_reward(given) if "reward" in given else (None, None)
-        self.end_with(Ended(output=output, reward=reward, correct=correct))
+        if self.judged:
+            for name in ("reward", "correct"):
+                if given.get(name) is not None:
+                    message = f'this server judges the output itself: send {{"output": ...}} without {name}'
+                    raise Refusal(message, code="reward_not_used", field=name)
+            if output is None:
+                raise Refusal("give the output, which this server judges", field="output")
+            ended = Ended(output=output)
+        else:
+            if given.get("reward") is None:
+                message = "give a reward, a number: this server has nothing that judges an output (--reward)"
+                raise Refusal(message, field="reward")
+            reward, correct = read_reward(given)
+            ended = Ended(output=output, reward=reward, correct=correct)
+        self.end_with(ended, digest_of(given))
         return record_of(self.name, await outcome_of(self.played))
+
+    def finish(self, played: Played) -> None:
+        """It has ended so."""
+        if played.status != Status.FINISHED:
+            self.why = f"{played.status.name}, {played.reason}"
+        self.close()
+        self._record = record_of(self.name, played)
+
+    def ending(self) -> Ending:
+        """How it ended, and what was answered to the reward that ended it."""
+        return Ending(self.why, self._posted, self._record)
+
+    def when_over(self, act: Callable[[], None]) -> None:
+        """Call this once its rollout is over, or now."""
+        self.played.add_done_callback(lambda _: act())
 
     async def end(self) -> None:
         """End it without a reward."""
@@ -87,7 +117,6 @@ class Served:
     seconds                              of a request that belongs to no session
     reward                               judges the output of a session; None: rewards are posted
     on_played                            is given each session that has ended
-    make_greedy                          makes an engine that cuts the support, for requests that want that
     load                                 reads a model folder, for `swap`
     """
 
@@ -104,35 +133,25 @@ class Served:
     sessions: int = 1024
     reward: Reward | None = None
     on_played: Callable[[Played], None] = lambda _played: None
-    make_greedy: Callable[[], Engine] | None = None
     load: Callable[[str], Model] = load_model
 
     def __post_init__(self) -> None:
+        self.env = agent_env(
+            self.text, turns=self.turns, max_tokens=self.max_tokens, context_tokens=self.context_tokens
+        )
         self.live: dict[str, OpenSession] = {}
         self._lock = threading.Lock()
         self._form: Form | None = form_of(self.text.tokenizer.chat_template)
         self._guarded = guard(self.text)
-
-    @cached_property
-    def env(self) -> HostEnv:
-        """Make the environment that an agent is to the model."""
-        return agent_env(self.text, turns=self.turns, max_tokens=self.max_tokens, context_tokens=self.context_tokens)
-
-    @cached_property
-    def greedy(self) -> Engine:
-        """The engine for requests that cut the support, made when the first comes."""
-        if self.make_greedy is None:
-            raise Refusal("this gateway samples from the whole distribution: leave out temperature=0 and top_p")
-        return self.make_greedy()
 
     # Sessions -----------------------------------------------------------------------------------------------
 
     def begin(self, body: Mapping[str, Any]) -> OpenSession:
         """Begin a session with a task, under a key that a seed makes, or chance."""
         task, seed = _task(body.get("task")), body.get("seed")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
-            raise Refusal("seed must be a whole number of at least 0", field="seed")
-        session = OpenSession(task)
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEEDS):
+            raise Refusal("seed must be a whole number of at least 0 and below 2**63", field="seed")
+        session = OpenSession(task, judged=self.reward is not None)
         with self._lock:
             if len(self.live) >= self.sessions:
                 message = f"there are {self.sessions} sessions, and there may be no more: end some"
@@ -155,11 +174,13 @@ class Served:
             rollout = hosted(self.env, submit, temperature=self.temperature, width=1, **settings)
             played = rollout([task], key[None], [0]).played[0]
             self.on_played(played)
+            session.finish(played)
             settle = partial(session.played.set_result, played)
         except Exception as error:  # of the engine that is closed, or of a file that can't be written
-            refusal = Refusal(first_line(error), status=500, code="session_failed")
-            settle = partial(session.played.set_exception, refusal)
-        session.close()
+            why = f"it failed: {first_line(error)}"
+            logging.getLogger(__name__).warning(f"session {session.name} is over: {why}")
+            session.close(why)
+            settle = partial(session.played.set_exception, Refusal(why, status=500, code="session_failed"))
         with self._lock:
             self.live.pop(session.name, None)
         settle()  # last: whoever waits for it may begin another session
@@ -184,25 +205,27 @@ class Served:
         """Take other weights of the same shape from a model folder; no request is dropped, and later tokens carry
         their version."""
         folder, version = body.get("folder"), body.get("version")
-        if not isinstance(folder, str) or isinstance(version, bool) or not isinstance(version, int) or version < 0:
-            raise Refusal("give the folder of a model, and the version of its weights, a whole number", field="folder")
+        if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= LARGEST:
+            raise Refusal(f"version must be a whole number of at most {LARGEST}, of the weights", field="version")
+        if not isinstance(folder, str) or not folder:
+            raise Refusal("give the folder of a model", field="folder")
         try:
             params = (await asyncio.to_thread(self.load, folder)).params
-        except BadInput as error:
-            raise Refusal(first_line(error), field="folder") from None
+        except (BadInput, OSError, ValueError) as error:  # of a name that is none, too
+            raise Refusal(f"no model can be loaded: {first_line(error):.500}", field="folder") from None
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (params, self.params)]
         if shapes[0] != shapes[1]:
             raise Refusal(f"the model in {folder} has another shape than the one that is served", field="folder")
         self.params = params
         self.engine.swap(params, version)
-        if (greedy := self.__dict__.get("greedy")) is not None:
-            greedy.swap(params, version)
         return {"version": version}
 
     # Requests of no session ---------------------------------------------------------------------------------
 
     async def ask(self, asked: Asked) -> list[Answer]:
         """Answers to a request that belongs to no session."""
+        if too_long := cant_fit(self.text, asked.messages, asked.prompt, self.context_tokens):
+            raise Refusal(too_long, code="context_length_exceeded")
         prompt = await asyncio.to_thread(self._prompt, asked)
         room = self.context_tokens - len(prompt)
         most = min(room, self.max_tokens if asked.max_tokens is None else asked.max_tokens)
@@ -213,13 +236,15 @@ class Served:
             )
         scored = await asyncio.to_thread(self._scores, prompt) if asked.echo and asked.logprobs is not None else None
         if most == 0:
-            return [Answer(content="", finish_reason="length", tokens=(), prompt=prompt, logprobs=(), scored=scored)]
+            empty = Answer(content="", finish_reason="length", tokens=(), prompt=prompt, logprobs=(), scored=scored)
+            return [empty] * asked.n
         key = jax.random.key(chance() if asked.seed is None else asked.seed % (1 << 63))
         cuts = asked.temperature == 0 or (asked.top_p is not None and asked.top_p < 1)
-        submit = (self.greedy if cuts else self.engine).submit
+        if cuts and not self.engine.mixed:
+            raise Refusal("this gateway samples from the whole distribution: leave out temperature=0 and top_p")
         request = self._request(asked, prompt, most)
         try:
-            futures = [submit(request._replace(key=jax.random.fold_in(key, i))) for i in range(asked.n)]
+            futures = [self.engine.submit(request._replace(key=jax.random.fold_in(key, i))) for i in range(asked.n)]
         except BadInput as error:
             raise Refusal(first_line(error)) from None
         try:

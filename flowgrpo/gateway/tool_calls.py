@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from flowgrpo.data.tokenizer import strict_json
+from flowgrpo.gateway.histories import MAX_DEPTH, is_deeper
 
 Form = Literal["tags", "bracket", "object"]
 TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
@@ -88,7 +89,9 @@ def _call(found: Any) -> ToolCall | None:
             arguments = strict_json(arguments)
         except (ValueError, RecursionError):
             return None
-    return ToolCall(found["name"], arguments) if isinstance(arguments, dict) else None
+    if not isinstance(arguments, dict) or is_deeper(arguments, MAX_DEPTH):  # which no request could hand back
+        return None
+    return ToolCall(found["name"], arguments)
 
 
 def as_openai(call: ToolCall, identity: str) -> dict[str, Any]:

@@ -10,16 +10,18 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Literal
 
-from flowgrpo.gateway.histories import text_of_content
+from flowgrpo.gateway.histories import MAX_DEPTH, is_deeper, readable_arguments, text_of_content
 from flowgrpo.types import BadInput
 
 Spell = Callable[[Sequence[int]], str]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_STOPS = 16
 MAX_CHOICES = 64
+LARGEST = 2**31 - 1  # of numbers of tokens
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -61,9 +63,10 @@ class Asked:
     ignored: tuple[str, ...] = ()
 
     @property
-    def identity(self) -> tuple[Any, ...]:
-        """All that an answer depends on."""
-        return tuple(map(repr, (self.messages, self.tools, self.prompt, self.max_tokens, self.stop, self.n)))
+    def identity(self) -> bytes:
+        """A digest of all that an answer depends on."""
+        fields = (self.messages, self.tools, self.prompt, self.max_tokens, self.stop, self.n)
+        return blake2b(repr(fields).encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +101,8 @@ def chat_request(body: Mapping[str, Any]) -> Asked:
     read = tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages))
     tools, ignored = chosen_tools(_tools(body.get("tools")), body.get("tool_choice"))
     top = _number(body, "top_logprobs", whole=True, low=0, high=20)
-    most = _number(body, "max_completion_tokens", whole=True, low=1)
-    asked = _common(body, most or _number(body, "max_tokens", whole=True, low=1))
+    most = _number(body, "max_completion_tokens", whole=True, low=1, high=LARGEST)
+    asked = _common(body, most or _number(body, "max_tokens", whole=True, low=1, high=LARGEST))
     return replace(
         asked,
         messages=read,
@@ -121,7 +124,7 @@ def text_request(body: Mapping[str, Any]) -> Asked:
     if not isinstance(prompt, str | tuple) or not prompt:
         raise Refusal("prompt must be a string of at least one character, or a list of ids", field="prompt")
     # A prompt that is only to be scored asks for no token.
-    most = _number(body, "max_tokens", whole=True, low=0)
+    most = _number(body, "max_tokens", whole=True, low=0, high=LARGEST)
     asked = _common(body, 16 if most is None else most)
     top = _number(body, "logprobs", whole=True, low=0, high=20)
     return replace(asked, prompt=prompt, logprobs=top, echo=_flag(body, "echo"))
@@ -161,6 +164,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
         raise Refusal(f"{where}.tool_calls must be a list of calls of functions with a name", field=where)
+    if any(is_deeper(readable_arguments(call["function"].get("arguments")), MAX_DEPTH) for call in calls):
+        raise Refusal(f"{where}.tool_calls has arguments nested more than {MAX_DEPTH} deep", field=where)
     if content is None and not calls:
         raise Refusal(f"{where} has no content: give it a string", field=where)
     found: dict[str, Any] = {"role": message["role"], "content": content}

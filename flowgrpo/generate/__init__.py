@@ -2,6 +2,7 @@
 
 Modules:
 
+    admission      Which waiting request enters which free slot of an engine
     engine         Continuous batching: an `Engine` answers requests that come at any time, from any thread, by futures
     kv_slots       Slots of a cache: what each holds, and how a conversation enters one in pieces of fixed shape
     openai_client  A client of OpenAI-compatible servers, behind which frozen roles and judges live

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flowgrpo.contracts import Conversation
 from flowgrpo.generate.requests import MAX_STOPS, Job
 from flowgrpo.generate.sampler import MAX_KEPT, Sampling
 
@@ -78,6 +79,8 @@ class Slot:
     job: Job | None = None
     used_at: int = 0
     head: bytes = b""  # the first of these tokens, to compare without a loop
+    conversation: Conversation | None = None  # whose next request it waits for
+    held_until: float = 0.0
 
     def record(self, job: Job, chunk: int) -> None:
         """The cache holds all of the job's tokens but the last."""
@@ -87,6 +90,7 @@ class Slot:
     def forget(self) -> None:
         """The cache holds nothing."""
         self.tokens, self.pieces, self.weights, self.head = np.zeros(0, np.int32), [], -1, b""
+        self.conversation = None
 
 
 def held_by(slots: Sequence[Slot], job: Job, weights: int, chunk: int) -> list[int]:
@@ -96,6 +100,7 @@ def held_by(slots: Sequence[Slot], job: Job, weights: int, chunk: int) -> list[i
     with it. There are no weights newer than the present ones, so what was filled with those holds nothing else.
     """
     tokens, pieces = np.array(job.tokens[:-1], np.int32), cut(job.chosen, chunk=chunk)
+    job.pieces = pieces
     # Nothing of a prefilled piece is held where not all of it is, and most slots differ in the first.
     first = tokens[: pieces[0].end].tobytes() if pieces and not pieces[0].stepwise else b""
     return [

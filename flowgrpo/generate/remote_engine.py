@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from flowgrpo.contracts import Completion, Request, RequestFailed
+from flowgrpo.generate.admission import Recomputed
 from flowgrpo.generate.openai_client import Remote
 from flowgrpo.generate.openai_wire import TextCompletion, TextRequest, failure_message
 from flowgrpo.types import BadInput, Ledger
@@ -49,6 +50,7 @@ class RemoteEngine:
         self._server, self._hand_over, self.seconds = server, hand_over, seconds
         self._version, self._held, self.banned = version, None, tuple(banned)
         self.lost = Ledger()  # what a server decodes for nobody is not told
+        self.recomputed = Recomputed()  # nor what it computes again
 
     def submit(self, request: Request) -> Future:
         """A future of the request's `Completion`; it raises `RequestFailed` where the server gives none."""

@@ -8,9 +8,10 @@ find that token (A5): the ids stay as they were sampled, and the prompt's text t
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from flowgrpo.contracts import Completion, Request
-from flowgrpo.generate.sampler import MAX_KEPT, Sampled
+from flowgrpo.generate.sampler import MAX_KEPT, Sampled, cuts_support
 from flowgrpo.types import BadInput
 
 TextOf = Callable[[Sequence[int]], str]
@@ -65,6 +66,7 @@ class Job:
     version: list[int] = field(default_factory=list)
     reused: int = 0
     before: int = 0  # of the sampled tokens, those that an earlier request got
+    pieces: list[Any] = field(default_factory=list)  # of its tokens so far, as `kv_slots.held_by` cuts them
 
     @property
     def sampled(self) -> list[int]:
@@ -126,12 +128,12 @@ class Job:
         return True
 
 
-def make_job(request: Request, now: float, *, slot_length: int, kept: int, reads: bool) -> Job:
+def make_job(request: Request, now: float, *, slot_length: int, kept: int, reads: bool, mixed: bool = False) -> Job:
     """The job of a request that can be run in slots of that length; or `BadInput`."""
     stops = stops_of(request.stop)
     if stops and not reads:
         raise BadInput(f"stop={request.stop!r} needs an engine that can read ids: make it with text_of")
-    _check(request, slot_length, kept)
+    _check(request, slot_length, kept, mixed)
     tokens = [int(token) for token in request.tokens]
     chosen = [False] * len(tokens) if request.chosen is None else [bool(x) for x in request.chosen]
     job = Job(request, None if request.deadline is None else now + request.deadline, stops, tokens, chosen)
@@ -159,7 +161,7 @@ def _go_on(job: Job, begun: Completion) -> None:
     job.version += [int(version) for version in begun.version]
 
 
-def _check(request: Request, slot_length: int, kept: int) -> None:
+def _check(request: Request, slot_length: int, kept: int, mixed: bool) -> None:
     size = len(request.tokens)
     if size == 0:
         raise BadInput("a request needs at least one token to continue")
@@ -176,14 +178,14 @@ def _check(request: Request, slot_length: int, kept: int) -> None:
         raise BadInput(f"temperature is {request.temperature}, but must be greater than 0; top_k=1 is greedy")
     if len(request.stop_ids) > MAX_STOPS:
         raise BadInput(f"{len(request.stop_ids)} stop ids, but at most {MAX_STOPS} are supported")
-    cuts = request.top_p < 1 or request.min_p > 0 or request.top_k < MAX_KEPT
+    cuts = cuts_support(request)
     if cuts and not (kept and 1 <= request.top_k <= kept):
         raise BadInput(
             f"top_k={request.top_k}, top_p={request.top_p}, min_p={request.min_p} cut the support, which training "
             f"never does: take them out, or sample from an engine made with kept >= top_k (at most {MAX_KEPT})"
         )
-    if kept and not cuts:
+    if kept and not cuts and not mixed:
         raise BadInput(
             f"this engine draws from at most kept={kept} tokens, but the request wants full support, as all training "
-            "does: make the engine with kept=0, or ask for a smaller top_k"
+            "does: make the engine with kept=0 or mixed=True, or ask for a smaller top_k"
         )

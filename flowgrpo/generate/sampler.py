@@ -25,6 +25,8 @@ from flowgrpo.types import AnyArray, BadInput
 
 MAX_KEPT = 64
 COLUMNS = 512  # of the vocabulary, when a token is drawn
+LOGITS = 1 << 24  # of the tokens that are scored together, some 64 MB in float32
+LEAST_CHUNK = 256  # of these tokens, below which a product is bound by reading the unembedding
 
 
 class Sampling(NamedTuple):
@@ -82,17 +84,47 @@ def kept_set(cooled_rv: Array, settings: Sampling, width: int) -> Array:
     return jnp.where(stays_rk | (rank_rk == 0), id_rk, -1)
 
 
+def cuts_support(settings: Any) -> Any:
+    """Whether these settings leave tokens out: of a request, or of each row."""
+    return (settings.top_p < 1) | (settings.min_p > 0) | (settings.top_k < MAX_KEPT)
+
+
 def draw_token(
-    logits_rv: Array, uniform_r: Array, settings: Sampling, live_r: Array, *, banned: tuple[int, ...], width: int
+    logits_rv: Array,
+    uniform_r: Array,
+    settings: Sampling,
+    live_r: Array,
+    *,
+    banned: tuple[int, ...],
+    width: int,
+    mixed: bool = False,
 ) -> Sampled:
-    """A token for each row by its uniform number, without the axis u; `width` 0 keeps full support."""
+    """A token for each row by its uniform number, without the axis u; `width` 0 keeps full support.
+
+    With `mixed` rows whose settings cut nothing keep it too, and record no set.
+    """
     cooled_rv = cool(logits_rv, settings.temperature, banned)
     if width == 0:
         return Sampled(*_invert(cooled_rv, uniform_r), live_r, None)
+    if not mixed:
+        return Sampled(*_draw_kept(cooled_rv, uniform_r, settings, width, live_r))
+    # Outside of the branch, so that a row's bits don't depend on what stands beside it (E3).
+    token_r, logp_r = _invert(cooled_rv, uniform_r)
+    cuts_r = cuts_support(settings) & live_r
+    whole = (token_r, logp_r, live_r, jnp.full((len(token_r), width), -1, token_r.dtype))
+    cut = jax.lax.cond(
+        cuts_r.any(), lambda _: _draw_kept(cooled_rv, uniform_r, settings, width, live_r), lambda given: given, whole
+    )
+    pick = partial(jax.tree.map, lambda x, y: jnp.where(cuts_r.reshape(-1, *(1,) * (x.ndim - 1)), x, y))
+    return Sampled(*pick(cut, whole))
+
+
+def _draw_kept(cooled_rv: Array, uniform_r: Array, settings: Sampling, width: int, live_r: Array) -> tuple:
+    """The fields of a `Sampled` that is drawn from the kept set of each row."""
     kept_rk = kept_set(cooled_rv, settings, width)
     index_r, logp_r = _invert(_among(cooled_rv, kept_rk), uniform_r)
     token_r = jnp.take_along_axis(kept_rk, index_r[:, None], axis=-1)[:, 0]
-    return Sampled(token_r, logp_r, live_r, kept_rk)
+    return token_r, logp_r, live_r, kept_rk
 
 
 def _among(cooled: Array, kept: Array) -> Array:
@@ -189,16 +221,18 @@ def decode(
     narrowest: int | None = None,
     banned: tuple[int, ...] = (),
     width: int = 0,
+    mixed: bool = False,
 ) -> tuple[Rows, Sampled]:
     """Sample up to `steps` tokens in every active row, ending early when none is left.
 
     A row ends with a token among its `stop_ids` [r m] (padded with -1), which is sampled and counts, or when its
     budget is used up. With `leave` the first row that ends ends the stretch, so that another can enter. With
     `narrowest` the rows that are left when half of them have ended go on in half the width, and so on down to that
-    width, each of which is compiled. `width` is the size of the recorded sets, 0 for full support.
+    width, each of which is compiled. `width` is the size of the recorded sets, 0 for full support, which with `mixed`
+    the rows have whose settings cut nothing.
     """
     laid = params if policy.unstack_layers is None else policy.unstack_layers(params)  # here, and not in each step
-    step = partial(_step, policy, laid, banned=banned, width=width)
+    step = partial(_step, policy, laid, banned=banned, width=width, mixed=mixed)
     if narrowest is not None:
         return _narrowing(step, jnp.int32(0), rows, settings, stop_ids, steps=steps, narrowest=narrowest, width=width)
     wanted = jnp.where(leave, rows.active.sum(dtype=jnp.int32), 1)
@@ -289,21 +323,24 @@ def feed(
     return _choose(policy, params, rows.replace(cache=cache), last_rd, settings, stop_ids, banned, width)
 
 
-def _step(policy, params, settings, stop_ids, carry, *, banned, width):
+def _step(policy, params, settings, stop_ids, carry, *, banned, width, mixed=False):
     """Feed each active row its last token, draw the next."""
     i, rows, sampled = carry
     live_r = rows.active
     states, cache = policy.hidden(params, rows.token[:, None], None, live_r[:, None].astype(jnp.int32), rows.cache)
     rows = rows.replace(cache=cache)
-    rows, now = _choose(policy, params, rows, states[:, 0], settings, stop_ids, banned, width)
+    rows, now = _choose(policy, params, rows, states[:, 0], settings, stop_ids, banned, width, mixed)
     return i + 1, rows, jax.tree.map(lambda all_x, x: all_x.at[i].set(x), sampled, now)
 
 
-def _choose(policy, params, rows: Rows, states_rd: Array, settings, stop_ids, banned, width) -> tuple[Rows, Sampled]:
+def _choose(
+    policy, params, rows: Rows, states_rd: Array, settings, stop_ids, banned, width, mixed=False
+) -> tuple[Rows, Sampled]:
     """Draw a token from each active row's hidden state."""
     live_r = rows.active
     uniform_r = jax.vmap(_uniform)(rows.key, rows.count)
-    drawn = draw_token(policy.unembed(params, states_rd), uniform_r, settings, live_r, banned=banned, width=width)
+    how = {"banned": banned, "width": width, "mixed": mixed}
+    drawn = draw_token(policy.unembed(params, states_rd), uniform_r, settings, live_r, **how)
     token_r = jnp.where(live_r, drawn.token, rows.token)
     spent_r = live_r.astype(jnp.int32)
     rows = rows.replace(
@@ -377,6 +414,7 @@ def score_states(
 
 def _score_rows(unembed, params, rows: tuple, *, temperature: Array, banned, chunk: int) -> Scores:
     states, tokens, segments, kept = rows
+    chunk = _bounded_chunk(unembed, params, states, chunk)
     follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
     inputs = (_chunks(states[:, :-1], chunk), _chunks(tokens[:, 1:], chunk))
     inputs += (None if kept is None else _chunks(kept[:, 1:], chunk, padding=-1),)
@@ -384,6 +422,12 @@ def _score_rows(unembed, params, rows: tuple, *, temperature: Array, banned, chu
     _, scores = jax.lax.scan(jax.checkpoint(score), None, inputs)
     whole = [x.reshape(-1)[: follows.size].reshape(follows.shape) for x in scores]
     return Scores(*(jnp.pad(jnp.where(follows, x, 0.0), ((0, 0), (1, 0))) for x in whole))
+
+
+def _bounded_chunk(unembed, params, states, chunk: int) -> int:
+    """At most `chunk` tokens, and so few that their logits stay below `LOGITS`: several copies are alive at once."""
+    v = jax.eval_shape(unembed, params, jax.ShapeDtypeStruct((1, states.shape[-1]), states.dtype)).shape[-1]
+    return min(chunk, max(LOGITS // v, LEAST_CHUNK))
 
 
 def _chunks(x: Array, chunk: int, padding: int = 0) -> Array:

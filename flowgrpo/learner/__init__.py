@@ -15,6 +15,7 @@ Modules:
 
 from flowgrpo.learner.conversations import read_demonstrations, read_preferences
 from flowgrpo.learner.critic import copied_trunk, own_network, shared_trunk
+from flowgrpo.learner.diagnostics import DiagnosticsSettings
 from flowgrpo.learner.imitation import demonstrate, imitation_rows, make_supervised, packed_imitation
 from flowgrpo.learner.loss_scale import with_loss_scale
 from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer

@@ -5,6 +5,8 @@
     ratio_p01, _p50, _p99       quantiles of rho over live tokens
     ratio_histogram             how many live tokens have which rho, in the bins of `report.metrics`
     advantage_std, _min, _max, _histogram   over live tokens
+    sampler_kl          mean of  rho - 1 - log rho,  rho = pi_theta / pi_sampled, before the first step, over tokens
+                        that these very weights have sampled: 0 up to rounding, unless sampler and learner disagree
     zero_signal_groups  share of groups in which no token has an advantage
     task_information    what first actions say of their task; in the metrics of whoever adds it
     *_by_turn           kl, kl_old, entropy and the clip fractions, turn by turn, and live_tokens
@@ -40,6 +42,8 @@ class DiagnosticsSettings(NamedTuple):
     """Settings of `observe`: how many turns are told apart; static."""
 
     turns: int = 8  # the last stands for all later ones, too
+    # Warn from within the program where the sampler disagrees: a host callback, so that JAX's cache doesn't keep it.
+    warns: bool = True
 
 
 WATCH = DiagnosticsSettings()
@@ -71,6 +75,13 @@ def observe(
             "turns": _count(turn_rs, batch.live, watch.turns),
         },
     }
+
+
+def sampler_sums(scores: Scores, batch: Batch, version: Array) -> Metrics:
+    """Sum up `sampler_kl`; tokens of other versions say nothing, since their weights were others."""
+    fresh_rs = batch.live & (jnp.asarray(batch.version) == version)
+    kl_rs = _k3(_difference(stop_gradient(scores.logp), batch.logp_sampled, fresh_rs))
+    return {"kl": masked.sum(kl_rs, fresh_rs), "tokens": masked.count(fresh_rs)}
 
 
 def _own(scores: Scores, batch: Batch) -> Metrics:

@@ -34,11 +34,19 @@ from jax.lax import stop_gradient
 from flowgrpo import masked
 from flowgrpo.contracts import Algorithm, Metrics, Policy, Scores
 from flowgrpo.generate.sampler import logprobs
-from flowgrpo.learner.diagnostics import WATCH, DiagnosticsSettings, batch_signal, metrics_of_sums, observe
+from flowgrpo.learner.diagnostics import (
+    WATCH,
+    DiagnosticsSettings,
+    batch_signal,
+    metrics_of_sums,
+    observe,
+    sampler_sums,
+)
 from flowgrpo.learner.loss_scale import SMALLEST, ScaledMemory, adjust_scale
 from flowgrpo.learner.state import LearnerState
 from flowgrpo.models.trainable import WHOLE, Trained, cast
 from flowgrpo.parallel.row_sharding import DeviceMesh, lay, map_rows, row_devices, sum_rows
+from flowgrpo.report.health import make_sampler_warning
 from flowgrpo.types import BadInput, Batch, check_range
 
 PROMPTS = ("prompt_tokens", "prompt_length")  # fields of a batch that have no axis of rows
@@ -167,8 +175,8 @@ def make_update(
     has a mesh, each device works through its share of the rows. `trained` says which part of the parameters moves; the
     state is one of `init_learner` with the same, and `ref_params` are whole parameters. With a `compute_dtype` all
     parameters are cast to it for scoring, and only there, so rollouts are to sample from `cast(params, compute_dtype)`
-    (F7); float16 wants an optimizer `with_loss_scale`. `watch` says what is told beside the algorithm's metrics; `None`
-    is nothing.
+    (F7); float16 wants an optimizer `with_loss_scale`. `watch` says what is told beside the algorithm's metrics, and
+    whether a sampler that disagrees is warned of; `None` is nothing.
     """
     check_range("make_update", "temperature", temperature, 0.0, exclusive=True)
     whole = {"micro_rows": micro_rows, "epochs": epochs, "mini_batches": mini_batches, "chunk": chunk}
@@ -193,6 +201,7 @@ def make_update(
         trained=trained,
         watch=watch,
         needs_scale=compute_dtype is not None and jnp.dtype(compute_dtype) == jnp.float16,
+        warn=make_sampler_warning() if watch is not None and watch.warns else None,
     )
 
 
@@ -265,6 +274,7 @@ class _Update:
     trained: Trained  # which part of the parameters moves
     watch: DiagnosticsSettings | None  # what is told beside the algorithm's own metrics
     needs_scale: bool  # of the loss
+    warn: Callable[[Any], None] | None  # of a sampler that disagrees
 
     def __call__(self, state: LearnerState, batch: Batch, ref_params=None) -> tuple[LearnerState, Metrics]:
         if self.needs_scale and not isinstance(state.optimizer, ScaledMemory):
@@ -277,7 +287,7 @@ class _Update:
         live_m = jax.ops.segment_sum(batch.live.any(axis=1).astype(jnp.float32), block_r, self.mini_batches) > 0
 
         def take(moved: Moved, m: Array):
-            return self.step(state.params, moved, _only(batch, block_r == m), masked.count(live_m))
+            return self.step(state, moved, _only(batch, block_r == m), masked.count(live_m))
 
         # Only what moves is carried, so that what is frozen stays where it lies.
         moved = Moved(self.trained.take(state.params), state.optimizer)
@@ -290,7 +300,10 @@ class _Update:
             skipped=state.skipped + skipped.sum(dtype=jnp.int32),
         )
         told = {} if self.watch is None else batch_signal(batch)
-        return after, _summary(metrics, taken, skipped) | told | {"live_tokens": masked.count(batch.live)}
+        figures = _summary(metrics, taken, skipped) | told | {"live_tokens": masked.count(batch.live)}
+        if self.warn is not None and "sampler_kl" in figures and "correction" not in figures:
+            jax.debug.callback(self.warn, figures["sampler_kl"])
+        return after, figures
 
     def scored(self, params, batch: Batch, ref_params) -> Batch:
         """Add the log-probabilities that the algorithm needs, from before the first step."""
@@ -304,16 +317,16 @@ class _Update:
             batch = score_reference(self.score, ref_params, batch, **sizes)
         return batch
 
-    def step(self, params, moved: Moved, batch: Batch, scale: Array) -> tuple[Moved, tuple]:
-        """One optimizer step on a mini-batch -> (moved, (metrics, taken, skipped)); `params` lend what is frozen."""
-        params = self.trained.put(params, moved.part)
+    def step(self, state: LearnerState, moved: Moved, batch: Batch, scale: Array) -> tuple[Moved, tuple]:
+        """One optimizer step on a mini-batch -> (moved, (metrics, taken, skipped)); `state` lends what is frozen."""
+        params = self.trained.put(state.params, moved.part)
         # Rows that are not seen together can't sum over a sequence that they share.
         if self.algorithm.sums is not None and (len(batch.tokens) > self.micro_rows or self.mesh is not None):
             logp = score_batch(self.score, params, batch, micro_rows=self.micro_rows, mesh=self.mesh)
             batch = self.algorithm.sums(batch, logp)
         signal_rs = batch.live & (jnp.asarray(batch.advantage) != 0) if self.skips else batch.live
         lifted = moved.memory.scale if isinstance(moved.memory, ScaledMemory) else None
-        given = (params, scale if lifted is None else scale * lifted)
+        given = (params, scale if lifted is None else scale * lifted, state.version)
         (grads, loss, sums), largest = accumulate(
             self.slopes, given, batch, signal_rs.any(axis=1), self.micro_rows, self.mesh
         )
@@ -330,9 +343,9 @@ class _Update:
             metrics, skipped = metrics | {"scale": seen}, skipped & ~seen["overflows"]
         return moved, (metrics, taken, skipped)
 
-    def slopes(self, shared: tuple[Any, Array], batch: Batch) -> tuple:
+    def slopes(self, shared: tuple[Any, Array, Array], batch: Batch) -> tuple:
         """((gradient of the part, loss, sums), largest log-ratio) of a micro-batch; the first three add up."""
-        params, scale = shared
+        params, scale, version = shared
 
         def loss_of(part) -> tuple:
             scores = self.score(self.trained.put(params, part), batch)
@@ -340,6 +353,7 @@ class _Update:
             seen = {"means": metrics}
             if self.watch is not None:
                 seen = observe(self.watch, self.algorithm, scores, batch, metrics)
+                seen |= {} if batch.version is None else {"sampler": sampler_sums(scores, batch, version)}
             log_ratio_rs = masked.fill(scores.logp, batch.live) - masked.fill(batch.logp_sampled, batch.live)
             return scale * loss, (seen, stop_gradient(jnp.abs(log_ratio_rs).max()))
 
@@ -380,15 +394,21 @@ def _own(batch: Batch) -> Array:
 
 
 def _summary(metrics: dict, taken: Array, skipped: Array) -> Metrics:
-    """The figures of the steps that were taken; the log-ratio is that before the first step, the scale the last."""
+    """The figures of the steps that were taken; those of the sampler are before the first step, the scale the last."""
     scaled = {name: of(metrics["scale"][name]) for name, of in OF_SCALES.items()} if "scale" in metrics else {}
     sums = jax.tree.map(lambda x_m: masked.sum(x_m, taken.reshape(-1, *(1,) * (x_m.ndim - 1)), axis=0), metrics)
     count = jnp.maximum(masked.count(taken), 1.0)
-    return metrics_of_sums(sums["sums"]) | {
-        "loss": sums["loss"] / count,
-        "grad_norm": sums["grad_norm"] / count,
-        "log_ratio_max": metrics["log_ratio_max"][0],
-        "steps": masked.count(taken),
-        "skipped": masked.count(skipped),
-        **scaled,
-    }
+    first = jax.tree.map(lambda x_m: x_m[0], metrics["sums"].get("sampler"))
+    seen = {} if first is None else {"sampler_kl": first["kl"] / jnp.maximum(first["tokens"], 1.0)}
+    return (
+        metrics_of_sums(sums["sums"])
+        | seen
+        | {
+            "loss": sums["loss"] / count,
+            "grad_norm": sums["grad_norm"] / count,
+            "log_ratio_max": metrics["log_ratio_max"][0],
+            "steps": masked.count(taken),
+            "skipped": masked.count(skipped),
+            **scaled,
+        }
+    )

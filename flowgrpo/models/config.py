@@ -93,8 +93,43 @@ def check_config(config: DecoderConfig) -> None:
         raise BadInput(f"the head dimension is {config.e}, but rotary positions need an even one")
     if len(config.ropes) != config.num_layers:
         raise BadInput(f"there are {config.num_layers} windows but {len(config.ropes)} ropes: one of each a layer")
+    for name in ("norm_eps", "embed_scale", "init_scale", "query_scale", "attention_softcap", "logit_softcap"):
+        value = getattr(config, name)
+        if value is not None and not (
+            _is_number(value) and (value > 0 or (name in ("norm_eps", "init_scale") and value == 0))
+        ):
+            raise BadInput(f"{name} is {value!r}, but must be a finite number above 0")
+    for window in config.windows:
+        if window is not None and (type(window) is not int or window < 1):
+            raise BadInput(f"a layer's window is {window!r}, but must be a whole number above 0")
+    for rope in dict.fromkeys(config.ropes):
+        _check_rope(rope, config.e)
     if config.activation not in ("silu", "gelu_tanh"):
         raise BadInput(f"activation {config.activation!r} is unknown; choose silu or gelu_tanh")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_rope(rope: Rope, e: int) -> None:
+    """Raise `BadInput` where positions would have no finite angles."""
+    for name in ("theta", "factor", "low_factor", "high_factor", "beta_fast", "beta_slow", "magnitude"):
+        if not _is_number(value := getattr(rope, name)) or value <= 0:
+            raise BadInput(f"rope_{name} is {value!r}, but must be a finite number above 0")
+    if rope.kind == "llama3" and rope.high_factor <= rope.low_factor:
+        raise BadInput(f"high_freq_factor is {rope.high_factor}, but must be above low_freq_factor, {rope.low_factor}")
+    if type(rope.original_length) is not int or rope.original_length < 0:
+        raise BadInput(f"original_max_position_embeddings is {rope.original_length!r}, but must be a whole number")
+    try:
+        with np.errstate(all="ignore"):
+            is_finite = np.isfinite(rope_frequencies(rope, e)).all()
+    except BadInput:  # an unknown kind
+        raise
+    except (ArithmeticError, ValueError):
+        is_finite = False
+    if not is_finite:
+        raise BadInput(f"the {rope.kind} rotary positions have no finite angles: fix {rope}")
 
 
 # Angles -----------------------------------------------------------------------------------------------

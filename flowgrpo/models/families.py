@@ -6,14 +6,15 @@ parameters to the names and axes in the files, for reading and for writing.
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from flowgrpo.models.config import DecoderConfig, Rope, check_config, rope_frequencies, yarn_magnitude
+from flowgrpo.models.config import DecoderConfig, Rope, check_config, yarn_magnitude
 from flowgrpo.models.decoder import parameters
-from flowgrpo.types import BadInput
+from flowgrpo.types import BadInput, first_line
 
 Source = dict[str, Any]  # what a config.json holds
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # ours, and how the files call them
@@ -69,7 +70,12 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def text_source(raw: Mapping[str, Any], where: str = "config.json") -> Source:
     """The config of the text model, checked to be of a supported family; a multimodal one gives its text part."""
     source = copy.deepcopy(dict(raw))
-    architecture = (source.get("architectures") or [None])[0]
+    named = source.get("architectures") or [None]
+    architecture = named[0] if isinstance(named, list) else named
+    if not isinstance(architecture, str | None):
+        raise BadInput(f"{where}: architectures is {named!r:.80}, but must be a list of one name")
+    if not isinstance(source.get("text_config", {}), dict):
+        raise BadInput(f"{where}: text_config is {source['text_config']!r:.80}, but must be an object")
     if architecture in WITH_TEXT_PART:
         outer = {key: source[key] for key in ("dtype", "torch_dtype", "eos_token_id") if key in source}
         architecture, source = None, outer | source.get("text_config", {})
@@ -98,10 +104,58 @@ def _quantised_by(given: Any) -> str:
     return str(fields.get("quant_method") or older)
 
 
+# Far above any published model; whatever has these sizes is listed, and compiled, before its weights are missed.
+LARGEST: Mapping[str, int] = {
+    "num_hidden_layers": 4096,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 31,
+    "sliding_window": 1 << 31,
+    "sliding_window_pattern": 4096,
+    "max_window_layers": 4096,
+    "image_size": 1 << 14,
+    "patch_size": 1 << 14,
+    "projection_dim": 1 << 20,
+    "projection_size": 1 << 20,
+}
+LEAST = {"max_window_layers": 0, "intermediate_size": 0, "num_hidden_layers": 0}  # whose zeros are refused below
+
+
+def check_numbers(source: Mapping[str, Any], where: str) -> None:
+    """Raise `BadInput` for sizes that are no whole numbers within bounds, and for any number that is not finite."""
+    for name, most in LARGEST.items():
+        size, least = source.get(name), LEAST.get(name, 1)
+        if size is not None and (type(size) is not int or not least <= size <= most):
+            raise BadInput(f"{where}: {name} is {size!r:.80}, but must be a whole number from {least} to {most}")
+    for name, value in _numbers(source, ""):
+        if not math.isfinite(value):
+            raise BadInput(
+                f"{where}: {name} is {value}, but must be a finite number: write the one it was trained with"
+            )
+
+
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
+    """All floats in nested JSON by the path of their fields."""
+    if isinstance(value, float):
+        yield name, value
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield from _numbers(part, f"{name}.{key}" if name else str(key))
+
+
 def decoder_config(source: Source, where: str = "config.json") -> DecoderConfig:
     """Convert a text model's config to the `DecoderConfig` that holds what the decoder needs to know of it."""
     from transformers import AutoConfig
 
+    check_numbers(source, where)
+    kinds = source.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) > LARGEST["num_hidden_layers"]:
+        most = LARGEST["num_hidden_layers"]
+        raise BadInput(f"{where}: layer_types has {len(kinds)} entries, where {most} are the most")
     fields = {key: value for key, value in copy.deepcopy(source).items() if key != "model_type"}
     try:
         full = AutoConfig.for_model(source["model_type"], **fields)
@@ -114,6 +168,8 @@ def decoder_config(source: Source, where: str = "config.json") -> DecoderConfig:
         check_config(config)
     except BadInput as error:
         raise BadInput(f"{where}: {error}") from None
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"{where}: its settings have no sense together ({first_line(error)}): fix them") from error
     return config
 
 
@@ -122,8 +178,6 @@ def _decoder_config(full) -> DecoderConfig:
     kinds = _layer_kinds(full)
     ropes = {kind: _rope(full, kind) for kind in set(kinds)}
     e = getattr(full, "head_dim", None) or full.hidden_size // full.num_attention_heads
-    for rope in ropes.values():
-        rope_frequencies(rope, e)  # an unknown kind is refused here
     return DecoderConfig(
         v=full.vocab_size,
         d=full.hidden_size,
@@ -160,7 +214,9 @@ def _rope(full, kind: str) -> Rope:
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise BadInput("partial_rotary_factor is set, but the decoder turns whole heads")
     rule, original = given["rope_type"], given.get("original_max_position_embeddings") or 0
-    factor = given.get("factor") or (full.max_position_embeddings / original if original else 1.0)
+    factor = given.get("factor")
+    if factor is None:
+        factor = full.max_position_embeddings / original if original else 1.0
     magnitude = 1.0
     if rule == "yarn":
         magnitude = given.get("attention_factor")

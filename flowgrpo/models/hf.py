@@ -9,6 +9,7 @@ are those of `families`; a tensor's name is the same whether the folder held mor
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,8 +22,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flowgrpo.contracts import Policy
+from flowgrpo.data.foreign_files import check_file, check_files, inside
 from flowgrpo.data.tokenizer import load_text, start
-from flowgrpo.files import replace_folder
+from flowgrpo.files import parse_json, replace_folder
 from flowgrpo.models import families
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import Params, make_policy, matrices, parameters, shape_of
@@ -40,8 +42,9 @@ def read_json(path: Path, belongs: str = "a model folder holds config.json and s
     """The object that a JSON file holds."""
     if not path.exists():
         raise BadInput(f"{path} is missing; {belongs}")
+    check_file(path, Path(os.path.realpath(path.parent)))
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadInput(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
@@ -58,9 +61,11 @@ class Stored(NamedTuple):
     dtype: str  # as the file calls it
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """A copy of the tensor, or of these entries of its first axis."""
+        """A copy of the tensor, or of these entries of its first axis; `BadInput` where one is no finite number."""
         with _opened(self.path) as file:  # a single number has no axis of which entries could be read
-            return file.get_slice(self.name)[start:stop] if self.shape else file.get_tensor(self.name)
+            values = file.get_slice(self.name)[start:stop] if self.shape else file.get_tensor(self.name)
+        check_finite(values, f"{self.path}: {self.name}")
+        return values
 
 
 def find_tensors(folder: Path) -> dict[str, Stored]:
@@ -73,8 +78,23 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
 def list_tensors(path: Path) -> dict[str, Stored]:
     """Every tensor of a file by its name."""
     with _opened(path) as file:
+        _check_header(path)
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {name: Stored(path, name, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+
+
+EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}  # bits that are all set in NaN and infinity
+
+
+def check_finite(values: np.ndarray, what: str) -> None:
+    """Raise `BadInput` for NaN or infinity: some 50 ms of a gigabyte in float32, 120 in 16 bits."""
+    bits = EXPONENT.get(values.dtype.name)
+    if bits is None:
+        is_finite = not np.issubdtype(values.dtype, np.floating) or np.isfinite(values).all()
+    else:  # as numbers of 16 bits, which takes a quarter of the time
+        is_finite = not values.size or (np.ascontiguousarray(values).view(np.uint16) & bits).max() != bits
+    if not is_finite:
+        raise BadInput(f"{what} holds NaN or infinity in {values.dtype.name}: copy the file again, or save it anew")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -94,10 +114,26 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 def _opened(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
+    check_file(path, Path(os.path.realpath(path.parent)))
+
     try:
         return safe_open(path, framework="np")
     except (SafetensorError, OSError) as error:
         raise BadInput(f"{path} can't be read as safetensors: {error}") from error
+
+
+def _check_header(path: Path) -> None:
+    """Raise `BadInput` where a name stands twice: readers differ in which of the two they take."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise BadInput(f"{path} names {twice} twice in its header: save it again")
+        return dict(pairs)
+
+    with path.open("rb") as file:  # whose header's size and form were looked at when it was opened
+        json.loads(file.read(int.from_bytes(file.read(8), "little")), object_pairs_hook=once)
 
 
 def _plain(name: str, prefix: str) -> str:
@@ -116,7 +152,9 @@ def _weight_files(folder: Path) -> list[Path]:
     shards = read_json(folder / INDEX).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise BadInput(f"{folder / INDEX} has no weight_map")
-    paths = [folder / str(name) for name in sorted(set(shards.values()))]
+    where = folder / INDEX
+    names = {name if isinstance(name, str) else str(name) for name in shards.values()}
+    paths = [inside(folder, name, where) for name in sorted(names)]
     absent = [path.name for path in paths if not path.exists()]
     if absent:
         raise BadInput(f"{folder / INDEX} names {absent[0]} ({len(absent)} such), which is absent; copy it too")
@@ -226,6 +264,7 @@ def load_model(
     kind = None if quantised is None else check_kind(quantised)
     folder, source, config = _shape(path)
     dtype, words = _dtype(dtype), load_text(folder) if text else None
+    _check_ids(folder, words, config)
     tensors = find_tensors(folder)
     _check_tensors(folder, tensors, config)
     coded = {} if kind is None else dict.fromkeys(matrices(config), kind)
@@ -236,7 +275,9 @@ def load_model(
 def check_model(path: str | Path) -> None:
     """Raise `BadInput` where `load_model` would, or where the chat template writes no message; no weights are read."""
     folder, _, config = _shape(path)
-    start(load_text(folder), [{"role": "user", "content": "x"}])
+    text = load_text(folder)
+    start(text, [{"role": "user", "content": "x"}])
+    _check_ids(folder, text, config)
     _check_tensors(folder, find_tensors(folder), config)
 
 
@@ -274,6 +315,7 @@ def _folder(path: str | Path) -> Path:
     """The folder itself, or the local copy of what a hub id names."""
     folder = Path(path).expanduser()
     if folder.is_dir():
+        check_files(folder)
         return folder
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)):
         raise BadInput(f"model folder {path} does not exist; give a folder with config.json, or a hub id owner/name")
@@ -294,6 +336,22 @@ def _shape(
     where = str(folder / "config.json")
     source = families.text_source(adapt(read_json(folder / "config.json"), where), where)
     return folder, source, families.decoder_config(source, where)
+
+
+def _check_ids(folder: Path, text: Any, config: DecoderConfig) -> None:
+    """Raise `BadInput` for ids that the embedding has no row for; added tokens may, where nothing is ended with them.
+
+    Gemma 3's text models come with a token for images, which has none.
+    """
+    if text is None or text.vocab_size <= config.v:
+        return
+    added = set(text.tokenizer.get_added_vocab().values()) - {*text.stop_ids, text.pad_id}
+    beyond = sorted(i for i in text.tokenizer.get_vocab().values() if i >= config.v and i not in added)
+    if beyond:
+        raise BadInput(
+            f"{folder}: its tokenizer has the id {beyond[0]}, but vocab_size in its config.json is {config.v}: "
+            "copy the tokenizer that belongs to these weights"
+        )
 
 
 def _dtype(dtype) -> np.dtype:

@@ -23,8 +23,9 @@ from jax import Array
 
 from flowgrpo.contracts import Params
 from flowgrpo.data.tokenizer import any_of, load_text
+from flowgrpo.files import pip_install
 from flowgrpo.models import hf
-from flowgrpo.models.families import check_tensors
+from flowgrpo.models.families import check_numbers, check_tensors
 from flowgrpo.models.hf import Stored, find_tensors, read_json
 from flowgrpo.models.image_text import (
     KINDS,
@@ -64,6 +65,7 @@ def read_preparation(source: Mapping[str, Any], where: str, *, kind: str, side: 
             raise BadInput(f"{where} has no {key}: write what the model was trained with")
         return source[key]
 
+    check_numbers(source, where)
     resizes, crops = source.get("do_resize", True), source.get("do_center_crop", kind == "clip")
     rescales, normalises = source.get("do_rescale", True), source.get("do_normalize", True)
     crop = _edges(given("crop_size"), f"{where}, crop_size") if crops else None
@@ -102,7 +104,7 @@ def resize(image_yxc: np.ndarray, size: int | tuple[int, int], resample: int) ->
     try:
         from PIL import Image
     except ImportError as error:
-        raise BadInput("images need Pillow: pip install 'flowgrpo[vision]'") from error
+        raise BadInput(f"images need Pillow: {pip_install('vision')}") from error
     height, width = image_yxc.shape[:2]
     if isinstance(size, int):
         long = int(size * max(height, width) / min(height, width))
@@ -220,6 +222,12 @@ def read_image_text_config(source: Mapping[str, Any], where: str = "config.json"
     kind = str(source.get("model_type"))
     if kind not in KINDS:
         raise BadInput(f"{where}: model_type {kind} is not an image-text model that is supported: {', '.join(KINDS)}")
+    for name in ("vision_config", "text_config"):
+        part = source.get(name) or {}
+        if not isinstance(part, Mapping):
+            raise BadInput(f"{where}: {name} is {part!r:.80}, but must be an object")
+        check_numbers(part, f"{where}, {name}")
+    check_numbers(source, where)
     try:
         full = AutoConfig.for_model(**copy.deepcopy(dict(source)))
     except Exception as error:  # each field is checked by transformers, with exceptions of many classes

@@ -5,8 +5,11 @@
 All that PEFT knows beyond plain low-rank products on whole projections is refused by the name of its field.
 """
 
+import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,11 +157,12 @@ def _targets(wanted, config: DecoderConfig) -> tuple[str, ...]:
         return PROJECTIONS
     if not isinstance(wanted, (str, list)) or not all(isinstance(each, str) for each in wanted):
         raise BadInput(f"target_modules is {wanted!r}; give a list of names or a regular expression")
-    names = [f"(.*\\.)?{re.escape(each)}" for each in wanted] if isinstance(wanted, list) else [wanted]
-    try:
-        hits = [{key for key, module in modules.items() if re.fullmatch(name, module)} for name in names]
-    except re.error as error:
-        raise BadInput(f"target_modules {wanted!r} is no regular expression: {error}") from error
+    if isinstance(wanted, str):
+        matching = _matching(wanted, list(modules.values()))
+        hits = [{key for key, module in modules.items() if module in matching}]
+    else:
+        ends = [re.compile(f"(.*\\.)?{re.escape(each)}") for each in wanted]
+        hits = [{key for key, module in modules.items() if end.fullmatch(module)} for end in ends]
     if not all(hits):
         raise BadInput(f"target_modules {wanted!r} has a name that is none of {', '.join(PROJECTIONS)} (as q_proj)")
     hit = {key for keys in hits for key in keys}
@@ -166,3 +170,25 @@ def _targets(wanted, config: DecoderConfig) -> tuple[str, ...]:
     if len(hit) < len(targets) * config.num_layers:
         raise BadInput("target_modules names a projection in some layers only; adapt it in all of them or in none")
     return targets
+
+
+MATCH = """
+import json, re, sys
+pattern, names = json.load(sys.stdin)
+print(json.dumps([name for name in names if re.fullmatch(pattern, name)]))
+"""
+MATCH_SECONDS = 10.0  # a plain expression takes a thousandth of it
+
+
+def _matching(pattern: str, names: list[str]) -> set[str]:
+    """The names that an expression matches whole, in a process that is ended: a stranger's may go back for ever."""
+    try:
+        re.compile(pattern)
+        command = [sys.executable, "-I", "-c", MATCH]
+        text = json.dumps([pattern, names]).encode()
+        found = subprocess.run(command, input=text, capture_output=True, timeout=MATCH_SECONDS, check=True)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise BadInput(f"target_modules {pattern!r:.200} is no regular expression: {error}") from error
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        raise BadInput(f"target_modules {pattern!r:.200} comes to no end; give a list of names") from error
+    return set(json.loads(found.stdout))

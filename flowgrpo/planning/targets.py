@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
+from flowgrpo.files import pip_install
 from flowgrpo.types import BadInput
 
 GIB = 2**30
@@ -147,7 +148,7 @@ def target_devices(target: Target) -> list[Any]:
             raise BadInput(f"{target.name} has more devices than the {len(devices)} here: give --cpu_devices")
         return devices[: target.count]
     if (missing := missing_compiler(platform)) is not None:
-        raise BadInput(f"--target={target.name} needs {missing}: pip install 'flowgrpo[{EXTRA}]'")
+        raise BadInput(f"--target={target.name} needs {missing}: {pip_install(EXTRA)}")
     set_environment()
     try:
         return list(_topology(target).devices)[: target.count]

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flowgrpo.files import write_whole
+from flowgrpo.files import make_folder, write_whole
 from flowgrpo.parallel.row_sharding import data_mesh, over_runs, stack_trees
 from flowgrpo.recipes import pure, study_arms
 from flowgrpo.recipes.registry import ENVIRONMENTS
@@ -43,6 +43,16 @@ def read_runs(folder: Path) -> Runs:
     return {(line["arm"], line["env"], line["seed"]): line for line in lines}
 
 
+def write_runs(folder: Path, runs: Runs) -> None:
+    """Write the file of runs whole."""
+    write_whole(folder / RUNS, "".join(json.dumps(line) + "\n" for line in runs.values()))
+
+
+def lanes_here() -> int | None:
+    """Seeds vmapped on a device by default: one on a CPU, whose cache holds one run; elsewhere None, for all."""
+    return 1 if jax.default_backend() == "cpu" else None
+
+
 def run_study(
     study: Study,
     folder: Path,
@@ -56,10 +66,14 @@ def run_study(
 ) -> Runs:
     """Run what is missing of a study, in its folder; `chosen` settings stand in the place of the study's.
 
-    The budget is looked at before each arm, since an arm is what is kept.
+    The folder is made, and has to take the file of runs, before the first arm is trained. `lanes` seeds are vmapped on
+    a device, by default as many as are fast there (`lanes_here`). The budget is looked at before each arm, since an arm
+    is what is kept.
     """
+    folder = make_folder(folder)
     runs, progress = read_runs(folder), Progress(0)
-    each = partial(over_seeds, lanes=lanes)
+    write_runs(folder, runs)
+    each = partial(over_seeds, lanes=lanes_here() if lanes is None else lanes)
     for env, world in study.worlds.items():
         config = study_config(study, env, chosen)
         missing = {name: [seed for seed in seeds if (name, env, seed) not in runs] for name in study.arms}
@@ -83,7 +97,7 @@ def run_study(
                 (name, env, seed): plain_json({"arm": name, "env": env, "seed": seed, **line})
                 for seed, line in zip(missing[name], found, strict=True)
             }
-            write_whole(folder / RUNS, "".join(json.dumps(line) + "\n" for line in runs.values()))
+            write_runs(folder, runs)
             progress.say(f"{title}: success {np.mean([line['success'][-1] for line in found]):.3f}")
     return runs
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import flowgrpo as fg
+from flowgrpo.data.tokenizer import load_text, start
 from flowgrpo.envs.env import END, PAD
 from flowgrpo.models import families
 from flowgrpo.models.config import DecoderConfig
@@ -163,6 +164,15 @@ def export_adapter(folder: Path, out: Path, *, which: str = "best", licence: str
     facts = CardFacts(read_run(folder)["recipe"], config, folder, step, which, adapter=True, licence=licence)
     save_adapter(out, adapter, model.config, lora, base_model=named, card=model_card(facts))
     return {"out": str(out), "which": which, "update": step, "params_sha256": params_sha256(adapter)}
+
+
+def can_chat(folder: Path) -> bool:
+    """Whether the tokenizer of a model folder has a chat template that writes a user's first message."""
+    try:
+        start(load_text(folder), [{"role": "user", "content": "x"}])
+    except fg.BadInput:
+        return False
+    return True
 
 
 def _check_out(config: RunConfig, folder: Path, out: Path) -> None:

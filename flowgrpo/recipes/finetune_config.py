@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import BadInput
+from flowgrpo.files import is_file
 from flowgrpo.recipes.names import ATTENTION, DTYPES
 from flowgrpo.run.config import RunConfig, setting
 
@@ -33,7 +34,7 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not Path(self.data).is_file():
+        if not is_file(Path(self.data)):
             raise BadInput(f"{self.data or '--data'} is no file: give the path of the examples as --data")
         if not self.model:
             raise BadInput("--model must be given: a model folder, or a hub id")

@@ -263,10 +263,18 @@ def valid(played: Sequence[Played]) -> list[Played]:
 
 
 def examine(
-    setup: HostedSetup, params, key: jax.Array, split: str, *, tasks: int, samples: int = 1, first: int = 0
+    setup: HostedSetup,
+    params,
+    key: jax.Array,
+    split: str,
+    *,
+    tasks: int,
+    samples: int = 1,
+    first: int = 0,
+    version: int = 0,
 ) -> Hosted:
-    """Play so many tasks of a split with these parameters, from the `first` on, `samples` times each."""
-    setup.engine.swap(setup.planner.serve(params), 0)
+    """Play so many tasks of a split with parameters of a version, from the `first` on, `samples` times each."""
+    setup.engine.swap(setup.planner.serve(params), version)
     return play_tasks(setup, setup.exam_env, setup.tasks(split, first, tasks), key, samples=samples, stage=split)
 
 
@@ -297,12 +305,12 @@ def validate(setup: HostedSetup, key: jax.Array, params) -> Evaluation:
         return played_metrics(played, setup.env.tools)
 
 
-def test(setup: HostedSetup, key: jax.Array, params: Sequence[Any]) -> Tested:
+def test(setup: HostedSetup, key: jax.Array, params: Sequence[Any], versions: Sequence[int]) -> Tested:
     tasks = setup.config.test_tasks
     played = []
-    for when, one in zip(("before", "after"), params, strict=True):
+    for when, one, version in zip(("before", "after"), params, versions, strict=True):
         with kept(setup, f"test-{when}"):
-            played.append(examine(setup, one, key, "test", tasks=tasks).played)
+            played.append(examine(setup, one, key, "test", tasks=tasks, version=version).played)
             played_metrics(played[-1], setup.env.tools)  # which raises where nothing could be judged
         record(setup.folder / "trajectories" / f"test-{when}.jsonl", played[-1])
     return compare_before_after(setup, played)

@@ -20,6 +20,7 @@ import numpy as np
 
 from flowgrpo import loop
 from flowgrpo.evaluation.metrics import repetition
+from flowgrpo.models.trainable import WHOLE
 from flowgrpo.recipes import hosted
 from flowgrpo.recipes.hosted import (
     ADVANTAGES,
@@ -94,6 +95,7 @@ class HostedWork(TestedWork):
         effects = {"do": journal.effects(setup.do), "reward": verdicts}
         self.setup = setup._replace(**effects, journal=journal, progress=progress)
         self.trained, self.memory = setup.planner.trained, setup.prompts
+        self.moves_models = setup.config.offload != "none"
         super().__init__(
             recipe,
             setup.config,
@@ -118,7 +120,8 @@ class HostedWork(TestedWork):
         return self.setup.warm_start()
 
     def make_step(self) -> Step:
-        return make_hosted_step(self.setup, self.roll_out)
+        # The base of an adapter is the start's, too, and the rest of such a run is small.
+        return make_hosted_step(self.setup, self.roll_out, donates=self.trained is WHOLE)
 
     def line(self, figures: Mapping[str, Any]) -> dict[str, Any]:
         return train_line(figures, tools=self.setup.env.tools)
@@ -126,12 +129,13 @@ class HostedWork(TestedWork):
     def examine(self, params: Any) -> Validation:
         return validation_of(hosted.validate(self.setup, exam_key(self.setup, "validation"), params))
 
-    def test(self, params: Sequence[Any]) -> Tested:
-        return hosted.test(self.setup, exam_key(self.setup, "test"), params)
+    def test(self, params: Sequence[Any], versions: Sequence[int]) -> Tested:
+        return hosted.test(self.setup, exam_key(self.setup, "test"), params, versions)
 
     def roll_out(self, run: loop.Run, told: RolloutCallbacks) -> JudgedRollout:
         """The trajectories of all groups at once, recorded; the engine's losses are a matter of clocks."""
         setup, update, lost = self.setup, int(run.update), self.setup.engine.lost
+        recomputed = self.setup.engine.recomputed.tokens
         setup.engine.swap(setup.planner.serve(run.learner.params), int(run.learner.version))
         tasks = training_tasks(setup, update)
 
@@ -148,6 +152,7 @@ class HostedWork(TestedWork):
             setup.progress.step("learn", 0, 1)
         now = setup.engine.lost.fates
         more = {f"engine_{fate.name.lower()}": size - lost.fates.get(fate, 0) for fate, size in now.items()}
+        more["engine_recomputed"] = setup.engine.recomputed.tokens - recomputed
         return learned_from(setup, run, played, {"judging_seconds": played.seconds["judging"], **more})
 
 
@@ -164,10 +169,13 @@ def exam_key(setup: HostedSetup, split: str) -> jax.Array:
 # Training -----------------------------------------------------------------------------------------------
 
 
-def make_hosted_step(setup: HostedSetup, roll_out: RollOut) -> Step:
-    """`step(run) -> (run, metrics)`: one iteration, whose trajectories come from `roll_out`."""
+def make_hosted_step(setup: HostedSetup, roll_out: RollOut, *, donates: bool = False) -> Step:
+    """`step(run) -> (run, metrics)`: one iteration, whose trajectories come from `roll_out`.
+
+    With `donates` the update writes over the parameters and the optimizer's memory of the run that it is given.
+    """
     sizes, config, planner = setup.sizes, setup.config, setup.planner
-    appends, moves = config.rendering == "append", config.offload != "none"
+    appends = config.rendering == "append"
     trajectories = sizes.queries * sizes.oversample * sizes.samples
     return make_staged(
         planner.policy,
@@ -181,7 +189,8 @@ def make_hosted_step(setup: HostedSetup, roll_out: RollOut) -> Step:
         rows=trajectories if appends else trajectories * setup.env.turns,
         slots=config.context_tokens,
         residency=setup.residency,
-        release=setup.engine.release if moves else lambda: 0,
+        donates=donates,
+        release=setup.engine.release,  # new weights find nothing in it anyway
         watch=StageWatchdog(config.watch_seconds),
         trained=planner.trained,
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import flowgrpo as fg
+from flowgrpo.files import read_json
 from flowgrpo.recipes import agent_config, cluster_config, own_agent, own_env, pure, self_verify_tasks
 from flowgrpo.recipes.planner import PlannerConfig
 from flowgrpo.run.config import RunConfig, setting_infos
@@ -166,7 +167,7 @@ def _figures(folder: Path) -> Sequence[str]:
     path = folder / RESULT
     if not path.exists():
         return ["The run had not ended when this was written, so it was not tested yet.", ""]
-    result = json.loads(path.read_text())
+    result = read_json(path, "restore or remove it")
     rows = [
         f"| {words} | {_number(result[f'{name}_before'])} | {_number(result[f'{name}_after'])} |"
         for name, words in FIGURES.items()

@@ -26,6 +26,7 @@ import numpy as np
 import flowgrpo as fg
 from flowgrpo.contracts import Do, HostEnv, HostStep, Said
 from flowgrpo.data.tokenizer import Text, load_text
+from flowgrpo.files import read_json
 from flowgrpo.learner.imitation import make_supervised, make_validation, packed_imitation
 from flowgrpo.learner.state import init_learner, make_optimizer
 from flowgrpo.models.decoder import matrices
@@ -34,6 +35,7 @@ from flowgrpo.recipes.agent_config import TaskConfig
 from flowgrpo.recipes.hosted import HostedConfig
 from flowgrpo.recipes.offline_tasks import LANDS, TOWNS, TRADES, WARES, make_tasks, passages
 from flowgrpo.run.run_dir import differing
+from flowgrpo.run.run_files import NOTE
 from flowgrpo.run.warm_start import WarmStart, no_warm_start
 from flowgrpo.types import BadInput, Status, Task, Trajectory, Turn
 
@@ -149,7 +151,6 @@ def _turn(said: Said, sampled: Sequence[int]) -> Turn:
     return Turn(tokens, np.arange(len(tokens)) >= size, np.zeros(len(tokens), np.float32))
 
 
-NOTE = "made_with.json"  # beside the model
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -251,10 +252,7 @@ def note_made(folder: Path, made: Mapping[str, Any]) -> None:
 def check_made(folder: Path, made: Mapping[str, Any]) -> None:
     """Raise `BadInput` where the model that is there was made with other settings."""
     path = folder / NOTE
-    try:
-        there = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path} can't be read ({error}): remove its folder, or choose another --workdir") from None
+    there = read_json(path, "remove its folder, or choose another --workdir")
     if differences := differing(there, json.loads(json.dumps(made))):
         raise BadInput(f"{folder} was made otherwise: {'; '.join(differences)}. Choose another --workdir")
 

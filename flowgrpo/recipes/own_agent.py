@@ -82,6 +82,7 @@ def open(
                 seconds=config.agent_seconds,
                 silence=config.silent_seconds,
                 retries=config.retries,
+                judged=judge is not None,
             )
         )
         host.check()
@@ -91,7 +92,7 @@ def open(
         model = load_start(config.model or folder / START, config)
         gateway.spell = model.text.decode
         make = partial(_make_env, config=config)
-        own = {"do": host.do, "width": config.agents, "reward": judge, "tasks": draw, "prompts": hard}
+        own = {"do": host.do, "width": config.agents or config.slots, "reward": judge, "tasks": draw, "prompts": hard}
         story = partial(plain_story, model.text)
         setup = assemble(stack, config, folder, model, make, name="agent of your own", story=story, **own)
         setup = setup._replace(submit=host.submit_to(setup.engine.submit), seen=context_figures)

@@ -29,7 +29,13 @@ class Config(TaskConfig):
         "What is run",
     )
     rendering: str = setting("fresh", "How many contexts there may be: as many as turns.", choices=("fresh",))
-    agents: int = setting(48, "Agents at work at a time.", "The agents", at_least=1, may_differ=True)
+    agents: int | None = setting(
+        None,
+        "Agents at work at a time; as many as --slots by default. More than those take each other's caches, and wait.",
+        "The agents",
+        at_least=1,
+        may_differ=True,
+    )
     agent_seconds: float = setting(300.0, "Of an agent, from its start to its end.", "Sampling", at_least=0.1)
     silent_seconds: float = setting(
         60.0, "Of an agent between an answer and its next request, or its end.", "Sampling", at_least=0.1

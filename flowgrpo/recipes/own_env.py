@@ -76,7 +76,13 @@ def open(config: Config, folder: Path, *, begin: Callable[[], object] = do_nothi
         assert config.model is not None
         model = load_start(config.model, config)
         make = partial(_make_env, config=config, tools=tools)
-        own = {"do": process.do, "width": config.episodes, "reward": judge, "tasks": draw, "prompts": hard}
+        own = {
+            "do": process.do,
+            "width": config.episodes or config.slots,
+            "reward": judge,
+            "tasks": draw,
+            "prompts": hard,
+        }
         yield assemble(
             stack, config, folder, model, make, name=config.env, story=partial(plain_story, model.text), **own
         )

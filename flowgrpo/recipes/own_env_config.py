@@ -24,7 +24,13 @@ class Config(TaskConfig):
     instructions: str = setting("", "What the model is told before the first observation.", "What is run")
     rendering: str = setting("append", "One conversation.", choices=("append",))
     domains: str = setting("", "Not read here.")
-    episodes: int = setting(32, "Episodes at a time.", "The agents", at_least=1, may_differ=True)
+    episodes: int | None = setting(
+        None,
+        "Episodes at a time; as many as --slots by default. More than those take each other's caches, and wait.",
+        "The agents",
+        at_least=1,
+        may_differ=True,
+    )
     env_seconds: float = setting(60.0, "Of an answer of the environment.", "Sampling", at_least=0.1)
     turn_seconds: float = setting(90.0, "Of what follows one action.", "Sampling", at_least=0.1)
 

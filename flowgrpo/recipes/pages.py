@@ -4,7 +4,6 @@ The ratio π(checkpoint) / π(sampled) of a token comes from what scores it in t
 sampled with (`ratios_of`).
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import flowgrpo as fg
 from flowgrpo import loop
 from flowgrpo.data.tokenizer import load_text
 from flowgrpo.envs.env import PAD
+from flowgrpo.files import parse_json
 from flowgrpo.learner.scoring import make_score_trajectories
 from flowgrpo.recipes import agent_config, pure
 from flowgrpo.recipes.export import read_config, read_planner, word_model
@@ -140,7 +140,7 @@ def read_trajectories(folder: Path) -> list[Recorded]:
 
 
 def _read_file(path: Path) -> list[Recorded]:
-    trains = path.stem.isdigit()
+    trains = path.stem.isdecimal()
     phase, update = ("train", int(path.stem)) if trains else (path.stem.replace("-", " "), None)
     found = _advantages(path.with_suffix(ADVANTAGES)) if trains else {}
     records = []
@@ -160,7 +160,7 @@ def _advantages(path: Path) -> dict[tuple[int, int], list[Any] | None]:
     if not path.exists():
         return {}
     try:
-        lines = [json.loads(line) for line in _lines(path)]
+        lines = [parse_json(line) for line in _lines(path)]
         return {(line["group"], line["sample"]): line["advantage"] for line in lines}
     except (ValueError, KeyError, TypeError) as error:
         raise fg.BadInput(f"{path} holds no advantages ({error!r:.80}): remove it, or let the run go on") from None

@@ -297,10 +297,10 @@ class PureWork(TestedWork):
         played = self._exams["validation"](params, self._keys["validation"])
         return validation_of(_rollout_metrics(played, self.setup.env))
 
-    def test(self, params: Sequence[Any]) -> Tested:
+    def test(self, params: Sequence[Any], versions: Sequence[int]) -> Tested:
         """The table, with one task that was failed before and solved after."""
         env, exam, key = self.setup.env, self._exams["test"], self._keys["test"]
-        rollouts = [exam(one, key) for one in params]
+        rollouts = [exam(one, key, version) for one, version in zip(params, versions, strict=True)]
         if self._folder is not None:
             gold = None if env.answer is None else exam.answers(key)
             for when, rollout in zip(("before", "after"), rollouts, strict=True):
@@ -311,10 +311,10 @@ class PureWork(TestedWork):
 
 
 def _make_exam(setup: Setup, split: str, tasks: int, samples: int = 1):
-    """`exam(params, key) -> Trajectories`, to be jitted; of an actor and its critic, the actor plays."""
+    """`exam(params, key, version=0) -> Trajectories`, to be jitted; of an actor and its critic, the actor plays."""
     sizes = {"tasks": tasks, "samples": samples, "temperature": setup.config.temperature}
     exam = exams.make_exam(setup.env, setup.policy, split, **sizes)
-    return lambda params, key: exam(acting(params), key)
+    return lambda params, key, version=0: exam(acting(params), key, version)
 
 
 class _Exam:
@@ -332,11 +332,11 @@ class _Exam:
         self._draw = step.placed(self._drawn)
         self._pick = step.placed(lambda drawn, index: jax.tree.map(lambda x: x[index], drawn))
 
-    def __call__(self, params: Any, key: jax.Array) -> Trajectories:
-        """Play it, and bring what was played to the host."""
+    def __call__(self, params: Any, key: jax.Array, version: int = 0) -> Trajectories:
+        """Play it with parameters of this version, and bring what was played to the host."""
         if self._alone is not None:
-            return jax.device_get(self._alone(params, key))
-        drawn = self._draw(key)
+            return jax.device_get(self._alone(params, key, version))
+        drawn = self._draw(key, version)
         played = [jax.device_get(self._play(params, self._pick(drawn, index))) for index in range(self._blocks)]
         return jax.tree.map(lambda *x: np.concatenate(x)[: self._tasks], *played)
 
@@ -349,18 +349,18 @@ class _Exam:
     def compile(self, params: Any, key: jax.Array) -> None:
         """Compile all programs."""
         if self._alone is not None:
-            compile_ahead(self._alone, params, key)
+            compile_ahead(self._alone, params, key, 0)
         else:
-            drawn = compile_ahead(self._draw, key)
+            drawn = compile_ahead(self._draw, key, 0)
             compile_ahead(self._play, params, compile_ahead(self._pick, drawn, 0))
 
-    def _drawn(self, key: jax.Array) -> loop.RolloutTasks:
+    def _drawn(self, key: jax.Array, version: int) -> loop.RolloutTasks:
         """The trajectories of an examination, in blocks; the last is filled up with the first."""
         tasks, keys, _ = exams.exam_trajectories(self._env, key, self._tasks, self._split)
         index_bw = (jnp.arange(self._blocks * self._width) % self._tasks).reshape(self._blocks, self._width)
         tasks, keys = jax.tree.map(lambda x: x[index_bw], (tasks, keys))
         unused = jax.random.split(key, self._blocks)
-        return loop.RolloutTasks(tasks, keys, index_bw, jnp.zeros(self._blocks, jnp.int32), unused)
+        return loop.RolloutTasks(tasks, keys, index_bw, jnp.full(self._blocks, version, jnp.int32), unused)
 
 
 # What was played ----------------------------------------------------------------------------------------

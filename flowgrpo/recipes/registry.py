@@ -17,12 +17,13 @@ import flowgrpo as fg
 from flowgrpo.algorithms.options import Correction
 from flowgrpo.contracts import Reward
 from flowgrpo.envs.arithmetic import DECEPTIVE
-from flowgrpo.files import failure, import_named
+from flowgrpo.files import failure, import_named, pip_install
 from flowgrpo.learner.adam8bit import scale_by_adam_8bit
 from flowgrpo.learner.state import make_optimizer, scale_by_adafactor
 from flowgrpo.recipes import names
 from flowgrpo.recipes.names import BY_IMPORT
 from flowgrpo.rewards.answers import symbolic
+from flowgrpo.rewards.answers.game24 import game24
 from flowgrpo.rewards.answers.match import answer
 from flowgrpo.rewards.answers.numbers import rounded, within
 from flowgrpo.rewards.answers.school import school
@@ -174,6 +175,7 @@ DOMAINS: Mapping[str, Domain] = {
     "math": _MATH,
     "mathematics": _MATH,
     "k12": Domain(lambda means: school(close=means.close)),
+    "game24": Domain(lambda _: game24()),
     "code": Domain(_code),
     "vision": Domain(lambda _: box_iou()),
     "point": Domain(lambda _: point_in_box()),
@@ -193,7 +195,7 @@ def preload(names: Collection[str]) -> tuple[str, ...]:
     used = [DOMAINS[name] for name in DOMAINS if name in names]
     for domain in used:
         if domain.needs and find_spec(domain.needs) is None:
-            raise fg.BadInput(f"judging these tasks needs {domain.needs}: pip install 'flowgrpo[{domain.extra}]'")
+            raise fg.BadInput(f"judging these tasks needs {domain.needs}: {pip_install(domain.extra)}")
     return tuple(dict.fromkeys(module for domain in used for module in domain.preload))
 
 

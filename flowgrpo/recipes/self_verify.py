@@ -280,12 +280,15 @@ class SelfVerifyWork(HostedWork):
         """Test the start, the last update, and that which validated best, where it is another."""
         at, chosen = session.checkpoints.latest(), session.checkpoints.best()
         assert at is not None  # the end was saved
-        stages = {"start": session.start, "last update": session.params_at(at)}
+        stages = {"start": (session.start, 0), "last update": (session.params_at(at), int(session.run.learner.version))}
         if chosen != at:
-            stages |= {f"update {chosen}, best": session.best_params()[1]}
+            stages |= {f"update {chosen}, best": (session.best_params()[1], session.best_version())}
         setup, key = self.setup, exam_key(self.setup, "test")
         count = setup.config.test_tasks
-        played = {name: examine(setup, one, key, "test", tasks=count).played for name, one in stages.items()}
+        played = {
+            name: examine(setup, params, key, "test", tasks=count, version=version).played
+            for name, (params, version) in stages.items()
+        }
         for when, own in zip(("before", "after"), played.values(), strict=False):
             record(setup.folder / "trajectories" / f"test-{when}.jsonl", own)
         found = {name: figures(own) for name, own in played.items()}

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.evaluation.statistics import interval, iqm, probability_of_improvement
-from flowgrpo.files import write_whole
+from flowgrpo.files import read_json, write_whole
 from flowgrpo.launch import processor
-from flowgrpo.recipes.studies import Study
+from flowgrpo.recipes.studies import STUDIES, Study
 from flowgrpo.report.metrics import plain_json, read_metrics
-from flowgrpo.report.plots import COLOURS, DASHES, MARKERS, over_updates, save
+from flowgrpo.report.plots import line_style, over_updates, save
 from flowgrpo.run.run_dir import machine
 from flowgrpo.types import BadInput
 
@@ -30,6 +30,7 @@ RunResults = Mapping[tuple[str, str, int], Mapping[str, Any]]
 KEPT = ("arm", "env", "seed", "updates", "success", "turns", "warnings")  # of a run's line, in the documentation
 BANDS = 12  # arms at most whose intervals are drawn over the updates, too
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+WRITTEN = ("table.jsonl", "table.md", "index.html")  # in the folder of a study, beside its curves
 MACHINES = "machines.json"  # what each study was run on
 WARNED, WARNED_END = "<!-- warnings -->", "<!-- end of warnings -->"  # where a page has a place for them, too
 
@@ -105,10 +106,15 @@ def write_study(
     runs: RunResults,
     seeds: Sequence[int],
     *,
-    expected: str,
-    name: str,
+    expected: str = "",
+    name: str = "",
 ) -> None:
-    """Everything that a reader looks at; each file is there when it is whole."""
+    """Everything that a reader looks at; each file is there when it is whole.
+
+    Args:
+        expected: what was thought before the runs; without it the page has no such section.
+        name: that of a study that ships (`STUDIES`), whose command the page then shows.
+    """
     figure = _draw(study, rows, runs, seeds)
     for suffix in ("png", "svg"):
         save(figure, folder / f"curves.{suffix}")
@@ -125,12 +131,11 @@ def _draw(study: Study, rows: Sequence[Mapping[str, Any]], runs: RunResults, see
     figure = Figure(figsize=(10.5, max(3.4, 0.42 * len(rows) + 1.4)), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
     for index, row in enumerate(rows):
-        style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        style: dict[str, Any] = line_style(index)
         left.plot([row["low"], row["high"]], [index, index], color=style["color"], linewidth=6, alpha=0.35)
-        left.plot([row["iqm"]], [index], **style, markersize=7)
+        left.plot([row["iqm"]], [index], **style | {"linestyle": "-"}, markersize=7)
         at, mean, low, high = _curve(runs, row["arm"], study.worlds, seeds)
-        dashes = DASHES[(index + index // len(COLOURS)) % len(DASHES)]  # others where a colour comes again
-        right.plot(at, mean, **style, linestyle=dashes, markersize=4, label=row["arm"])
+        right.plot(at, mean, **style, markersize=4, label=row["arm"])
         if len(rows) <= BANDS:
             right.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
     left.axvline(np.mean([row["start"] for row in rows]), color="#888888", linewidth=1, linestyle=":")
@@ -169,15 +174,17 @@ def _page(study: Study, rows: Sequence[Mapping[str, Any]], picture: str, *, expe
     lines = ["".join(f"<th>{html.escape(cell)}</th>" for cell in _head(study))]
     lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row)) for row in rows]
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    thought = f"<h2>Expected</h2><p>{html.escape(expected)}</p>" if expected.strip() else ""
+    command = f"<pre>python -m experiments.compare --study={name}</pre>" if name in STUDIES else ""
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(study.question)}</title>'
         f"<style>{STYLE}</style><h1>{html.escape(study.question)}</h1>"
         f"<table>{body}</table>{picture[picture.index('<svg') :]}"
-        f"<h2>Expected</h2><p>{html.escape(expected)}</p>"
+        f"{thought}"
         "<p>Success on test tasks after the last update. IQM: the mean of the middle half of the runs; intervals: "
         "percentile bootstrap, with replacement within each environment; beats: the chance that a run scores higher "
         "than one of the baseline, a tie counting half.</p>"
-        f"<pre>python -m experiments.compare --study={html.escape(name)}</pre></html>\n"
+        f"{command}</html>\n"
     )
 
 
@@ -200,7 +207,7 @@ def publish_study(docs: Path, name: str, study: Study, runs: RunResults, seeds: 
     lines = [json.dumps({field: line[field] for field in KEPT if field in line}) + "\n" for line in own]
     write_whole(docs / f"{name}.jsonl", "".join(lines))
     save(_draw(study, rows, runs, seeds), docs / f"{name}.svg")
-    noted = json.loads((docs / MACHINES).read_text()) if (docs / MACHINES).exists() else {}
+    noted = read_json(docs / MACHINES, "restore or remove it") if (docs / MACHINES).exists() else {}
     write_whole(docs / MACHINES, json.dumps(noted | {name: processor_of_bits()}, indent=1, sort_keys=True) + "\n")
     text = insert_table(text, BEGIN, END, table(rows, study))
     write_whole(

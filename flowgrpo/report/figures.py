@@ -414,7 +414,8 @@ def _stack(axis: Any, mix: Mapping[str, Curve]) -> None:
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(mix))]
     areas = axis.stackplot(x, [y for _, y in mix.values()], labels=list(mix), colors=colours, alpha=0.75)
     for i, area in enumerate(areas):
-        area.set(hatch=HATCHES[i % len(HATCHES)], edgecolor="white", linewidth=0.6)
+        shifted = i + i // len(COLOURS)  # another hatching where a colour comes again
+        area.set(hatch=HATCHES[shifted % len(HATCHES)], edgecolor="white", linewidth=0.6)
     axis.margins(x=0)
 
 

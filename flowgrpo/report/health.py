@@ -10,6 +10,7 @@ of `metrics.jsonl`, so a resumed run writes the same warnings as an undisturbed 
 """
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,7 @@ FIGURES = {  # what is looked at, by phase
     "train": (
         *("success", "entropy", "repeated_text", "repeated_actions", "ratio_p01", "ratio_p99", "clip_low_fraction"),
         *("clip_high_fraction", "zero_signal_groups", "tool_errors", "chosen_per_trajectory", "gap"),
-        "task_information",
+        *("task_information", "sampler_kl", "correction"),
     ),
     "validation": ("success", "success_low", "success_high", "gap"),
 }
@@ -56,6 +57,7 @@ class HealthLimits:
     tool_errors_rise: float = 0.25  # of the turns, more than when there were fewest
     drift: float = 2.0  # times as many chosen tokens as at first, or as few
     fall: float = 0.1  # of the success, and by more than chance
+    sampler_kl: float = 0.002  # nats a token between sampler and learner, far above what rounding to bfloat16 gives
     gap: float = 0.1  # by which the gap has grown since the start: over two deviations of 256 answers
 
     def __post_init__(self) -> None:
@@ -140,6 +142,30 @@ def health_summary(told: Sequence[Mapping[str, Any]]) -> str | None:
 def _shown(one: Finding) -> dict[str, Any]:
     rounded = {"figure": round(one.figure, 6), "limit": round(one.limit, 6)}
     return {"warning": one.name, **rounded, "words": one.words}
+
+
+def make_sampler_warning(limits: HealthLimits | None = None) -> Callable[[Any], None]:
+    """`warn(sampler_kl)`, of an update or of several: warns as Python does, the first time that it is above its limit.
+
+    For loops of one's own; a run looks at all its figures, and keeps its warnings in a file.
+    """
+    limit, told = (limits or HealthLimits()).sampler_kl, []
+
+    def warn(kl: Any) -> None:
+        worst = float(np.max(kl))
+        if worst > limit and not told:
+            told.append(worst)
+            warnings.warn(_sampler_words(worst, limit), stacklevel=2)
+
+    return warn
+
+
+def _sampler_words(kl: float, limit: float) -> str:
+    return (
+        f"the learner has other probabilities than the sampler had with the same weights: KL {kl:.4f} a token, above "
+        f"{limit:g}: give both the same temperature, banned tokens, top-k, top-p and dtype, or an algorithm with a "
+        "correction where they are to differ"
+    )
 
 
 # Figures over time ------------------------------------------------------------------------------------
@@ -265,6 +291,16 @@ def _ratio(history: History, limits: HealthLimits) -> Finding | None:
     return Finding("ratio", now, limits.ratio, (now - 1) / max(limits.ratio - 1, 1e-9), words)
 
 
+def _sampler(history: History, limits: HealthLimits) -> Finding | None:
+    """Look at the last update alone, since what disagrees does so from the first one on."""
+    now = history.get("train/sampler_kl", [0.0])[-1]
+    if now <= limits.sampler_kl or history.get("train/correction"):
+        return None
+    return Finding(
+        "sampler_kl", now, limits.sampler_kl, now / limits.sampler_kl, _sampler_words(now, limits.sampler_kl)
+    )
+
+
 def _clip_fraction(history: History, limits: HealthLimits) -> Finding | None:
     low, high = (_mean(history, f"clip_{side}_fraction", limits) for side in ("low", "high"))
     now = (low or 0.0) + (high or 0.0)
@@ -385,7 +421,7 @@ CHECKS: tuple[Check, ...] = (
         what="the share of repeated actions",
         fix="the policy takes the same action again; look at trajectories/, and try to stop repetitions or fewer turns",
     ),
-    *(_ratio, _clip_fraction, _dead_groups),
+    *(_ratio, _sampler, _clip_fraction, _dead_groups),
     partial(
         _rise,
         name="zero_signal_groups",

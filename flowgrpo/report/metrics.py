@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowgrpo.errors import BadInput
+from flowgrpo.files import parse_json
 
 NEAR = 1e-4  # a log-ratio up to which bins are of about even width
 RATIO_SIDE, RATIO_STEP = 16, 0.8  # bins on either side of rho = 1, and their width in asinh(log rho / NEAR)
@@ -58,7 +59,7 @@ BEGINNING = {"bytes": 0, "crc32": 0}
 Line = Mapping[str, Any]
 OF_TOKENS = {  # figures of the tokens that an update learned from
     *("entropy", "kl", "kl_old", "surrogate", "ratio", "advantage", "correction", "clip_low_fraction"),
-    *("clip_high_fraction", "ratio_p01", "ratio_p50", "ratio_p99", "log_ratio_max", "margin", "accuracy"),
+    *("clip_high_fraction", "ratio_p01", "ratio_p50", "ratio_p99", "log_ratio_max", "sampler_kl", "margin", "accuracy"),
     *("value_loss", "value", "target", "explained_variance"),
 }
 
@@ -78,7 +79,7 @@ class Metrics:
 
     def __init__(self, folder: str | os.PathLike, position: Position | None = None, *, sinks: Sequence[Opener] = ()):
         position = position or dict.fromkeys((METRICS, TIMINGS), BEGINNING)
-        if not all(isinstance(at, Mapping) for at in position.values()):
+        if set(position) != {METRICS, TIMINGS} or not all(_is_position(at) for at in position.values()):
             raise BadInput(
                 f"the checkpoint of {folder} has no checksums of its metrics, as older ones: begin a new run"
             )
@@ -144,7 +145,7 @@ def read_metrics(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
         raise BadInput(f"{path} can't be read ({error.strerror})") from None
     for number, line in enumerate(lines[:-1], 1):
         try:
-            yield dict(json.loads(line))
+            yield dict(parse_json(line))
         except (ValueError, TypeError):
             raise BadInput(f"{path}:{number} is not a JSON object: remove the line") from None
 
@@ -182,6 +183,10 @@ def plain_json(value: Any) -> Any:
     if isinstance(number, float) and array.dtype.itemsize <= 4:
         number = float(str(array.astype(np.float32)[()]))
     return number if not isinstance(number, float) or math.isfinite(number) else None
+
+
+def _is_position(at: Any) -> bool:
+    return isinstance(at, Mapping) and all(type(at.get(name)) is int and at[name] >= 0 for name in BEGINNING)
 
 
 def _open(path: Path, at: Mapping[str, int]) -> FileIO:

@@ -111,12 +111,20 @@ def tool_mix_curves(lines: Sequence[Mapping[str, Any]], phase: str) -> dict[str,
 # Parts of figures ---------------------------------------------------------------------------------------
 
 
+def line_style(index: int) -> dict[str, str]:
+    """Colour, dashes and marker of a line; where a colour comes again, dashes and marker are others, for 32 lines."""
+    shifted = index + index // len(COLOURS)
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": DASHES[shifted % len(DASHES)],
+        "marker": MARKERS[shifted % len(MARKERS)],
+    }
+
+
 def draw_line(axis: Any, index: int, label: str, x: list[float], y: list[float]) -> None:
-    """A line that differs from those of other indices in colour, dashes and markers."""
-    style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
-    axis.plot(
-        x, y, label=label, marker=MARKERS[index % len(MARKERS)], markevery=max(1, len(x) // MARKED), ms=4, **style
-    )
+    """A line that differs from those of other indices in colour, or in dashes and marker (`line_style`)."""
+    style: dict[str, Any] = line_style(index)
+    axis.plot(x, y, label=label, markevery=max(1, len(x) // MARKED), ms=4, **style)
 
 
 def band(axis: Any, index: int, lines: Sequence[Mapping[str, Any]], phase: str) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo.errors import BadInput
-from flowgrpo.files import write_whole
+from flowgrpo.files import pip_install, read_json, write_whole
 from flowgrpo.report.metrics import EDGES, Line, Opener, Sink
 from flowgrpo.report.tensorboard import EventFile, Histogram
 
@@ -42,7 +42,7 @@ def check_sinks(names: Sequence[str]) -> tuple[str, ...]:
             raise BadInput(f"--loggers={name} is unknown; choose from {', '.join((TENSORBOARD, *PACKAGED))}, or none")
         spec = find_spec(name) if name in PACKAGED else None
         if name in PACKAGED and (spec is None or spec.origin is None):  # a mere folder of that name has no origin
-            raise BadInput(f"--loggers={name} needs the package {name}: pip install 'flowgrpo[{name}]'")
+            raise BadInput(f"--loggers={name} needs the package {name}: {pip_install(name)}")
     return tuple(dict.fromkeys(names))
 
 
@@ -182,7 +182,7 @@ class Sent:
         return send
 
     def _read(self) -> dict[str, Any]:
-        return json.loads(self._path.read_text()) if self._path.exists() else {}
+        return read_json(self._path, "remove it, to log under a new id") if self._path.exists() else {}
 
 
 def _slug(phase: str) -> str:

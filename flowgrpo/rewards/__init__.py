@@ -10,6 +10,7 @@ Modules:
     reward_model         A scalar-head reward model as a reward
 """
 
+from flowgrpo.rewards.answers.game24 import game24
 from flowgrpo.rewards.answers.match import answer, exact, match_answers, named, numeric, same_text
 from flowgrpo.rewards.answers.school import school
 from flowgrpo.rewards.answers.symbolic import mathematics

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from flowgrpo.contracts import Call, Do, Result, Reward, Scored
+from flowgrpo.files import parse_json
 from flowgrpo.types import BadInput, Task
 
 
@@ -180,7 +181,8 @@ class Journal:
     def forget(self, update: int) -> None:
         """Remove what was answered before this update."""
         for path in self._folder.glob("[0-9]*-*.jsonl"):
-            if int(path.name.partition("-")[0]) < update:
+            number = path.name.partition("-")[0]
+            if number.isdecimal() and int(number) < update:
                 path.unlink(missing_ok=True)
 
     def effects(self, do: Do) -> Do:
@@ -247,11 +249,11 @@ class _Page:
         whole = self._file.read().rpartition(b"\n")[0]
         for number, line in enumerate(whole.splitlines(), 1):
             try:
-                asked, answered, checksum = json.loads(line)
+                asked, answered, checksum = parse_json(line)
                 if checksum != _checksum(asked, answered):
                     raise ValueError("it is not what was written")
                 self._known.setdefault(asked, deque()).append(answered)
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 self.close()
                 raise BadInput(f"{path}:{number} can't be read ({error}): remove the file, to ask again") from None
         # A line that a killed process left half-written goes.

@@ -49,12 +49,12 @@ def make_exam(
     samples: int = 1,
     temperature: float = 1.0,
 ):
-    """`exam(params, key) -> Trajectories` on fresh tasks of a split."""
+    """`exam(params, key, version=0) -> Trajectories` on fresh tasks of a split; `version` is that of the parameters."""
     rollout = make_rollout(env, policy, temperature=temperature)
 
-    def exam(params, key: Array) -> Trajectories:
+    def exam(params, key: Array, version=0) -> Trajectories:
         questions, keys, group_n = exam_trajectories(env, key, tasks, split, samples=samples)
-        return rollout(params, questions, keys, group_n)
+        return rollout(params, questions, keys, group_n, version)
 
     return exam
 

@@ -23,8 +23,8 @@ from flowgrpo.types import BadInput
 def hosted(env: HostEnv, submit: Submit, **settings: Any) -> Callable[..., Hosted]:
     """`rollout(tasks, keys, groups, *, unfinished=(), on_done=None, ...) -> Hosted`; `submit` is that of an engine.
 
-    `HostedSettings` says what else can be set. Where contexts append, the engine should have `width` slots: a
-    conversation whose cache was evicted is computed again token by token.
+    `HostedSettings` says what else can be set. Where contexts append, the engine should have `width` slots: of more
+    conversations only so many are served at a time, and one whose cache was evicted is computed again token by token.
     """
     return partial(_rollout, HostedSettings(env, submit, **settings))
 

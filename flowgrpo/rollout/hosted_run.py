@@ -258,7 +258,8 @@ class HostedRun:
         self._post("woken", None)
 
     def _leave(self, member: Member) -> None:
-        """It is not under way any more: its place is another's."""
+        """It is not under way any more: its place, and its slot of the engine, are another's."""
+        member.conversation.over = True
         if member in self.playing:
             self.playing.remove(member)
             self.width.give()

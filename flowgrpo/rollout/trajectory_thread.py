@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flowgrpo.contracts import Call, Completion, Do, EngineClosed, Request, RequestFailed, Result
+from flowgrpo.contracts import Call, Completion, Conversation, Do, EngineClosed, Request, RequestFailed, Result
 from flowgrpo.rollout.effects import DeadlineStop, recorded
 from flowgrpo.rollout.records import Unfinished, acted
 from flowgrpo.rollout.replay import retrace
@@ -56,6 +56,7 @@ class Member:
     started: float | None = None
     seconds: float = 0.0
     said: int = 0  # tokens that the policy chose in this rollout
+    conversation: Conversation = field(default_factory=Conversation)  # for the engine, until it is left
 
     @property
     def begun(self) -> Sequence[int]:
@@ -194,6 +195,8 @@ def _ask(member: Member, submit: Submit, temperature: float, budget: int | None)
     course = member.course
     member.check_late(len(course.log))
     request = course.request(key_of(member.keys[1 + len(course.turns)]), temperature, budget)
+    if course.appends:
+        request = request._replace(conversation=member.conversation)
     with member.lock:
         if member.stopped:
             raise Stopped

@@ -7,6 +7,7 @@ Modules:
     kill_series  Kill runs at random moments of a timeline, and compare what came of it, bit for bit (S1)
     next_steps   Closing message of a run: what it wrote, and what can be done with it, one command a line
     run_dir      The folder of a run: what it was started with, checked before it goes on, and one process at a time
+    run_files    Names of all that a run writes in its folder, so that nothing else there is ever removed or overwritten
     session      One run in its folder: warm start, training, validations, checkpoints, the end; whatever is trained
     signals      Ctrl-C and SIGTERM: what runs ends at once, but never between two halves of what belongs together
     time_budget  Time that a command may take, on a machine that is lent for some hours

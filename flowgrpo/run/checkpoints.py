@@ -21,19 +21,23 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
+import sys
+import traceback
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from flowgrpo.files import make_folder
+from flowgrpo.files import make_folder, parse_json
 from flowgrpo.run.tree_io import Leaf, give_leaves, take_leaves
 from flowgrpo.types import BadInput
 
@@ -45,12 +49,14 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in FULL
 
 
-def check_room(folder: Path, size: int) -> None:
-    """Raise where so many bytes can't be written in a folder, before half of them are."""
-    free = shutil.disk_usage(folder).free
+def check_room(folder: Path, size: int, files: int = 0) -> None:
+    """Raise where so many bytes, or files, can't be written in a folder, before half of them are."""
+    disk, reason = os.statvfs(folder), os.strerror(errno.ENOSPC)
+    free = disk.f_bavail * disk.f_frsize
     if free < size:
-        said = f"{os.strerror(errno.ENOSPC)}: it takes {size / 1e6:.1f} MB, and {free / 1e6:.1f} MB are left"
-        raise OSError(errno.ENOSPC, said)
+        raise OSError(errno.ENOSPC, f"{reason}: it takes {size / 1e6:.1f} MB, and {free / 1e6:.1f} MB are left")
+    if disk.f_files and disk.f_favail < files:  # some file systems don't count files
+        raise OSError(errno.ENOSPC, f"{reason}: it takes {files} files, and the disk can hold {disk.f_favail} more")
 
 
 def _reason(error: Exception) -> str:
@@ -62,7 +68,8 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Without what Orbax logs, traceback by traceback, of errors that it raises as well."""
+    """Without what Orbax prints, traceback by traceback, of errors that it raises as well."""
+    _drop_late_results()
     log = logging.getLogger("absl")
 
     def is_of_others(record: logging.LogRecord) -> bool:
@@ -75,12 +82,42 @@ def unlogged() -> Iterator[None]:
         log.removeFilter(is_of_others)
 
 
+def _drop_late_results() -> None:
+    """Print nothing of reads and writes that end after another of the same checkpoint has failed.
+
+    Orbax closes its event loop at the first failure, and TensorStore then hands the results of the others to a closed
+    loop, in threads of its own and after Orbax has raised: one traceback an array, to nobody.
+    """
+    logging.getLogger("asyncio").addFilter(_is_asked_for)  # added once, however often this is called
+    if sys.unraisablehook is not _print_unraisable:
+        _HOOKS[:] = [sys.unraisablehook]
+        sys.unraisablehook = _print_unraisable
+
+
+_HOOKS: list[Callable[[Any], Any]] = []  # what was there before
+
+
+def _print_unraisable(failure: Any) -> None:
+    if isinstance(failure.exc_value, RuntimeError) and str(failure.exc_value) == "Event loop is closed":
+        frames = traceback.extract_tb(failure.exc_traceback)
+        if failure.object is None and any(frame.name == "call_soon_threadsafe" for frame in frames):
+            return
+    _HOOKS[0](failure)
+
+
+def _is_asked_for(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not ("never retrieved" in record.getMessage() and "tensorstore_spec=" in str(error))
+
+
 ARRAYS, CONTENT = "arrays", "checkpoint.json"
 UNFINISHED = ".unfinished-"  # begins the name of what is being written or removed
 REPLACED = (
     ".replaced-"  # begins the name of one of the same step as that which comes next; it counts until that is there
 )
-DAMAGE = (OSError, ValueError, KeyError, TypeError)  # what reading a checkpoint raises that isn't what was saved
+# What reading a checkpoint raises that isn't what was saved; what is nested deep, too.
+DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
+PART = 1 << 28  # bytes of arrays that are written at a time
 ROOM = 4096  # bytes that an array takes beside its numbers; as many are there for each of
 AT_LEAST = 8  # files that every checkpoint has
 
@@ -167,8 +204,15 @@ class Checkpoints:
         wait_for([] if self._pending is None else [self._pending])
 
     def _steps(self) -> list[int]:
-        places = (path.parent.name for begin in ("", REPLACED) for path in self.folder.glob(f"{begin}[0-9]*/{CONTENT}"))
-        return sorted({int(name.removeprefix(REPLACED)) for name in places})
+        """List the steps of all checkpoints; copies of them under other names are left alone."""
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise BadInput(f"{self.folder} can't be read ({error.strerror}): restore it, or its permissions") from None
+        steps = {step_of(name.removeprefix(REPLACED)) for name in names if _is_there(self.folder / name / CONTENT)}
+        return sorted(step for step in steps if step is not None)
 
     def _find_best(self) -> tuple[int | None, dict[int, Exception]]:
         """The best of those whose notes can be read, and what is wrong with the others."""
@@ -196,8 +240,13 @@ class Checkpoints:
     def _leaves(self, step: int, content: Mapping[str, Any], place: str) -> list[Leaf]:
         records = enumerate(content["leaves"])
         records = [(i, record) for i, record in records if f"{record['name']}/".startswith(place and f"{place}/")]
-        names = [_key(i, record) for i, record in records if _is_stored(record)]
-        arrays = _restore_arrays(self._path(step) / ARRAYS, names) if names else {}
+        names = {_key(i, record) for i, record in records if _is_stored(record)}
+        stored = iter([_key(i, record) for i, record in enumerate(content["leaves"]) if _is_stored(record)])
+        sizes, arrays = content.get("parts", [len(content["leaves"])]), {}
+        for number, size in enumerate(sizes):
+            held = [name for name in islice(stored, size) if name in names]
+            if held:
+                arrays |= _restore_arrays(_part(self._path(step) / ARRAYS, number, len(sizes)), held)
         return [_leaf(record, arrays.get(_key(i, record))) for i, record in records]
 
     def _fit(self, step: int, leaves: list[Leaf], template: Any) -> Any:
@@ -205,6 +254,8 @@ class Checkpoints:
             return give_leaves(leaves, template)
         except BadInput as error:
             raise BadInput(f"{self._path(step)} does not fit: {error}") from None
+        except DAMAGE as error:
+            raise self._damaged(step, CONTENT, error) from error
 
     def _path(self, step: int) -> Path:
         place, replaced = (self.folder / f"{begin}{step:08d}" for begin in ("", REPLACED))
@@ -212,9 +263,11 @@ class Checkpoints:
 
     def _load(self, step: int) -> dict[str, Any]:
         """Load a checkpoint's `checkpoint.json` and verify its checksum."""
-        content = json.loads((self._path(step) / CONTENT).read_text())
-        if content.pop("crc32") != _checksum(content):
+        content = parse_json((self._path(step) / CONTENT).read_bytes())
+        if content.pop("crc32") != _checksum(content) or not isinstance(content["note"], dict):
             raise ValueError("it is not what was saved")
+        if content["step"] != step:
+            raise ValueError(f"it is of step {content['step']}: name its folder {content['step']:08d}")
         return content
 
     def _content(self, step: int) -> dict[str, Any]:
@@ -266,26 +319,33 @@ class Checkpoints:
     def _fill(self, folder: Path, step: int, leaves: list[Leaf], note: Mapping[str, Any]) -> None:
         """The files of a checkpoint."""
         records = [_record(leaf) for leaf in leaves]
-        content = {"step": step, "note": note, "leaves": records}
-        text = json.dumps(content | {"crc32": _checksum(content)})
         pairs = enumerate(zip(records, leaves, strict=True))
         arrays = {_key(i, record): leaf.value for i, (record, leaf) in pairs if _is_stored(record)}
-        sizes = [array.nbytes for array in arrays.values()]
-        check_room(folder, sum(sizes) + ROOM * (len(sizes) + AT_LEAST) + len(text))
-        if arrays:
-            with unlogged():
-                _orbax().save(folder.absolute() / ARRAYS, arrays)
+        parts = _parts(arrays)
+        content = {"step": step, "note": note, "leaves": records}
+        content |= {"parts": [len(part) for part in parts]} if len(parts) > 1 else {}
+        text = json.dumps(content | {"crc32": _checksum(content)})
+        sizes, files = [array.nbytes for array in arrays.values()], AT_LEAST * max(len(parts), 1)
+        check_room(folder, sum(sizes) + ROOM * (len(sizes) + files) + len(text), files)
+        with unlogged():
+            for number, part in enumerate(parts):
+                place = _part(folder.absolute() / ARRAYS, number, len(parts))
+                make_folder(place.parent)
+                _orbax().save(place, part)
         (folder / CONTENT).write_text(text)
 
     def _clear(self) -> None:
         """Remove what a killed process left, and put back what it had not yet replaced."""
-        for replaced in self.folder.glob(f"{REPLACED}*"):
+        for replaced in self._named(REPLACED):
             place = self.folder / replaced.name.removeprefix(REPLACED)
             if not place.exists():
                 replaced.rename(place)
-        for begin in (UNFINISHED, REPLACED):
-            for rest in self.folder.glob(f"{begin}*"):
-                shutil.rmtree(rest, ignore_errors=True)
+        for rest in (*self._named(UNFINISHED), *self._named(REPLACED)):
+            shutil.rmtree(rest, ignore_errors=True)
+
+    def _named(self, begin: str) -> list[Path]:
+        """List what has the name of a checkpoint after this beginning."""
+        return [path for path in self.folder.glob(f"{begin}*") if step_of(path.name.removeprefix(begin)) is not None]
 
     def _prune(self) -> None:
         """Remove what is neither among the newest nor the best, nor damaged and so perhaps the best."""
@@ -314,6 +374,22 @@ def params_sha256(params: Any) -> str:
 # Between leaves and files -----------------------------------------------------------------------------
 
 
+def step_of(name: str) -> int | None:
+    """The step of the checkpoint whose folder has this name; None where it is no such name."""
+    return int(name) if re.fullmatch("[0-9]{8,}", name) and f"{int(name):08d}" == name else None
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a file is there; one that can't be looked at counts, so that reading it says why."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def _checksum(content: Mapping[str, Any]) -> int:
     """Of all that `checkpoint.json` says, as JSON writes it."""
     return zlib.crc32(json.dumps(content).encode())
@@ -331,6 +407,22 @@ def _record(leaf: Leaf) -> dict[str, Any]:
 def _is_stored(record: Mapping[str, Any]) -> bool:
     """Say whether it is an array that Orbax keeps; it keeps none without elements."""
     return "dtype" in record and 0 not in record["shape"]
+
+
+def _parts(arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """The arrays in parts of about `PART`: Orbax holds twice what it writes beside the arrays themselves."""
+    parts, size = [], PART
+    for name, array in arrays.items():
+        if size + array.nbytes > PART:
+            parts, size = [*parts, {}], 0
+        parts[-1][name] = array
+        size += array.nbytes
+    return parts
+
+
+def _part(path: Path, number: int, count: int) -> Path:
+    """The place of one of so many parts; a single one has no folder of its own."""
+    return path / f"{number:03d}" if count > 1 else path
 
 
 def _key(index: int, record: Mapping[str, Any]) -> str:
@@ -356,7 +448,8 @@ def _restore_arrays(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
     import orbax.checkpoint as ocp
 
     wanted = ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), partial_restore=True)
-    return _orbax().restore(path.absolute(), args=wanted)
+    with unlogged():
+        return _orbax().restore(path.absolute(), args=wanted)
 
 
 def _orbax() -> Any:

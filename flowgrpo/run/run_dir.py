@@ -13,7 +13,6 @@ import json
 import math
 import os
 import platform
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,11 +23,21 @@ from typing import Any
 import jax
 
 from flowgrpo import launch
-from flowgrpo.files import make_folder, write_whole
+from flowgrpo.files import make_folder, read_json, write_whole
+from flowgrpo.run.run_files import (
+    BEFORE,
+    CHECKPOINTS,
+    MADE,
+    NOTE,
+    OVERWRITTEN,
+    RUN,
+    START,
+    find_made,
+    remove_made,
+)
 from flowgrpo.types import BadInput
 
-RUN, LOCK = "run.json", ".lock"
-START = "start"  # the model that a run made to begin with
+LOCK = ".lock"
 SHOWN = 8  # differences at most in a message
 
 
@@ -39,14 +48,19 @@ def run_folder(
     settings: Mapping[str, Any],
     *,
     may_differ: Sequence[str] = (),
+    also: Sequence[str] = (),
     patience: float = 0.0,
 ) -> Iterator[Path]:
     """The folder, made for this run, or found to be its own; nobody else's while the block runs.
+
+    Files of others may lie there, but none that the run would overwrite; `also` are the names of files that it writes
+    beside those of `run_files`.
 
     `may_differ` names settings that may change when a run goes on, such as its number of updates. `patience` is how
     many seconds another process, which may be ending, has to leave the folder.
     """
     path = make_folder(folder)
+    check_free(path, also)
     with _alone(path, patience):
         check_run(path, recipe, settings, may_differ=may_differ)
         yield path
@@ -73,23 +87,39 @@ def _alone(path: Path, patience: float = 0.0) -> Iterator[None]:
         yield
 
 
-def begin_anew(folder: str | os.PathLike) -> None:
-    """Remove an earlier run; a folder that holds none, or in which somebody works, stays as it is."""
+def begin_anew(folder: str | os.PathLike, *, also: Sequence[str] = ()) -> None:
+    """Remove an earlier run, by the names of what a run makes (`also`: further ones); files of others stay.
+
+    A folder that holds no run, or in which somebody works, stays as it is.
+    """
     path = Path(folder)
     if not path.exists() or not any(path.iterdir()):
         return
-    if not any((path / mark).exists() for mark in (RUN, LOCK, START)):
+    if not any((path / mark).exists() for mark in (RUN, LOCK, f"{START}/{NOTE}", f".{START}")):
         raise BadInput(f"{path} holds no run that could be begun again: choose another folder, or empty it yourself")
     with _alone(path):
-        for part in path.iterdir():
-            if part.is_dir() and not part.is_symlink():
-                shutil.rmtree(part)
-            elif part.name != LOCK:
-                part.unlink()
+        if not (path / RUN).exists():  # killed before it began, so that what has the name of metrics isn't its own
+            remove_made(path, BEFORE)
+            return
+        remove_made(path, (*MADE, *also))
+        (path / RUN).unlink()  # last, so that what is killed before can be called again
+
+
+def check_free(folder: Path, also: Sequence[str] = ()) -> None:
+    """Raise `BadInput` where a first run in a folder would overwrite files of others."""
+    if (folder / RUN).exists() or any(find_made(folder, CHECKPOINTS)):
+        return
+    foreign = next(find_made(folder, (*OVERWRITTEN, *also)), None)
+    if foreign is not None:
+        raise BadInput(
+            f"{folder} holds {foreign.relative_to(folder)} and no {RUN}, and a run there would overwrite it: choose "
+            "another folder, or move it away"
+        )
 
 
 def check_own(folder: Path, recipe: str, settings: Mapping[str, Any], *, may_differ: Sequence[str] = ()) -> None:
-    """Raise `BadInput` where the folder holds another run, before anything is made or written there."""
+    """Raise `BadInput` where the folder holds another run or files in its way, before anything is written there."""
+    check_free(folder)
     if (folder / RUN).exists():
         check_same(folder, read_run(folder), identity(recipe, settings), may_differ=may_differ)
 
@@ -164,12 +194,13 @@ def machine() -> dict[str, Any]:
 def read_run(folder: str | os.PathLike) -> dict[str, Any]:
     """Load from `run.json` the `recipe` and `settings` that a run was last started with, and the `machine`."""
     path = Path(folder) / RUN
-    try:
-        there = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise BadInput(f"{folder} holds no run: {RUN} is missing; give the folder of one") from None
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path} can't be read ({error}): restore it, or choose another folder") from None
+    if not path.exists():
+        raise BadInput(f"{folder} holds no run: {RUN} is missing; give the folder of one")
+    return check_identity(read_json(path, "restore it, or choose another folder"), path)
+
+
+def check_identity(there: Any, path: Path) -> dict[str, Any]:
+    """The recipe, settings and machine that a file tells of; `BadInput` where it is no record of a run."""
     parts = {name: there.get(name) if isinstance(there, dict) else None for name in ("settings", "machine")}
     for name, part in parts.items():
         if not isinstance(part, dict):

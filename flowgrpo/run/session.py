@@ -24,6 +24,7 @@ import optax
 from flowgrpo import loop
 from flowgrpo.evaluation.metrics import Evaluation
 from flowgrpo.files import write_whole
+from flowgrpo.learner.critic import without_critic
 from flowgrpo.models.trainable import WHOLE, Trained
 from flowgrpo.report.health import WARNINGS, health_summary, watch_health
 from flowgrpo.report.metrics import TIMINGS, Metrics, Position, check_saved, read_metrics, without_empty_means
@@ -33,14 +34,14 @@ from flowgrpo.report.sinks import open_sinks
 from flowgrpo.run.checkpoints import Checkpoints, is_full, params_sha256
 from flowgrpo.run.config import RunConfig
 from flowgrpo.run.next_steps import after_training
-from flowgrpo.run.run_dir import begin_anew, check_same, identity, machine, run_folder
+from flowgrpo.run.run_dir import begin_anew, check_identity, check_same, identity, machine, run_folder
+from flowgrpo.run.run_files import RESULT
 from flowgrpo.run.signals import STOPPING, held, listening
 from flowgrpo.run.time_budget import ENDLESS, TimeBudget
 from flowgrpo.run.warm_start import WarmStart, finish_warm_start, no_warm_start, saved_position, warm_start
 from flowgrpo.types import BadInput
 
-RESULT = "result.json"
-PARAMS = "run/learner/params"  # where a checkpoint holds them
+PARAMS, VERSION = "run/learner/params", "run/learner/version"  # where a checkpoint holds them
 Step = Callable[[loop.Run], tuple[loop.Run, dict[str, Any]]]
 
 
@@ -79,6 +80,7 @@ class Work(ABC):
     evaluates = True  # whether the command `evaluate` tests such a run on fresh tasks
     keeps_start = True  # whether the start is kept to the end, and is the reference
     teacher: Any = None  # parameters that are the reference in the place of the start
+    moves_models = False  # whether models are moved off the device, where none may share another's arrays
     remembers = False  # whether checkpoints hold the memory of a master
     memory: RunMemory | None = None  # or that of the run itself, which is one process then
     # Compiles what comes after the imitation for a run like this one, in a thread beside it.
@@ -140,14 +142,14 @@ class TestedWork(Work):
     """The stages of a run whose start and best parameters are tested on the same tasks at its end."""
 
     @abstractmethod
-    def test(self, params: Sequence[Any]) -> Tested:
-        """Test these parameters."""
+    def test(self, params: Sequence[Any], versions: Sequence[int]) -> Tested:
+        """Test these parameters; what is played records the version of those that played it."""
 
     def finish(self, session: "Session", minutes: float) -> dict[str, Any]:
         """Test the start and the best parameters, once, and write the result."""
         best, params = session.best_params()
         self.progress.say(f"testing the start and update {best}, on tasks of their own")
-        return session.finish(minutes, self.test((session.start, params)))
+        return session.finish(minutes, self.test((session.start, params), (0, session.best_version())))
 
 
 def validation_of(figures: Evaluation) -> Validation:
@@ -187,7 +189,9 @@ class Session:
     @property
     def start(self) -> Any:
         """The parameters after the warm start."""
-        return self._whole(self._start)
+        if self.work.moves_models:
+            return self._whole(self._start)
+        return self._whole(_same_arrays(self._start, self.run.reference))
 
     # Stages -------------------------------------------------------------------------------------------
 
@@ -196,12 +200,13 @@ class Session:
         trained = self.work.trained
         part = trained.take(params)
         own = trained.put(params, jax.tree.map(jnp.copy, part))  # a step may donate the part
-        run = self._start_run(own, self.work.key)
+        run = self._start_run(own, self.work.key, start=None if self.work.moves_models else part)
         self._start = jax.device_get(part) if self.work.keeps_start else None
         self.at = Snapshot(self.work.place(run), position)
 
-    def _start_run(self, params: Any, key: jax.Array) -> loop.Run:
-        reference = None if self.work.keeps_start else ()  # the start, or nothing
+    def _start_run(self, params: Any, key: jax.Array, start: Any = None) -> loop.Run:
+        """The run that begins with `params`; its reference is `start` itself, a copy of what is trained, or nothing."""
+        reference = without_critic(start) if self.work.keeps_start else ()
         reference = reference if self.work.teacher is None else self.work.teacher
         return loop.start_run(params, self.work.optimizer, key, reference=reference, trained=self.work.trained)
 
@@ -220,7 +225,9 @@ class Session:
             return False
         note = self.checkpoints.note(step)
         allowed = (*self.work.config.may_differ(), *may_differ)
-        check_same(self.checkpoints.folder, note.get("run", {}), self.identity, may_differ=allowed)
+        there = check_identity(note.get("run"), self.checkpoints.folder)
+        check_same(self.checkpoints.folder, there, self.identity, may_differ=allowed)
+        self.checkpoints.best()  # a note that is damaged is found now, and not at the end
         tree = self.checkpoints.restore(step, self._template())
         self._start, self.resumed_at = tree["start"], list(tree["resumed_at"])
         self.memory = tree.get("memory")
@@ -228,6 +235,10 @@ class Session:
             self.work.memory.restore(step, self.memory)
         learner = tree["run"].learner
         run = tree["run"].replace(learner=learner.replace(params=self._whole(learner.params)))
+        frozen = self.work.frozen()
+        if frozen is not None and not self.work.moves_models:
+            start = without_critic(self.work.trained.take(frozen))
+            run = run.replace(reference=_same_arrays(run.reference, start))
         self.at = Snapshot(self.work.place(run), tree["position"], note.get("validation"))
         if step < self.work.updates:
             self.resumed_at.append(step)
@@ -247,6 +258,13 @@ class Session:
         if best is None or best == int(self.run.update):
             return best, self.run.learner.params
         return best, self.params_at(best)
+
+    def best_version(self) -> int:
+        """The version of the parameters with the best validation: updates that had changed them."""
+        best = self.checkpoints.best()
+        if best is None or best == int(self.run.update):
+            return int(self.run.learner.version)
+        return int(self.checkpoints.part(best, VERSION))
 
     def params_at(self, update: int) -> Any:
         """The parameters of a checkpoint."""
@@ -316,7 +334,7 @@ class Session:
     def advance(self, step, metrics: Metrics) -> dict[str, Any]:
         """One update, and its figures."""
         began = time.monotonic()
-        run, figures = next(loop.train_loop(step, self.run, self.work.updates))
+        run, figures = next(loop.train_loop(step, self.run, self.work.updates, warns=False))
         took = time.monotonic() - began
         check_finite(figures, self.checkpoints)
         speed = {"seconds": took, "tokens_per_second": figures["tokens"] / took, **figures.pop("timings", {})}
@@ -406,6 +424,15 @@ class Session:
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write the result as JSON, whole."""
         write_whole(self.folder / RESULT, json.dumps(result, indent=1) + "\n")
+
+
+def _same_arrays(tree: Any, other: Any) -> Any:
+    """The tree with the arrays of the other one, where all are equal: so that the memory of one of them goes."""
+    leaves, others = jax.tree.leaves(tree), jax.tree.leaves(other)
+    if jax.tree.structure(tree) != jax.tree.structure(other):
+        return tree
+    pairs = zip(leaves, others, strict=True)
+    return other if all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs) else tree
 
 
 def work_folder(recipe: str, config: RunConfig, folder: Path, *, patience: float = 0.0) -> AbstractContextManager[Path]:

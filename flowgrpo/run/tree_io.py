@@ -41,7 +41,10 @@ class Leaf(NamedTuple):
 
 
 def take_leaves(tree: Any, *, copy: bool = False) -> list[Leaf]:
-    """The leaves of a tree, on the host; as copies where what they came from may change or be donated."""
+    """The leaves of a tree, on the host; with `copy` none that changes later, which arrays of JAX never do.
+
+    One that is donated while such a leaf is read keeps its memory, and the program takes other.
+    """
     return [_take(Leaf(_encode(path), "", leaf), copy) for path, leaf in _flatten(tree)]
 
 
@@ -91,7 +94,8 @@ def _take(leaf: Leaf, copy: bool) -> Leaf:
         raise BadInput(
             f"{leaf.name}: a {type(value).__name__} can't be saved; only arrays, numbers, text and bytes can"
         )
-    array = np.array(value) if copy else np.asarray(value)
+    changes = isinstance(value, np.ndarray) and value.flags.writeable
+    array = np.array(value) if copy and changes else np.asarray(value)
     if array.dtype.kind in "OSUmM" or array.dtype.fields is not None:
         raise BadInput(f"{leaf.name}: an array of {array.dtype} can't be saved; arrays of numbers can")
     return leaf._replace(kind=kind, value=array)

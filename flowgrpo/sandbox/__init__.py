@@ -20,12 +20,13 @@ or an ordinary user started it:
   * No rights: an unprivileged user, no capabilities, none to be had (no_new_privs), and only the system calls that
     Python and its standard library need (seccomp.py): none that watches files, asks what the kernel caches or counts,
     or takes of what the kernel has for all (aio, epoll, huge pages).
-  * No view of other processes; none but descendants can be signalled. No run sees another: locks on files are granted
-    without effect, because all runs would see them. So `sqlite3` and `shelve` work on files, but processes of one run
-    exclude each other by `multiprocessing.Lock` alone.
+  * No view of other processes; none but descendants can be signalled, by number, group or session. No run sees another
+    that does not work together with it: locks on files are granted without effect, because all runs would see them. So
+    `sqlite3` and `shelve` work on files, but processes of one run exclude each other by `multiprocessing.Lock` alone.
   * Started by root, each worker is a user of its own, and shares none of the quotas that the kernel has for a user.
   * Wall clock, processes and threads, output, files and memory are bounded (`Limits`). What is left at the end or at
-    the deadline is killed with its whole tree before `run` returns. A run can fail or lose only itself.
+    the deadline is killed with its whole tree before `run` returns. A run can fail or lose only itself, and the loss is
+    its own: should its worker go down with it, it has ended by signal 9, unless an empty program fails, too.
 
 Not guaranteed:
 
@@ -33,8 +34,10 @@ Not guaranteed:
   * That a program learns nothing: system calls tell the kernel's version, the clock and the processors; files tell the
     path of the interpreter, what is installed below /usr/lib, when the host last read it and whether it locks it, and
     the free space of that disk; numbers of pipes and sockets tell how many the machine has made.
-  * That two programs which work together can't feel each other: the time that anything takes tells how busy processors,
-    caches and the page cache are.
+  * That two programs which work together, in two runs at one time, can't talk. Locks of `multiprocessing` need futexes
+    that processes share, and of those a page of any file that both runs map, libc's own text included, makes one for
+    both: to wake says how many wait. What nobody waits for tells nothing. And the time that anything takes tells how
+    busy processors, caches and the page cache are.
   * Quotas of a user where an ordinary user starts the sandbox: its runs and its other processes count as one for the
     pages of pipes and for descriptors on their way through sockets. The same holds for root in a container that maps
     only 65,536 users: all workers are then nobody.

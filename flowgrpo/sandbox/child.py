@@ -4,7 +4,9 @@
 
 The first process waits, already isolated, until a request comes; makes the scratch folder, forks the program, buries
 orphans, and says how the program ended. When it ends, the kernel ends everything in its namespace. A program can't
-signal it (the kernel ignores signals to process 1 from inside), trace it, or speak in its name.
+signal it (the kernel ignores signals to process 1 from inside), trace it, or speak in its name. It leads a session of
+its own, and so does the program: a process group may hold processes of several pid namespaces, and a signal to the
+group reaches them all.
 
 The program's process takes on its limits, gives up capabilities, binds itself to the system call filter, closes every
 descriptor but its three streams, and only then reads the first line of what it is to run. Where one of these steps
@@ -44,9 +46,8 @@ _kept: list[types.ModuleType] = []  # to free them would cost time: their memory
 def first_process(own: socket.socket, proc: int | None, program_filter: seccomp.Filter | None) -> NoReturn:
     """Wait for one request and carry it out. Without isolation (`proc` is None), become the program's process."""
     try:
-        if proc is None:
-            os.setsid()
-        else:
+        os.setsid()  # first of all: kill(0) in a process of the zygote's group would end the zygote
+        if proc is not None:
             syscalls.unshare(syscalls.CLONE_NEWNS)
             syscalls.ask_for_short_turns()
             _die_first(proc)
@@ -76,6 +77,7 @@ def _run_isolated(request: Mapping[str, Any], files: list[int], program_filter) 
     if child == 0:
         try:
             os.close(ready)
+            os.setsid()
             _program(request, files, program_filter, lambda text: os.write(report, text.encode()))
         finally:
             os._exit(1)

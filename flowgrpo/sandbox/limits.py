@@ -23,7 +23,10 @@ class Limits:
 
 
 class Ran(NamedTuple):
-    """How a program ended, and what it wrote. `code` is negative where a signal ended it, None where we did."""
+    """How a program ended, and what it wrote. `code` is negative where a signal ended it, None where we did.
+
+    A program with which its whole worker went down has ended by signal 9.
+    """
 
     ended: str  # "exited", "timeout", "memory", "output" or "signal"
     code: int | None
@@ -52,7 +55,10 @@ class Isolation:
 
 
 class SandboxFailure(RuntimeError):
-    """The sandbox itself failed, through no fault of what it ran: no verdict follows from it (F5)."""
+    """The sandbox itself failed, through no fault of what it ran: no verdict follows from it (F5).
+
+    A worker that is lost with a run is none as long as an empty program comes through a new one.
+    """
 
 
 class CallFailed(Exception):

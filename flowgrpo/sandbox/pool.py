@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -102,9 +103,22 @@ class Sandbox:
                 answer = worker.exchange(request, limits=limits, stdin=stdin)
             finally:
                 self._put(kind, worker)
-        if answer.how == "lost":
-            raise SandboxFailure("the worker process of the sandbox ended while it carried out this request")
+            if answer.how == "lost":
+                self._try_another(kind)
+                return answer._replace(how="ended", status=signal.SIGKILL)  # by which everything of it ended
         return answer
+
+    def _try_another(self, kind: tuple[str, ...]) -> None:
+        """Start a worker in place of one that was lost; `SandboxFailure` where an empty program fails there, too.
+
+        So a request that ends its worker is to blame, and gains nothing; the host is, where nothing runs any more.
+        """
+        try:
+            self._put(kind, self._start(kind))
+        except SandboxFailure as error:
+            raise SandboxFailure(
+                f"the worker process of the sandbox ended while it carried out this request, and no other runs: {error}"
+            ) from error
 
     def _take(self, kind: tuple[str, ...]) -> Worker:
         """A worker that waits, or a new one."""
@@ -140,7 +154,9 @@ class Sandbox:
             else:
                 self._isolation = _describe(worker)
                 return worker
-        return Worker(isolate=False, preload=kind)
+        worker = Worker(isolate=False, preload=kind)
+        _try_out(worker)
+        return worker
 
 
 def _close_all(waiting: Mapping[tuple[str, ...], list[Worker]]) -> None:

@@ -42,7 +42,7 @@ close_range 436 436, mprotect 10 226,
 munmap 11 215, brk 12 214, mremap 25 216, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139,
 rt_sigpending 127 136, rt_sigtimedwait 128 137, rt_sigsuspend 130 133, sigaltstack 131 132, restart_syscall 219 128,
 kill 62 129, tkill 200 130, tgkill 234 131, alarm 37 -1, pause 34 -1, getitimer 36 102, setitimer 38 103, fork 57 -1,
-vfork 58 -1, execve 59 221, execveat 322 281, exit 60 93, exit_group 231 94, wait4 61 260, waitid 247 95, futex 202 98,
+vfork 58 -1, execve 59 221, execveat 322 281, exit 60 93, exit_group 231 94, wait4 61 260, waitid 247 95,
 set_tid_address 218 96, set_robust_list 273 99, rseq 334 293, arch_prctl 158 -1, getpid 39 172, gettid 186 178,
 getppid 110 173, getpgrp 111 -1, getpgid 121 155, setpgid 109 154, getsid 124 156, setsid 112 157, getuid 102 174,
 geteuid 107 175, getgid 104 176, getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158,
@@ -51,7 +51,7 @@ uname 63 160, getrandom 318 278, time 201 -1, gettimeofday 96 169, clock_gettime
 nanosleep 35 101, clock_nanosleep 230 115, sched_yield 24 124, sched_getaffinity 204 123, sched_getparam 143 121,
 sched_getscheduler 145 120, sched_get_priority_max 146 125, sched_get_priority_min 147 126,
 sched_rr_get_interval 148 127, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242,
-getsockname 51 204, getpeername 52 205, sendto 44 206, recvfrom 45 207, sendmsg 46 211, recvmsg 47 212, shutdown 48 210
+getsockname 51 204, getpeername 52 205, shutdown 48 210
 """
 _NO_EFFECT = "flock 73 32, fsync 74 82, fdatasync 75 83, sync 162 81, msync 26 227"  # answered with success
 _ABSENT = "preadv2 327 286, pwritev2 328 287, statx 332 291"  # libc has another way
@@ -60,7 +60,8 @@ _NO_ATTRIBUTES = (
 )
 _FILTERED = """
 mmap 9 222, madvise 28 233, fcntl 72 25, ioctl 16 29, socket 41 198, socketpair 53 199, getsockopt 55 209,
-setsockopt 54 208, clone 56 220, prctl 157 167, prlimit64 302 261
+setsockopt 54 208, clone 56 220, prctl 157 167, prlimit64 302 261, futex 202 98, sendto 44 206, recvfrom 45 207,
+sendmsg 46 211, recvmsg 47 212
 """
 
 # BPF: load a word, jump, return; and where `struct seccomp_data` keeps the call, the machine and the arguments.
@@ -140,8 +141,8 @@ def _only(*values: int, error: int = errno.EPERM) -> list[Line]:
     return _decide(dict.fromkeys(values, _ALLOW), _ERROR | error)
 
 
-def _without(bits: int) -> list[Line]:
-    return [(_ANY_BIT, 0, 1, bits), (_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
+def _without(bits: int, error: int = errno.EPERM) -> list[Line]:
+    return [(_ANY_BIT, 0, 1, bits), (_RETURN, 0, 0, _ERROR | error), (_RETURN, 0, 0, _ALLOW)]
 
 
 _AF_UNIX = 1
@@ -150,8 +151,14 @@ _ADVICE = (*range(5), 8, *range(14, 20))  # not to share equal pages (KSM), nor 
 _CONTROLS = (*range(6), 36, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_OFD_GETLK, F_DUPFD_CLOEXEC
 _LOCK = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 _DESCRIPTORS = (0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)  # FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, FICLONE
-_OPTIONS = (*range(1, 26), 30, 38, 39)  # of sockets: no filters, cookies (which count sockets of the host) or pidfds
+# Of sockets: no data out of band, filters, cookies (which count sockets of the host) or pidfds.
+_OPTIONS = (*range(1, 10), *range(11, 26), 30, 38, 39)
+_MSG_OOB = 1
 _PROCESS = (1, 2, 3, 4, 15, 16, 23, 38, 39)  # of prctl: signal at the parent's death, dumpable, name, rights
+# Of futexes: to wait and to wake, in one process (128) to requeue, too, and by the real-time clock (256). No priority
+# is inherited. Those that processes share can't be refused: the semaphores of multiprocessing and pthread_join are
+# made of them, and libc aborts where they fail. What two runs can do with them stands in the package's docstring.
+_FUTEXES = (0, 1, 9, 10, 9 | 256, *(128 | operation for operation in (0, 1, 3, 4, 5, 9, 10, 9 | 256)))
 # New namespaces; to trace, to be the child of another, and a pidfd, whose number counts processes of the host.
 _TRACE, _PARENT, _PIDFD = 0x2000, 0x8000, 0x1000
 _FORBIDDEN_CLONES = syscalls.NAMESPACES | syscalls.CLONE_NEWCGROUP | _TRACE | _PARENT | _PIDFD
@@ -169,4 +176,9 @@ _ARGUMENTS = {
     "clone": (0, _without(_FORBIDDEN_CLONES)),
     "prctl": (0, _only(*_PROCESS)),
     "prlimit64": (0, _only(0)),  # of itself
+    "futex": (1, _only(*_FUTEXES, error=errno.ENOSYS)),
+    "sendto": (3, _without(_MSG_OOB, errno.EOPNOTSUPP)),
+    "recvfrom": (3, _without(_MSG_OOB, errno.EOPNOTSUPP)),
+    "sendmsg": (2, _without(_MSG_OOB, errno.EOPNOTSUPP)),
+    "recvmsg": (2, _without(_MSG_OOB, errno.EOPNOTSUPP)),
 }

@@ -5,6 +5,7 @@ import marshal
 import math
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ START_SECONDS = 120.0  # a preloaded module may be a large one
 GRACE = 1.0  # seconds past a deadline after which the zygote itself is taken to be stuck, and ended
 _OWN_PROCESSES = 3  # of a worker, that the kernel counts with those of a run
 _SLACK = 16 << 20  # page tables and other memory of the kernel that a control group counts
+ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}  # else each thread takes 64 MB and more of the bounded address space
 
 # The zygote finds this package by its folder, without `flowgrpo/__init__.py`, which imports JAX.
 _BOOT = """
@@ -36,7 +38,10 @@ main(int(sys.argv[2]))
 
 
 class RequestEnd(NamedTuple):
-    """How a request ended ("ended", "timeout", "output", "lost"), the wait status, what was written, the time."""
+    """How a request ended ("ended", "timeout", "output", "lost"), the wait status, what was written, the time.
+
+    It is "lost" where the zygote ended while it carried the request out.
+    """
 
     how: str
     status: int
@@ -88,7 +93,7 @@ class Worker:
         return not poll.poll(0)
 
     def exchange(self, request: Mapping[str, Any], *, limits: Limits, stdin: bytes = b"") -> RequestEnd:
-        """Carry out one request; it is "lost" where the zygote went down with it."""
+        """Carry out one request; `SandboxFailure` where it can't begin."""
         try:
             return self._exchange(request, limits, stdin)
         except OSError as error:
@@ -123,7 +128,7 @@ class Worker:
         """End the zygote and everything below it."""
         self.lost = True
         self._control.close()  # the zygote ends itself at this
-        for end in (lambda: None, self._process.terminate, self._process.kill):
+        for end in (self._continue, self._process.terminate, self._process.kill):
             end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE)
@@ -131,6 +136,12 @@ class Worker:
         if self._group:
             self._group.remove()
             self._group = None
+
+    def _continue(self) -> None:
+        """Have starter and zygote go on where somebody has stopped them: what is stopped can't end itself."""
+        if self._process.poll() is None:  # else the number of the group may be another's
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of an empty group
+                os.killpg(self.pid, signal.SIGCONT)
 
     # Starting -----------------------------------------------------------------------------------------
 
@@ -142,7 +153,7 @@ class Worker:
             "cgroup": str(self._group.path) if self._group else "",
             "preload": list(preload),
             "path": path,
-            "environment": {"PATH": os.path.dirname(_python()), "LANG": "C.UTF-8"},
+            "environment": {"PATH": os.path.dirname(_python()), "LANG": "C.UTF-8", **ONE_ARENA},
         }
         self._control.settimeout(START_SECONDS)
         try:
@@ -184,8 +195,8 @@ class Worker:
         try:
             files = [*given, *streams.writers]
             channel.send(self._control, {"do": "run", "seconds": float(limits.seconds)}, files)
-        except channel.Closed:
-            self.lost = True
+        except channel.Closed as error:
+            raise SandboxFailure("the worker process of the sandbox ended before it took this request") from error
         finally:
             streams.close_writers()
             for descriptor in given:
@@ -288,10 +299,12 @@ def _spawn(channel_end: socket.socket) -> subprocess.Popen:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={**kept, "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        env={**kept, "LANG": "C.UTF-8", **ONE_ARENA, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
         pass_fds=[number],
         cwd="/",
-        start_new_session=True,  # Ctrl-C is for the process that holds the pool
+        # Ctrl-C is for the process that holds the pool. A group of its own in the same session is hung up, and goes on
+        # to end by that, where it is stopped when the process of the pool is killed.
+        process_group=0,
     )
 
 

@@ -206,18 +206,44 @@ def _serve(control: socket.socket, prepare: Callable[[], Child], kill: Callable[
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     with contextlib.suppress(channel.Closed):
         while True:
-            waiting = prepare()
+            waiting = None
+            with contextlib.suppress(OSError):  # short of something: it is tried again when a request is there
+                waiting = prepare()
             request, files = channel.receive(control)
             while request["do"] != "run":  # a kill that came after its run had ended
                 request, files = channel.receive(control)
             began = time.monotonic()
-            channel.send(waiting.channel, request, files)
-            for file in files:
-                os.close(file)
-            why, status = _watch(waiting.pid, began + request["seconds"], ended, control, kill)
+            try:
+                running = _hand_over(waiting, prepare, request, files)
+            except OSError as error:
+                channel.send(control, {"how": "failed", "text": f"{type(error).__name__}: {error}"})
+                continue
+            finally:
+                for file in files:
+                    os.close(file)
+            why, status = _watch(running.pid, began + request["seconds"], ended, control, kill)
             seconds = time.monotonic() - began
-            channel.send(control, _how(waiting.channel, why, status) | {"seconds": seconds})
+            channel.send(control, _how(running.channel, why, status) | {"seconds": seconds})
+    os.kill(0, signal.SIGCONT)  # the starter buries this process and ends, unless somebody has stopped it
     os._exit(0)
+
+
+def _hand_over(
+    waiting: Child | None, prepare: Callable[[], Child], request: Mapping[str, Any], files: list[int]
+) -> Child:
+    """Give the request to the child that waits, or to another where it is gone: no program has begun then."""
+    if waiting is not None:
+        try:
+            channel.send(waiting.channel, request, files)
+        except channel.Closed:  # it is the first that the kernel ends where a machine runs out of memory
+            waiting.channel.close()
+            os.waitpid(waiting.pid, 0)
+        else:
+            return waiting
+    other = prepare()
+    with contextlib.suppress(channel.Closed):  # it has said why it can't
+        channel.send(other.channel, request, files)
+    return other
 
 
 def _watch(pid: int, deadline: float, ended: socket.socket, control: socket.socket, kill) -> tuple[str, int]:
@@ -233,7 +259,11 @@ def _watch(pid: int, deadline: float, ended: socket.socket, control: socket.sock
         if ended in ready:
             ended.recv(4096)
         if control in ready:
-            channel.receive(control)  # the one thing that a pool says during a run is: kill
+            try:
+                channel.receive(control)  # the one thing that a pool says during a run is: kill
+            except channel.Closed:
+                kill(pid)  # without namespaces, it would go on when this process has ended
+                raise
             why = "killed"
         elif left <= 0:
             why = "timeout"
@@ -256,18 +286,20 @@ def _prepare(proc: int | None, program_filter: seccomp.Filter | None, control: s
     own, other = socket.socketpair()
     if proc is not None:
         syscalls.unshare(syscalls.CLONE_NEWPID)
-    pid = os.fork()
-    if pid == 0:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        own.close()
-        control.close()
-        child.first_process(other, proc, program_filter)
-    other.close()
-    if proc is not None:
-        here = os.open("self/ns/pid", os.O_RDONLY, dir_fd=proc)
-        syscalls.enter(here)  # so that a new one can be made for the next child
-        os.close(here)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            own.close()
+            control.close()
+            child.first_process(other, proc, program_filter)
+    finally:
+        other.close()
+        if proc is not None:
+            here = os.open("self/ns/pid", os.O_RDONLY, dir_fd=proc)
+            syscalls.enter(here)  # so that a new one can be made for the next child
+            os.close(here)
     return Child(pid, own)
 
 

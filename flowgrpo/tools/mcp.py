@@ -6,7 +6,8 @@
     a call in any thread -> the one thread with the event loop -> the official SDK -> server
 
 An error that the server reports about a call is an observation. A server that is down, dies, is slower than `seconds`
-or answers what is no MCP, is a `ToolFailure`; the next call starts it, or connects to it, again.
+or answers what is no MCP (no JSON, JSON that is too deep, the answer to another question), is a `ToolFailure`; the next
+call starts it, or connects to it, again. What a server lists is bounded before it stands in a prompt.
 """
 
 import contextlib
@@ -20,8 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from flowgrpo.contracts import Tool
+from flowgrpo.files import pip_install
 from flowgrpo.tools.schema import check_name
-from flowgrpo.tools.toolset import ToolError, ToolFailure, clean_observation, error_sentence
+from flowgrpo.tools.toolset import ToolError, ToolFailure, clean_observation, error_sentence, observation
 from flowgrpo.types import BadInput
 
 if TYPE_CHECKING:
@@ -32,7 +34,11 @@ __all__ = ["Http", "McpTools", "Stdio", "mcp_tools"]
 MOMENT = 1.0  # seconds in which a server that is there says what tools it has
 GRACE = 5.0  # seconds that a connection may take to end
 MOST_PAGES = 100  # of a listing of tools
+MOST_TOOLS = 1000  # of a server: a planner's prompt names each
+LONGEST_DESCRIPTION = 4000  # characters; of a longer one head and tail are shown
+LONGEST_SCHEMA = 1 << 17  # characters of the JSON of a tool's parameters
 INVALID_PARAMS, CONNECTION_CLOSED, REQUEST_TIMEOUT = -32602, -32000, -32001  # codes of JSON-RPC and of the SDK
+SHOWN = 80  # characters of what a server sent in the place of a number
 LOG_TAIL, LOG_MOST = 300, 1 << 20  # bytes of what a server wrote to stderr: quoted by a failure, and kept
 
 
@@ -56,10 +62,75 @@ class Http(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """Open connection to a server, kept by a task of the event loop: its client, and the event that ends it."""
+    """Open connection to a server, kept by a task of the event loop, with the event that ends it."""
 
     client: "Client"
+    strays: "Strays"
     end: Any  # anyio.Event
+
+
+class Strays:
+    """A transport that notes what a server sends and no request waits for: the SDK drops it, and the request waits on.
+
+    `when` the last one came, and in words `what` it was.
+    """
+
+    def __init__(self, transport: Any):
+        self.when, self.what = -math.inf, ""
+        self._transport = transport
+        self._asked: set[str] = set()  # numbers of requests without an answer
+
+    async def __aenter__(self) -> tuple[Any, Any]:
+        incoming, outgoing = await self._transport.__aenter__()
+        return _Watched(incoming, self._received), _Watched(outgoing, self._sent)
+
+    async def __aexit__(self, *error: Any) -> Any:
+        return await self._transport.__aexit__(*error)
+
+    def _sent(self, item: Any) -> None:
+        if hasattr(item.message, "method") and hasattr(item.message, "id"):
+            self._asked.add(str(item.message.id))
+
+    def _received(self, item: Any) -> None:
+        if isinstance(item, Exception):
+            self._note(f"what is no message ({_words_of(item)})")
+        elif not hasattr(item.message, "method"):  # an answer
+            number = str(item.message.id)
+            if number not in self._asked:
+                self._note(f"an answer to the request {number[:SHOWN]!r}, which nobody made")
+            self._asked.discard(number)
+
+    def _note(self, what: str) -> None:
+        self.when, self.what = time.monotonic(), what
+
+
+class _Watched:
+    """A stream of a transport whose items are shown to `look` as they pass."""
+
+    def __init__(self, stream: Any, look: Callable[[Any], None]):
+        self._stream, self._look = stream, look
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def __aenter__(self) -> "_Watched":
+        await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> Any:
+        return await self._stream.__aexit__(*error)
+
+    def __aiter__(self) -> "_Watched":
+        return self
+
+    async def __anext__(self) -> Any:
+        item = await self._stream.__anext__()
+        self._look(item)
+        return item
+
+    async def send(self, item: Any) -> None:
+        self._look(item)
+        await self._stream.send(item)
 
 
 async def keep(server: Stdio | Http, log: IO[bytes], seconds: float, *, task_status: Any) -> None:
@@ -70,10 +141,10 @@ async def keep(server: Stdio | Http, log: IO[bytes], seconds: float, *, task_sta
     end = anyio.Event()
     with anyio.CancelScope(deadline=anyio.current_time() + seconds) as scope:
         async with contextlib.AsyncExitStack() as stack:
-            transport = await _transport(server, log, stack)
-            client = await stack.enter_async_context(Client(transport, cache=None))
+            strays = Strays(await _transport(server, log, stack))
+            client = await stack.enter_async_context(Client(strays, cache=None))
             scope.deadline = math.inf
-            task_status.started(Connection(client, end))
+            task_status.started(Connection(client, strays, end))
             try:
                 await end.wait()
             finally:
@@ -113,10 +184,12 @@ async def list_tools(client: "Client") -> list[Any]:
     for _ in range(MOST_PAGES):
         page = await client.list_tools(cursor=cursor)
         found += page.tools
+        if len(found) > MOST_TOOLS:
+            raise ToolFailure(f"lists {len(found)} tools or more, but may list {MOST_TOOLS}")
         cursor = page.next_cursor
         if cursor is None:
             return found
-    raise ToolFailure(f"its list of tools has more than {MOST_PAGES} pages")
+    raise ToolFailure(f"lists tools on more than {MOST_PAGES} pages")
 
 
 # Words --------------------------------------------------------------------------------------------------
@@ -195,7 +268,11 @@ class McpTools:
         """Make a tool as the server describes it."""
         name = f"{prefix}{listed.name}"
         check_name(name)
-        description = (listed.description or listed.title or listed.name).strip()
+        size = len(json.dumps(listed.input_schema))
+        if size > LONGEST_SCHEMA:
+            why = f"describes the parameters of {name} in {size} characters of JSON, but may take {LONGEST_SCHEMA}"
+            raise ToolFailure(f"{where(self._server)} {why}")
+        description = observation((listed.description or listed.title or listed.name).strip(), LONGEST_DESCRIPTION)
         schema = {"name": name, "description": description, "parameters": listed.input_schema}
         seconds = self._seconds + 2 * GRACE + 2 * MOMENT
         return Tool(name, schema, lambda arguments: self._call(listed.name, arguments), seconds=seconds)
@@ -224,8 +301,8 @@ class McpTools:
                 answer = future.result(left + GRACE)
             finally:
                 future.cancel()
-        except ToolFailure:
-            raise
+        except ToolFailure as failure:
+            raise ToolFailure(f"{where(self._server)} {failure}") from failure
         except Exception as error:
             raise self._failure(leaf(error), connection, began) from error
         self._answered = time.monotonic()
@@ -237,7 +314,7 @@ class McpTools:
             raise TimeoutError
         try:
             if self._closed:
-                raise ToolFailure(f"{where(self._server)} was closed here")
+                raise ToolFailure("was closed here")
             connection = self._connection
             self._bound_log(LOG_MOST if connection else 0)
             if connection is None:
@@ -256,9 +333,12 @@ class McpTools:
         late = isinstance(cause, TimeoutError) or code == REQUEST_TIMEOUT
         broken = code in (None, CONNECTION_CLOSED) and not late
         words = f"did not answer within {self._seconds:g} s" if late else f"failed: {_words_of(cause)}"
+        answers = late and self._answers(connection)
+        strays = connection.strays if connection is not None and late else None
+        strayed = f", but sent {strays.what}" if strays and strays.when >= began else ""
         # A server that still answers was kept busy by its caller: nobody escapes a loss by slow calls (F5).
-        kind = ToolError if late and self._answers(connection) else ToolFailure
-        failure = kind(f"{where(self._server)} {words}{self._last_words()}")
+        kind = ToolError if answers and not strayed else ToolFailure
+        failure = kind(f"{where(self._server)} {words}{strayed}{self._last_words()}")
         if self._lock.acquire(timeout=GRACE):  # somebody may be connecting, and has a deadline of his own
             try:
                 if self._connection is connection and (broken or (late and self._answered < began)):
@@ -320,7 +400,7 @@ def mcp_tools(server: Stdio | Http | str, *, seconds: float = 30.0, prefix: str 
         import mcp  # noqa: F401
         from anyio.from_thread import start_blocking_portal
     except ImportError as error:
-        raise BadInput("mcp_tools needs the package mcp: pip install 'flowgrpo[mcp]'") from error
+        raise BadInput(f"mcp_tools needs the package mcp: {pip_install('mcp')}") from error
     try:
         return McpTools(server, seconds, prefix, start_blocking_portal(name="mcp"))
     except ToolFailure as failure:

@@ -93,7 +93,7 @@ def tool(
 def check_name(name: str) -> None:
     """Raise `BadInput` for a name that can't be written in a call."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise BadInput(f"tool {name!r}: a name is letters, digits, _, -, . and /, at most 128 of them; pass name=")
+        raise BadInput(f"tool {name!r:.200}: a name is letters, digits, _, -, . and /, at most 128 of them; pass name=")
 
 
 # Signature and docstring --------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import numpy as np
 
 from flowgrpo.contracts import Tool
 from flowgrpo.data.task_files import json_lines
+from flowgrpo.files import pip_install
 from flowgrpo.tools.schema import tool
 from flowgrpo.tools.toolset import ToolError
 from flowgrpo.types import BadInput
@@ -226,7 +227,7 @@ def _bm25s() -> ModuleType:
         import bm25s
     except ImportError as error:
         sys.modules.pop("bm25s.selection", None)
-        raise BadInput("search needs the package bm25s: pip install 'flowgrpo[search]'") from error
+        raise BadInput(f"search needs the package bm25s: {pip_install('search')}") from error
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # it asks for DEBUG, whatever the program's own level
     return bm25s
 

@@ -17,7 +17,7 @@ import contextlib
 import json
 import re
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from hashlib import sha256
@@ -33,6 +33,7 @@ UNCLEAN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # control ch
 LEAST = 200  # characters of an observation, so that what is left out can be said
 LOOKED_AT = 4096  # bytes, to tell text from other data
 LONGEST_SENTENCE = 500
+DEEPEST = 64  # objects and lists within each other in arguments: JSON of others ends at a few hundred
 
 
 # Observations -------------------------------------------------------------------------------------------
@@ -87,6 +88,15 @@ def _decode(data: bytes, most: int) -> str:
     return f"\n[{left_out} bytes are left out here]\n".join(part.decode("utf-8", "replace") for part in ends)
 
 
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether lists and objects are nested more than `most` deep."""
+    level = [value]
+    for _ in range(most):
+        level = [item for part in level for item in (part.values() if isinstance(part, dict) else part)]
+        level = [item for item in level if isinstance(item, (dict, list))]
+    return bool(level)
+
+
 # Calls --------------------------------------------------------------------------------------------------
 
 
@@ -138,20 +148,23 @@ class Toolset:
         if tool is None:
             there = ", ".join(self._by_name) or "none"
             shown = observation(call.name, LEAST)
-            return Result(f"There is no tool {shown!r}. The tools are: {there}.", error=True)
+            return Result(observation(f"There is no tool {shown!r}. The tools are: {there}.", self._most), error=True)
         try:
             if not isinstance(call.arguments, Mapping):
                 raise TypeError("they must be an object")
-            text = json.dumps(dict(call.arguments), allow_nan=False, sort_keys=True)
+            text = json.dumps(dict(call.arguments), allow_nan=False, sort_keys=True, ensure_ascii=False)
+            key = sha256(f"{tool.name}\n{text}".encode()).hexdigest()  # refuses surrogates without a pair
             arguments = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
             why = error_sentence(error) or type(error).__name__
             return Result(f"{tool.name}: the arguments are no JSON ({why})", error=True)
+        if is_deeper(arguments, DEEPEST):
+            return Result(f"{tool.name}: the arguments are nested more than {DEEPEST} deep", error=True)
         if wrong := check_arguments(tool.schema, arguments):
             return Result(observation(wrong, self._most), error=True)
         if not tool.pure:
             return self._run(tool, arguments).result
-        return self._once(tool, arguments, sha256(f"{tool.name}\n{text}".encode()).hexdigest())
+        return self._once(tool, arguments, key)
 
     def _once(self, tool: Tool, arguments: dict[str, Any], key: str) -> Result:
         """Get the result that is kept, or comes of an equal call under way, or of this one."""
@@ -202,13 +215,10 @@ def toolset(
     `seconds` is the deadline of tools without their own, `most` bounds the characters of an observation, `workers`
     calls run at once, and the last `kept` results of pure tools are given again to equal calls.
     """
-    names = [tool.name for tool in tools]
-    for name in names:
+    for name, times in Counter(tool.name for tool in tools).items():
         check_name(name)
-        if names.count(name) > 1:
-            raise BadInput(
-                f"toolset: {names.count(name)} tools are named {name!r}; rename all but one (name=, prefix=)"
-            )
+        if times > 1:
+            raise BadInput(f"toolset: {times} tools are named {name!r}; rename all but one (name=, prefix=)")
     check_range("toolset", "seconds", seconds, 0.0, exclusive=True)
     for setting, value, least in (("most", most, LEAST), ("workers", workers, 1), ("kept", kept, 1)):
         check_range("toolset", setting, value, least, whole=True)

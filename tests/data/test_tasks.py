@@ -138,7 +138,13 @@ BAD_LINES = [
     (b"{", "isn't JSON"),
     (b"[1]", "isn't a JSON object"),
     (b'{"id": NaN}', "NaN is not JSON"),
-    (b"[" * 100_000, "isn't JSON"),
+    (b"[" * 100_000, "isn't JSON (it is nested too deep)"),
+    (b'{"answers": -1e999}', "isn't JSON (-1e999 is too large for a number: write it as a text)"),
+    (b'{"answers": %s}' % (b"9" * 5000), "isn't JSON"),
+    ({**GOOD, "image": "a" * 5000}, "field 'image' names 'aaaa"),
+    ({**GOOD, "images": ["../" * 5000]}, "field 'images' names '../"),
+    ({**GOOD, "images": ["a\0b", "\ud800"]}, "field 'images' names 'a\\x00b'"),
+    ({**GOOD, "image": "."}, "field 'image' names '.'"),
     (b'{"id": "\xff"}', "isn't UTF-8 (byte 9)"),
     (
         {**GOOD, "query": None},
@@ -173,6 +179,8 @@ def test_a_file_without_a_good_task_is_refused(write):
     for line, words in ((b"", "holds no task"), (b"{", r"holds no task; the first bad record: .*line 1")):
         with pytest.raises(BadInput, match=words):
             read_tasks(write(line), skip_bad=True)
+    with pytest.raises(BadInput, match="is no file; give the path of a task file"):
+        read_tasks("a" * 5000 + ".jsonl")
 
 
 def test_a_parquet_file_gives_the_same_tasks_and_names_its_rows(write, tmp_path):
@@ -205,7 +213,7 @@ def test_a_parquet_file_gives_the_same_tasks_and_names_its_rows(write, tmp_path)
 def test_a_missing_extra_is_named(monkeypatch, tmp_path, module, source):
     monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / "tasks.parquet").write_bytes(b"")
-    with pytest.raises(BadInput, match=r"pip install 'flowgrpo\[(reasoning_gym|parquet)\]'"):
+    with pytest.raises(BadInput, match=r"pip install '(reasoning-gym|pyarrow)"):
         read_tasks(source if ":" in source else tmp_path / source)
 
 

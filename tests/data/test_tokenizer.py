@@ -28,6 +28,7 @@ from tokenizer_cases import (
 from tokenizers import processors
 from transformers import AutoTokenizer
 
+from flowgrpo.data import templates, tokenizer
 from flowgrpo.data.tokenizer import Conversation, add_action, add_messages, load_text, start
 from flowgrpo.types import BadInput
 
@@ -282,6 +283,35 @@ def test_templates_may_refuse_the_content_or_the_lack_of_a_message(texts):
         start(load_text(texts["mistral"].source, template=wants + MISTRAL), [says("system", "s"), USER, CRITIC])
 
 
+class Searched(str):
+    """A text that counts how often something is looked for in it."""
+
+    times = 0
+
+    def __contains__(self, part: str) -> bool:
+        Searched.times += 1
+        return super().__contains__(part)
+
+
+def test_many_messages_cost_no_more_each(texts, monkeypatch):
+    """The rendered text is searched once for all of them, and a bad one is found in few renderings."""
+    calls, apply = [], tokenizer._apply
+
+    def counted(*arguments, **options):
+        calls.append(1)
+        return [(Searched(rendered), why) for rendered, why in apply(*arguments, **options)]
+
+    monkeypatch.setattr(tokenizer, "_apply", counted)
+    Searched.times = 0
+    turns = [USER, says("assistant", "a")] * 100
+    start(texts["gemma"], turns)
+    assert Searched.times < 5
+    calls.clear()
+    with pytest.raises(BadInput, match="can't render message 150 "):
+        start(texts["gemma"], [*turns[:150], says("assistant", "a"), *turns[150:]])
+    assert len(calls) < 15
+
+
 # Errors -----------------------------------------------------------------------------------------------
 
 
@@ -309,11 +339,104 @@ def test_a_missing_folder_is_not_looked_up_on_the_hub_and_a_hub_id_may_not_be_ha
     def offline(*_, **__):
         raise OSError("We couldn't connect.\nCheck your connection.")
 
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", offline)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(BadInput, match=f"there is no model folder {name}"):
         load_text(name)
     with pytest.raises(BadInput, match=r"can be read from some-owner/a.model \(We couldn't connect\): give"):
         load_text("some-owner/a.model")
+
+
+@pytest.fixture
+def short_limits(monkeypatch):
+    """A process for templates that gives up early."""
+    monkeypatch.setattr(templates, "SECONDS", 0.1)
+    monkeypatch.setattr(templates, "MEMORY", 1 << 26)
+    monkeypatch.setattr(templates, "CHARACTERS", 1 << 16)
+    monkeypatch.setattr(templates, "_PROCESS", templates._Process())
+    yield
+    templates._PROCESS.close()
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+GROWS = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+LATER = "{% if messages | length > 1 %}" + LOOPS + "{% endif %}{{ messages[-1].content }}"
+POWER = "{% set n = 10 ** (messages | length * 10 ** 9) %}"  # a single operation of C code
+ENDLESS = [
+    (LOOPS, templates.TOO_LONG),
+    ("{{ 'x' * 10 ** 10 }}", templates.TOO_LARGE),  # when it is compiled
+    ("{{ 'x' * (messages | length * 10 ** 10) }}", templates.TOO_LARGE),
+    ("{{ messages[0].role | center(10 ** 10) }}", templates.TOO_LARGE),
+    ("{{ '%10000000000d' % messages | length }}", templates.TOO_LARGE),
+    (GROWS, templates.TOO_LARGE),
+    ("{% for i in range(9999) %}{{ 'x' * 99 }}{% endfor %}", templates.TOO_MANY),
+    ("{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}", "maximum recursion depth exceeded"),
+    ("{% macro m(x) %}{{ m(x + 1) }}{{ m(x + 2) }}{% endmacro %}{{ m(1) }}", "maximum recursion depth exceeded"),
+    ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "maximum recursion depth exceeded"),
+]
+
+
+@pytest.mark.usefixtures("short_limits")
+@pytest.mark.parametrize(
+    "cases", [ENDLESS, pytest.param([(LATER, templates.TOO_LONG), (POWER, templates.TOO_LONG)], marks=pytest.mark.slow)]
+)
+def test_a_template_without_end_is_refused_and_the_next_one_rendered(texts, cases):
+    for template, why in cases:
+        with pytest.raises(BadInput, match=f"the chat template of .*{re.escape(why)}.*template="):
+            load_text(texts["gemma"].source, template=template)
+    assert list(start(texts["gemma"], [USER]).tokens) == render(texts["gemma"], [USER])
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_a_process_of_templates_that_is_killed_is_started_again(texts):
+    start(texts["gemma"], [USER])
+    before = templates._PROCESS._process
+    assert before is not None
+    before.kill()
+    before.wait()
+    assert list(start(texts["gemma"], [USER]).tokens) == render(texts["gemma"], [USER])
+    assert templates._PROCESS._process is not before
+
+
+def replacing(old: str, new: str, times: int) -> dict:
+    """A normalizer or a decoder of so many equal steps."""
+    step = {"type": "Replace", "pattern": {"String": old}, "content": new}
+    return {"type": "Sequence", "normalizers": [step] * times, "decoders": [step] * times}
+
+
+TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+FOREVER = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"normalizer": replacing("a", "aa", 60)}, "normalizer can make a text"),
+        ({"normalizer": replacing("", "ab", 30)}, "normalizer can make a text"),
+        ({"normalizer": {"type": "Prepend", "prepend": "x" * 10**4}}, "normalizer can make a text 1e+04 times"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAAB4" + "eHh4" * 3000}}, "normalizer can"),
+        ({"decoder": replacing("a", "aa", 60)}, "decoder can make a text"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 99}}, "pre_tokenizer can make a text"),
+        ({"added_tokens": [{}] * 300_000}, "added_tokens has 300000 entries"),
+        ({"added_tokens": [TOKEN | {"id": 4 * 10**9, "content": "<x>"}]}, "id 4000000000"),
+        ({"model": {"type": "WordLevel", "vocab": {"a": 4 * 10**9}}}, "id 4000000000"),
+        ({"model": {"type": "WordPiece", "vocab": {}, "max_input_chars_per_word": 10**9}}, "max_input_chars_per_word"),
+    ],
+)
+def test_a_tokenizer_that_asks_for_too_much_is_refused(texts, tmp_path, parts, words):
+    texts["mistral"].save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
+    with pytest.raises(BadInput, match=f"{re.escape(str(path))}.*{re.escape(words)}"):
+        load_text(tmp_path)
+
+
+def test_an_expression_that_goes_back_for_ever_is_given_up(texts, tmp_path):
+    texts["mistral"].save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pre_tokenizer": FOREVER}))
+    with pytest.raises(BadInput, match="gives up on 'xxx"):
+        load_text(tmp_path).encode("x" * 30)
 
 
 UNREAD = "no tokenizer can be read from {}.*put its tokenizer.json"
@@ -323,7 +446,9 @@ UNREAD = "no tokenizer can be read from {}.*put its tokenizer.json"
     ("name", "content", "words"),
     [
         *[("tokenizer.json", content, UNREAD) for content in ("", "{", "{}")],
+        ("tokenizer.json", '{"normalizer":' + "[" * 9999, UNREAD),
         *[("generation_config.json", content, "generation_config.json of {}") for content in ("{", "[1]")],
+        pytest.param("generation_config.json", "[" * 100_000, "it is nested too deep", id="deep"),
         *[("generation_config.json", f'{{"eos_token_id": {ids}}}', "eos_token_id in") for ids in (100000, '["</s>"]')],
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,11 @@ def test_the_page_needs_nothing_beside_it_and_says_everything(tmp_path):
     pictures = [(tmp_path / name).read_bytes() for name in ("curves.svg", "table.md")]
     study_pages.write_study(tmp_path, study, rows, known_runs(), range(4), expected="a < b", name="mine")
     assert [(tmp_path / name).read_bytes() for name in ("curves.svg", "table.md")] == pictures
+    assert "--study" not in page  # which no command knows
+    for name, expected in {"credit": "a", "": "", "credit ": "  "}.items():
+        study_pages.write_study(tmp_path, study, rows, known_runs(), range(4), expected=expected, name=name)
+        page = (tmp_path / "index.html").read_text()
+        assert ("Expected" in page) == ("compare --study=credit<" in page) == (name == "credit")
 
 
 def test_a_study_is_published_in_its_page_which_has_a_place_for_the_table(tmp_path):
@@ -219,6 +225,37 @@ def asked(monkeypatch) -> list:
     monkeypatch.setattr(compare, "begin_all", lambda _settings, _world, seeds, **_: np.array(seeds))
     monkeypatch.setattr(compare, "run_arm", run_arm)
     return asked
+
+
+@pytest.mark.parametrize("kind", ["missing", "a file", "a folder in the place of its file"])
+def test_a_study_has_its_folder_before_its_first_arm(asked, tmp_path, kind):
+    study, folder = TWO._replace(arms={"one": Arm(changes={"samples": 2})}, worlds={"lookup": {}}), tmp_path / "a" / "b"
+    if kind == "missing":
+        assert run_study(study, folder, seeds=[0]) == read_runs(folder)
+        return
+    folder.parent.mkdir()
+    if kind == "a file":
+        folder.write_text("mine")
+    else:
+        (folder / compare.RUNS).mkdir(parents=True)
+    with pytest.raises(fg.BadInput, match=re.escape(str(folder))):
+        run_study(study, folder, seeds=[0])
+    assert asked == []
+
+
+@pytest.mark.usefixtures("asked")
+def test_seeds_follow_one_another_on_a_cpu_and_are_vmapped_elsewhere(tmp_path, monkeypatch):
+    """Unless so many lanes are asked for; `lanes` is what `over_seeds` gets."""
+    lanes: list = []
+    monkeypatch.setattr(
+        compare, "run_arm", lambda *_, each, **__: lanes.append(each.keywords["lanes"]) or [{"success": [1.0]}]
+    )
+    study = TWO._replace(arms={"one": Arm()}, worlds={"lookup": {}})
+    for number, platform in enumerate(("cpu", "gpu", "tpu")):
+        monkeypatch.setattr(compare.jax, "default_backend", lambda platform=platform: platform)
+        run_study(study, tmp_path / platform, seeds=[number])
+    run_study(study, tmp_path, seeds=[0], lanes=4)
+    assert lanes == [1, None, None, 4]
 
 
 def test_a_study_goes_on_where_it_was_stopped_and_takes_more_seeds(asked, tmp_path):

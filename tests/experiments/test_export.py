@@ -18,7 +18,7 @@ from flowgrpo.models.peft import load_adapter
 from flowgrpo.models.trainable import ADAPTER, ActorCritic
 from flowgrpo.recipes import agent_config, pure, pure_config
 from flowgrpo.recipes.agent import START
-from flowgrpo.recipes.export import base_model, export, export_adapter, llama
+from flowgrpo.recipes.export import base_model, can_chat, export, export_adapter, llama
 from flowgrpo.recipes.names import BASES
 from flowgrpo.recipes.offline_start import write_model
 from flowgrpo.recipes.planner import load_start, lora_of
@@ -87,6 +87,11 @@ def test_a_hosted_run_is_exported_with_its_tokenizer(run, tmp_path):
     assert again.text.encode("one six") == model.text.encode("one six")
     messages = [{"role": "user", "content": "one"}]
     assert again.text.tokenizer.apply_chat_template(messages) == model.text.tokenizer.apply_chat_template(messages)
+    assert can_chat(tmp_path / "out")
+    for template in ("{{ raise_exception('no') }}", "{{ messages[0].content.nothing.at_all }}", None):
+        written = tmp_path / "out" / "chat_template.jinja"
+        written.unlink() if template is None else written.write_text(template)
+        assert not can_chat(tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -154,6 +159,7 @@ def test_a_quickstart_is_exported_as_a_small_llama_with_a_tokenizer_of_words(of_
     folder, policy, params, env = of_words
     done = command("export", f"--out={tmp_path}/out", f"--workdir={folder}", "--which=last")
     assert "model.safetensors" in done.stdout
+    assert "chat" not in done.stdout  # which needs a template
     assert last_line(done)["update"] == 1
     again = load_model(tmp_path / "out", text=False)
     assert np.abs(logits(again.policy, again.params) - logits(policy, params)).max() < 1e-5

@@ -90,6 +90,8 @@ def test_a_run_writes_what_it_says(whole):
     for one in read_trajectories(whole):  # the gold answer is that of the task which was played
         digit, *_ = one.played.task.query.split()
         assert one.played.task.answers == (f"{digit} <end>",)
+        version = found["best_update"] if one.phase == "test after" else 0
+        assert {int(np.max(turn.version)) for turn in one.played.turns} == {version}
     assert "seconds" not in (whole / "metrics.jsonl").read_text()
 
 

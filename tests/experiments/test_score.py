@@ -231,7 +231,7 @@ def test_every_domain_has_a_reward_that_answers():
 
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setattr(registry, "find_spec", lambda _name: None)
-    with pytest.raises(BadInput, match=r"needs math_verify: pip install 'flowgrpo\[math\]'"):
+    with pytest.raises(BadInput, match=r"needs math_verify: pip install 'math-verify"):
         registry.preload(["math", "code"])
     assert registry.preload(["code", "poem"]) == ()
 

@@ -5,12 +5,13 @@ import json
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from gateway.test_agents import PROGRAM
 from gateway_cases import CONTEXT, MAX_TOKENS, talkative, tiny_folder
 
 import flowgrpo as fg
-from flowgrpo.recipes import own_agent, own_env
+from flowgrpo.recipes import hosted, own_agent, own_env
 from flowgrpo.recipes.own_agent import preset
 from flowgrpo.rollout.records import from_json
 from tests.experiments.conftest import last_line, metrics, result
@@ -111,6 +112,25 @@ def test_bad_settings_get_one_sentence_and_write_nothing(tmp_path, tasks, settin
         own_agent.train(preset(str(tiny_folder()), **chosen), folder)
     assert "\n" not in str(raised.value)
     assert not (folder / "run.json").exists()
+
+
+def test_numbers_that_a_reward_would_not_see_are_refused(tmp_path, tasks):
+    async def proud(_task, url):
+        async with httpx.AsyncClient() as client:
+            await client.post(f"{url}/completions", json={"prompt": "what", "max_tokens": 1}, timeout=60)
+            posted = await client.post(f"{url.removesuffix('/v1')}/reward", json={"reward": 1.0})
+            assert posted.status_code == 400, posted.text
+        return 1.0
+
+    with pytest.raises(fg.BadInput, match=r"the agent returned 1\.0, but a reward judges its answer"):
+        fg.train_agent(proud, tasks, length, model=tiny_folder(), folder=tmp_path / "run", **SMALL)
+
+
+def test_there_are_as_many_agents_as_slots(tmp_path, tasks):
+    for agents, width in ((None, SMALL["slots"]), (3, 3), (100, 100)):
+        config = preset(str(tiny_folder()), **SMALL, tasks=str(tasks), agent="true", agents=agents)
+        with own_agent.open(config, tmp_path / "run") as setup:
+            assert hosted.width_of(setup) == width
 
 
 def test_an_agent_that_never_comes_to_an_outcome_is_a_sentence_with_the_reason(tmp_path, tasks):

@@ -8,7 +8,7 @@ from flowgrpo.gateway.server import Gateway
 
 @pytest.fixture(scope="session")
 def engine():
-    with gateway_cases.make_engine() as engine:
+    with gateway_cases.make_engine(kept=64, mixed=True) as engine:
         yield engine
 
 

@@ -1,20 +1,23 @@
 """The server of a gateway: whatever clients send is answered, and sessions of agents elsewhere are recorded."""
 
 import asyncio
+import gc
 import json
 import random
 import socket
 import threading
 import time
+import weakref
 
 import httpx
 import jax
 import numpy as np
 import pytest
-from gateway_cases import CONTEXT, MAX_TOKENS, TURNS, make_engine, make_env, post, tasks_of, tiny_folder, tiny_model
+from gateway_cases import CONTEXT, MAX_TOKENS, TURNS, make_env, post, tasks_of, tiny_folder, tiny_model
 
 import flowgrpo as fg
 from flowgrpo.data.tokenizer import start
+from flowgrpo.gateway import doors, live_session
 from flowgrpo.gateway import server as server_module
 from flowgrpo.gateway.server import Gateway
 from flowgrpo.gateway.serving import Served
@@ -28,18 +31,8 @@ ASK = {"messages": [{"role": "user", "content": "what is two"}]}
 @pytest.fixture(scope="module")
 def served(engine):
     model = tiny_model()
-    with make_engine(kept=64) as greedy:
-        yield Served(
-            engine,
-            model.text,
-            model.policy,
-            model.params,
-            turns=TURNS,
-            max_tokens=MAX_TOKENS,
-            context_tokens=CONTEXT,
-            sessions=4,
-            make_greedy=lambda: greedy,
-        )
+    sizes = {"turns": TURNS, "max_tokens": MAX_TOKENS, "context_tokens": CONTEXT, "sessions": 4}
+    return Served(engine, model.text, model.policy, model.params, **sizes)
 
 
 @pytest.fixture
@@ -153,6 +146,13 @@ def test_models_and_health(url):
 
 # Bad input ----------------------------------------------------------------------------------------------
 
+
+def deep_call(depth: int) -> dict:
+    """A message of an assistant whose call has arguments that are nested so deep."""
+    function = {"name": "f", "arguments": '{"a": ' * depth + "1" + "}" * depth}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+
+
 LONG = {"messages": [{"role": "user", "content": "two " * CONTEXT}]}
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]
 
@@ -187,6 +187,18 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
         ("completions", {"prompt": ""}, 400, "prompt must be a string of at least one character"),
         ("completions", {"prompt": ["a", "b"]}, 400, "send several apart"),
         ("completions", {"prompt": [10**9]}, 400, "prompt must hold ids below"),
+        ("completions", {"prompt": list(range(9)) * 40}, 400, f"must be less than {CONTEXT}"),
+        ("chat/completions", {"messages": [ASK["messages"][0]] * CONTEXT}, 400, f"has {CONTEXT} messages"),
+        ("chat/completions", {"messages": [deep_call(500)]}, 400, "nested more than 64 deep"),
+        ("chat/completions", ASK | {"metadata": json.loads("[" * 99 + "]" * 99)}, 400, "nested more than 64 deep"),
+        ("chat/completions", ASK | {"max_tokens": int("9" * 999)}, 400, "max_tokens must be a whole number"),
+        ("chat/completions", ASK | {"max_tokens": 0}, 400, "max_tokens must be a whole number of at least 1"),
+        ("../sessions", {"seed": 10**30}, 400, "seed must be a whole number"),
+        ("../weights", {"folder": "x" * 5000, "version": 1}, 400, "no model can be loaded"),
+        ("../weights", {"folder": "a\0b", "version": 1}, 400, "no model can be loaded"),
+        ("../weights", {"folder": "x", "version": 10**30}, 400, "version must be a whole number"),
+        ("../nowhere", {}, 404, "POST /nowhere can't be had here"),
+        ("../health", {}, 405, "POST /health can't be had here"),
         ("responses", {"input": []}, 400, "input must be a string"),
         ("responses", {"input": "x", "previous_response_id": "r"}, 400, "no response is kept here"),
         ("responses", {"input": [{"type": "image"}]}, 400, "input[0] is of the type 'image'"),
@@ -223,12 +235,12 @@ def test_a_request_that_never_comes_to_its_end_is_given_up(url, monkeypatch):
     monkeypatch.setattr(server_module, "READ_SECONDS", 0.2)
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as slow:
-        slow.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        slow.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{")
         assert b"408" in slow.recv(1000)
 
 
 def test_a_client_that_never_reads_is_left_and_others_are_answered(monkeypatch):
-    monkeypatch.setattr(server_module, "SEND_SECONDS", 0.3)
+    monkeypatch.setattr(doors, "SEND_SECONDS", 0.3)
     size = 1 << 17
 
     async def say_much(_asked):
@@ -237,7 +249,7 @@ def test_a_client_that_never_reads_is_left_and_others_are_answered(monkeypatch):
 
     with Gateway(model="tiny", spell=lambda ids: "x" * len(ids), ask=say_much) as gateway:
         body = json.dumps(ASK | {"stream": True, "logprobs": True}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         gateway._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # full at once
         with socket.create_connection((gateway.host, gateway.port), timeout=20) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
@@ -319,8 +331,11 @@ def test_A7_a_session_has_the_bits_of_a_hosted_rollout_under_its_seed(url, engin
     assert (record["status"], record["turns"], record["contexts"], record["outcome"]) == ("FINISHED", 3, 1, 0.5)
     expected = fg.hosted(by_hand(["again 0", "again 1"]), engine.submit)([task], jax.random.key(11)[None], [0])
     same_bits(played[0], expected.played[0])
-    assert post(f"{session['base_url']}/chat/completions", ASK)[0] in (404, 410)
-    assert post(f"{url}/s/{session['session']}/reward", {"reward": 1})[0] in (404, 410)
+    for address in (f"{session['base_url']}/chat/completions", f"{url}/s/{session['session']}/reward"):
+        code, answer = post(address, ASK if "chat" in address else {"reward": 1})
+        assert (code, answer["error"]["code"]) == (410, "session_over")
+    again = post(f"{url}/s/{session['session']}/reward", {"output": said, "reward": 0.5})
+    assert again == (200, record)  # whose answer was lost on its way
 
 
 def test_sessions_by_header_and_what_they_say_of_themselves(url, played):
@@ -345,7 +360,10 @@ def test_the_output_of_a_session_is_judged_where_there_is_a_reward(url, served):
             body = {"task": {"query": "what is two plus two", "answers": ["4"], "domain": "answer"}}
             session = post(f"{url}/sessions", body)[1]
             talk(session["base_url"], "what is two plus two", 1)
-            assert post(f"{url}/s/{session['session']}/reward", {"output": output})[1]["outcome"] == outcome
+            address = f"{url}/s/{session['session']}/reward"
+            for unused in ({"reward": 1.0}, {"output": output, "reward": 1.0}, {"output": output, "correct": True}, {}):
+                assert post(address, unused)[0] == 400
+            assert post(address, {"output": output})[1]["outcome"] == outcome
     finally:
         served.reward = None
 
@@ -362,7 +380,10 @@ def test_A7_a_session_of_which_nothing_is_heard_is_aborted_and_never_a_reward_of
     finally:
         served.silent_seconds = 600.0
     assert (played[0].status, played[0].outcome, len(played[0].turns)) == (Status.ABORTED, None, 1)
-    assert "asked for nothing and did not end in 0.3 s" in played[0].reason
+    why = "asked for nothing and did not end in 0.3 s"
+    assert why in played[0].reason
+    status, answer = post(f"{session['base_url']}/chat/completions", ASK)
+    assert (status, why in answer["error"]["message"]) == (410, True)
 
 
 def test_there_are_only_so_many_sessions(url, served):
@@ -410,6 +431,92 @@ def test_a_gateway_of_sessions_alone_says_so():
         assert (status, body["error"]["code"]) == (404, "no_session")
         assert post(f"{gateway.url.removesuffix('/v1')}/sessions", {})[0] == 405
         assert post(f"{gateway.url.removesuffix('/v1')}/weights", {})[0] == 405
+
+
+@pytest.mark.parametrize("end", ["reward", "delete", "silence", "failure"])
+def test_a_session_that_ended_leaves_no_text(served, end, monkeypatch, caplog):
+    """However it ended; only a few names are remembered."""
+    monkeypatch.setattr(server_module, "REMEMBERED", 2)
+    monkeypatch.setattr(served, "silent_seconds", 0.2 if end == "silence" else 600.0)
+    if end == "failure":
+        monkeypatch.setattr(served, "on_played", lambda _played: 1 / 0)
+    begun = []
+
+    def begin(body):
+        session = served.begin(body)
+        begun.append(weakref.ref(session))
+        return session
+
+    with Gateway(model="tiny", spell=str, begin=begin) as gateway:
+        root = gateway.url.removesuffix("/v1")
+        for number in range(3):
+            session = post(f"{root}/sessions", {})[1]
+            address = f"{root}/s/{session['session']}"
+            assert post(f"{address}/v1/chat/completions", ASK)[0] == 200
+            if end == "delete":
+                httpx.delete(address)
+            elif end != "silence":
+                assert post(f"{address}/reward", {"reward": number})[0] == (500 if end == "failure" else 200)
+            for _ in range(300):
+                if not gateway._sessions:
+                    break
+                time.sleep(0.02)
+            status, answer = post(f"{address}/v1/chat/completions", ASK)
+            words = {"delete": "ended by its client", "silence": "asked for nothing", "failure": "division by zero"}
+            assert status == 410
+            assert words.get(end, "") in answer["error"]["message"]
+        assert httpx.get(f"{root}/health").json()["sessions"] == 0
+        assert len(gateway._ended) == 2
+        gc.collect()
+        assert [one() for one in begun] == [None] * 3
+    assert ("is over" in caplog.text) == (end == "failure")
+
+
+def test_a_long_session_keeps_few_answers_and_no_requests(url, served, monkeypatch):
+    monkeypatch.setattr(live_session, "REMEMBERED", 2)
+    session = post(f"{url}/sessions", {})[1]
+    live = served.live[session["session"]]
+    for number in range(TURNS):
+        assert post(f"{session['base_url']}/completions", {"prompt": f"what {number}", "max_tokens": 1})[0] == 200
+    assert len(live._by_identity) == 3
+    assert all(pending.asked is None for pending in live._by_identity.values())
+    assert httpx.delete(f"{url}/s/{session['session']}").status_code == 200
+
+
+def test_no_token_is_sampled_where_none_is_asked_for(url):
+    status, body = post(f"{url}/v1/completions", {"prompt": "what", "max_tokens": 0, "n": 2})
+    assert (status, body["usage"]["completion_tokens"], len(body["choices"])) == (200, 0, 2)
+    session = post(f"{url}/sessions", {})[1]
+    status, body = post(f"{session['base_url']}/completions", {"prompt": "what", "max_tokens": 0})
+    assert (status, body["error"]["param"]) == (400, "max_tokens")
+    assert httpx.get(f"{url}/s/{session['session']}").json()["answered"] == 0
+    status, body = post(f"{url}/s/{session['session']}/reward", {"output": "4"})  # and nobody judges
+    assert (status, body["error"]["param"]) == (400, "reward")
+    assert post(f"{url}/s/{session['session']}/reward", {"reward": int("9" * 400)})[0] == 400
+    assert httpx.delete(f"{url}/s/{session['session']}").status_code == 200
+
+
+def test_sizes_that_end_every_session_at_once_are_refused_at_start(engine):
+    model = tiny_model()
+    with pytest.raises(fg.BadInput, match="context_tokens=12 must be greater than max_tokens=12"):
+        Served(engine, model.text, model.policy, model.params, max_tokens=12, context_tokens=12)
+
+
+def test_an_error_of_ours_is_one_line_of_the_log(caplog):
+    async def fail(_asked):
+        raise ValueError("secret")
+
+    with Gateway(model="tiny", spell=str, ask=fail) as gateway:
+        status, body = post(f"{gateway.url}/chat/completions", ASK)
+        assert (status, body["error"]["code"]) == (500, "internal_error")
+        assert len(caplog.records) == 1
+        assert "ValueError at test_server.py" in caplog.text
+        assert "secret" not in caplog.text
+        with socket.create_connection((gateway.host, gateway.port), timeout=20) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+            time.sleep(0.1)
+        assert httpx.get(f"{gateway.url}/models").status_code == 200
+        assert len(caplog.records) == 1  # who leaves in the middle of a body is none
 
 
 def test_two_clients_in_one_session_are_answered_one_after_the_other(url):

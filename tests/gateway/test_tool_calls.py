@@ -46,9 +46,23 @@ def test_several_calls_come_in_their_order():
     assert len(listed.calls) == 2
 
 
+DEEP = '{"name": "f", "arguments": ' + '{"a": ' * 70 + "1" + "}" * 71  # no request could hand it back
+
+
 @pytest.mark.parametrize(
     "inside",
-    ["{", "[]x", "null", "3", '{"name": 3}', '{"name": ""}', '{"name": "f", "arguments": [1]}', "[" * 5000, "NaN"],
+    [
+        "{",
+        "[]x",
+        "null",
+        "3",
+        '{"name": 3}',
+        '{"name": ""}',
+        '{"name": "f", "arguments": [1]}',
+        "[" * 5000,
+        "NaN",
+        DEEP,
+    ],
 )
 def test_A4_a_call_that_cannot_be_read_is_content_and_broken(inside):
     words = f"so <tool_call>{inside}</tool_call>"

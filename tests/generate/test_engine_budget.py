@@ -81,6 +81,23 @@ def test_an_engine_that_cuts_the_support_goes_on_too():
     np.testing.assert_allclose(greedy.logp_sampled, 0.0, atol=1e-6)
 
 
+def test_E3_a_mixed_engine_gives_what_each_kind_of_engine_gives(engine):
+    """To the bit within itself, whatever decodes beside a request; full support records no set, and none is cut."""
+    full = make_requests(5, seed=5)
+    ways = ({"top_k": 1}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.2}, {"top_p": 0.5})
+    cut = [request._replace(**ways[i % 4]) for i, request in enumerate(make_requests(5, seed=6))]
+    with Engine(POLICY, tiny_params(), **SETTINGS, kept=64, mixed=True) as mixed:
+        alone = bits(mixed.generate(full)), bits(mixed.generate(cut))
+        fill(mixed)
+        together = bits(mixed.generate([x for pair in zip(full, cut, strict=True) for x in pair]))
+    assert (together[::2], together[1::2]) == alone
+    with Engine(POLICY, tiny_params(), **SETTINGS, kept=64) as cutting:
+        expected = bits(engine.generate(full)), bits(cutting.generate(cut))
+    for own, other in zip((*alone[0], *alone[1]), (*expected[0], *expected[1]), strict=True):
+        assert own[0] == other[0]
+        np.testing.assert_allclose(own[1], other[1], atol=1e-5)
+
+
 def test_a_stop_id_or_the_last_token_at_the_cut_is_the_end(engine):
     """A completion that could not go on anyway has the finish reason "stop" or "length", and not "budget"."""
     requests = make_requests(40, seed=6)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from flowgrpo.contracts import Policy
+from flowgrpo.generate import sampler
 from flowgrpo.generate.sampler import (
     decode,
     draw_token,
@@ -252,3 +253,12 @@ def test_M4_the_vocabulary_is_never_met_as_a_whole():
     )
     assert large.temp_size_in_bytes > 4 * 511 * 2**15 * 4
     assert small.temp_size_in_bytes <= large.temp_size_in_bytes / 8
+
+
+@pytest.mark.parametrize(("v", "expected"), [(64, 1024), (49_152, 341), (262_144, 256)])
+def test_M4_so_few_tokens_are_scored_together_that_their_logits_are_small(v, expected):
+    def unembed(params, states):
+        return states @ params
+
+    params, states = jax.ShapeDtypeStruct((8, v), jnp.float32), jax.ShapeDtypeStruct((1, 5, 8), jnp.float32)
+    assert sampler._bounded_chunk(unembed, params, states, 1024) == expected

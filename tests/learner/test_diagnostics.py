@@ -1,5 +1,6 @@
 """Figures that an update reports: by hand, by turn against filtered tokens, and the same before and after packing."""
 
+import warnings
 from functools import partial
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from family_cases import batch_of, everything_on, make_case, scores_of
-from tiny_learner import BIGRAMS, OPTIMIZERS, PLAIN, SETTINGS, fresh, rows_of, sampled_case
+from tiny_learner import BIGRAMS, OPTIMIZERS, PLAIN, SETTINGS, fresh, near, rows_of, sampled_case
 
 import flowgrpo as fg
 from flowgrpo.learner.diagnostics import (
@@ -19,7 +20,7 @@ from flowgrpo.learner.diagnostics import (
     signal,
     task_information,
 )
-from flowgrpo.learner.update import make_update
+from flowgrpo.learner.update import make_score, make_update
 from flowgrpo.report.metrics import advantage_edges, ratio_edges
 
 TURNS = 3  # of the four that the cases have, so that the last stands for two
@@ -157,11 +158,52 @@ def test_an_update_says_all_of_it_and_nothing_where_nobody_watches():
     )
     named = {f"ratio_{name}" for name in ("p01", "p50", "p99")} | {"kl_old", "kl", "zero_signal_groups"}
     named |= {f"advantage_{name}" for name in ("std", "min", "max")} | {"live_tokens_by_turn"}
-    named |= {"ratio_histogram", "advantage_histogram"}
+    named |= {"ratio_histogram", "advantage_histogram", "sampler_kl"}
     named |= {f"{name}_by_turn" for name in BY_TURN}
     assert set(told) - set(few) == named
     assert {x.shape for x in few.values()} == {()}
     assert {x.shape for name, x in told.items() if name.endswith("_by_turn")} == {(8,)}
+
+
+def warned_of(update, params, batch) -> list[str]:
+    """Call an update twice, and return what was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            update(fresh(params), batch)
+        jax.effects_barrier()
+    return [str(one.message) for one in caught]
+
+
+def test_a_sampler_that_disagrees_is_warned_of_once():
+    """At another temperature than the learner's, and by these weights: what older weights sampled says nothing."""
+    params, trajectories = sampled_case(44)
+
+    @partial(jax.jit, static_argnums=3)
+    def score_at(temperature, params, batch, dtype):
+        own = SETTINGS | {"temperature": temperature, "compute_dtype": dtype}
+        return make_score(BIGRAMS, **own)(params, batch)
+
+    def batch_at(temperature, version=0, dtype=None):
+        sampled = near(trajectories, partial(score_at, temperature, dtype=dtype), params, drift=0.0)
+        return rows_of(PLAIN, sampled.replace(version=np.full_like(trajectories.version, version)))
+
+    same, other = batch_at(SETTINGS["temperature"]), batch_at(0.5)
+    settings = {"micro_rows": 2, "watch": DiagnosticsSettings(turns=1), **SETTINGS}
+    update = jax.jit(make_update(BIGRAMS, PLAIN, OPTIMIZERS["sgd"], **settings))
+    assert float(update(fresh(params), same)[1]["sampler_kl"]) < 1e-9
+    rounded = batch_at(SETTINGS["temperature"], dtype="bfloat16")
+    for quiet in (same, rounded, batch_at(0.5, version=-1), other.replace(weight=other.weight * 0)):
+        assert warned_of(update, params, quiet) == []
+    (sentence,) = warned_of(update, params, other)
+    live_rs = np.asarray(other.live)
+    log_ratio = np.asarray(same.logp_sampled - other.logp_sampled, np.float64)[live_rs]
+    assert f"KL {np.mean(np.expm1(log_ratio) - log_ratio):.4f} a token, above 0.002: give both the same" in sentence
+    assert warned_of(update, params, batch_at(0.4)) == []  # it was said
+    corrected = fg.flow_grpo(beta=0.0, correction=fg.Correction(cap=2.0))
+    for algorithm, warns in ((PLAIN, True), (corrected, False)):
+        program = jax.make_jaxpr(make_update(BIGRAMS, algorithm, OPTIMIZERS["sgd"], **settings))(fresh(params), other)
+        assert ("debug_callback" in str(program)) == warns
 
 
 @pytest.mark.usefixtures("nan_allowed")

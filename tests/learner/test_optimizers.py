@@ -159,7 +159,7 @@ def test_a_learner_learns_alike_with_every_base():
     batch, falls = rows_of(PLAIN, trajectories, "by_trajectory"), {}
     for name, base in BASES.items():
         optimizer = make_optimizer(learning_rate=0.01, base=base)
-        update = jax.jit(make_update(BIGRAMS, PLAIN, optimizer, rescore=True, **SETTINGS))
+        update = jax.jit(make_update(BIGRAMS, PLAIN, optimizer, rescore=True, watch=None, **SETTINGS))
         state, losses = init_learner(params, optimizer), []
         for _ in range(100):
             state, metrics = update(state, batch.replace(logp_sampled=batch.logp_old))

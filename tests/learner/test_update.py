@@ -14,6 +14,7 @@ from tiny_learner import (
     PLAIN,
     SCORE,
     SETTINGS,
+    WATCH,
     assert_close,
     assert_figures,
     compiled,
@@ -28,7 +29,6 @@ from tiny_learner import (
 import flowgrpo as fg
 from flowgrpo.batching.packing import pack_after_prompts
 from flowgrpo.generate.sampler import decode, prefill, sampling, start_rows
-from flowgrpo.learner.diagnostics import WATCH
 from flowgrpo.learner.update import check_mini_batches, in_dtype, make_score, make_update, score_reference, visit
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
@@ -269,7 +269,7 @@ def test_F7_the_ratio_is_one_right_after_sampling(dtype, bound):
 
     @jax.jit
     def far(temperature):
-        settings = {"temperature": temperature, "banned": banned, "compute_dtype": dtype}
+        settings = {"temperature": temperature, "banned": banned, "compute_dtype": dtype, "watch": WATCH}
         update = make_update(policy, PLAIN, OPTIMIZERS["sgd"], **settings)
         return update(fresh(params), batch)[1]["log_ratio_max"]
 

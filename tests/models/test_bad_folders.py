@@ -1,6 +1,7 @@
 """Every way in which a model folder can be wrong is one sentence that names the place (SPEC section 9)."""
 
 import json
+import os
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,11 +15,15 @@ from flowgrpo.models.hf import INDEX, init_model, load_model, save_model
 from flowgrpo.models.hf import SINGLE as WEIGHTS
 from flowgrpo.types import BadInput
 
+NAN = float("nan")
+ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE |= {"original_max_position_embeddings": 32}
+
 
 @pytest.fixture
 def folder(tmp_path):
-    save_model(tmp_path, random_model("llama llama3"))
-    return tmp_path
+    save_model(tmp_path / "model", random_model("llama llama3"))
+    return tmp_path / "model"
 
 
 def refused(folder, **settings) -> str:
@@ -55,6 +60,7 @@ def test_a_missing_folder(path):
         *[(name, content, name) for name in ("config.json", INDEX) for content in (b"{", b"[]", b"\xff")],
         (INDEX, b"{}", f"{INDEX} has no weight_map"),
         *[(WEIGHTS, size, f"{WEIGHTS} can't be read as safetensors") for size in (0, 4, 300, -100)],
+        ("config.json", b"[" * 100_000, "config.json"),
     ],
 )
 def test_a_file_that_is_missing_or_can_not_be_read(folder, name, content, words):
@@ -70,6 +76,108 @@ def test_a_file_that_is_missing_or_can_not_be_read(folder, name, content, words)
     message = refused(folder)
     assert str(folder) in message
     assert words in message
+
+
+def make_pipe(path) -> None:
+    """A pipe in the place of a file: whoever opens it waits for ever."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def make_link(path, target) -> None:
+    """A link in the place of a file."""
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
+def move_out(path) -> None:
+    """The file beside its folder, and a link to it in its place."""
+    make_link(path, path.rename(path.parent.parent / f"outside-{path.name}"))
+
+
+@pytest.mark.parametrize(
+    ("change_file", "words"),
+    [
+        (make_pipe, "is no regular file"),
+        (lambda path: make_link(path, "/dev/zero"), "is no regular file"),
+        (lambda path: make_link(path, path.name), "can't be read"),
+        (lambda path: make_link(path, "nowhere"), "can't be read"),
+        (move_out, "leads out of its folder"),
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS, "tokenizer.json", "chat_template.jinja"])
+def test_a_file_that_is_a_pipe_a_device_or_a_link_out(folder, name, change_file, words):
+    if not (folder / name).exists():
+        (folder / name).write_text("{}")
+    change_file(folder / name)
+    message = refused(folder)
+    assert str(folder / name) in message
+    assert words in message
+
+
+def test_files_of_the_hubs_cache_are_links_to_its_blobs(folder, tmp_path):
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0f", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for name in ("config.json", WEIGHTS):
+        (folder / name).rename(blobs / f"sha-{name}")
+        (snapshot / name).symlink_to(f"../../blobs/sha-{name}")
+    assert load_model(snapshot, text=False).config.num_layers == 2
+    make_link(snapshot / "config.json", "../../../elsewhere.json")
+    (tmp_path / "elsewhere.json").write_text("{}")
+    assert "leads out of its folder" in refused(snapshot)
+
+
+NAMES = ["../outside.safetensors", "a/../../outside.safetensors", "/dev/zero", "", "a\0b", "a" * 300]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "absolute", "pipe.safetensors"])
+def test_an_index_names_files_of_its_own_folder_alone(folder, name):
+    outside = (folder / WEIGHTS).rename(folder.parent / "outside.safetensors")
+    os.mkfifo(folder / "pipe.safetensors")
+    name = str(outside) if name == "absolute" else name
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    expected = "is no regular file" if name.startswith("pipe") else "which is not in its folder"
+    assert expected in refused(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("embed_tokens", NAN), ("norm", np.inf), ("layers.1.mlp.up_proj", -np.inf)]
+)
+def test_weights_that_are_not_finite(tmp_path, dtype, name, value):
+    save_model(tmp_path, random_model("llama", dtype))
+    name = f"model.{name}.weight"
+    array = np.array(load_file(tmp_path / WEIGHTS)[name])
+    array.reshape(-1)[-1] = value
+    retensor(tmp_path, {name: array})
+    assert f"{WEIGHTS}: {name} holds NaN or infinity in {dtype}" in refused(tmp_path)
+
+
+def two_norms(header: str) -> str:
+    """A safetensors header that names one tensor twice."""
+    return f'{header.rstrip()[:-1]},"model.norm.weight":{json.dumps(json.loads(header)["model.norm.weight"])}}}'
+
+
+def overlapping(header: str) -> str:
+    """A safetensors header of which two tensors share bytes."""
+    tensors = json.loads(header)
+    tensors["model.norm.weight"]["data_offsets"] = [0, 192]
+    return json.dumps(tensors)
+
+
+@pytest.mark.parametrize(
+    ("change_header", "words"),
+    [(two_norms, "twice in its header"), (overlapping, "can't be read"), (lambda _: "[" * 100_000, "can't be read")],
+)
+def test_a_header_that_contradicts_itself(folder, change_header, words):
+    data = (folder / WEIGHTS).read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    header = change_header(data[8:size].decode()).encode()
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + data[size:])
+    assert words in refused(folder)
+    (folder / WEIGHTS).write_bytes((1 << 60).to_bytes(8, "little") + data[8:])
+    assert "can't be read as safetensors" in refused(folder)
 
 
 def test_an_absent_shard(folder):
@@ -105,6 +213,25 @@ def test_an_absent_shard(folder):
         ({"intermediate_size": 0}, "f is 0, but every size of a decoder is at least 1"),
         ({"num_hidden_layers": 0}, "number of layers is 0"),
         ({"head_dim": 15}, "15"),
+        *[
+            ({name: value}, name)
+            for name in ("num_hidden_layers", "vocab_size")
+            for value in (10**9, -1, True, 2.0, "2")
+        ],
+        *[({name: 10**13}, name) for name in ("hidden_size", "intermediate_size", "head_dim", "num_attention_heads")],
+        *[({"num_key_value_heads": value}, "num_key_value_heads") for value in (0, -2)],
+        *[({"rope_theta": value}, "theta") for value in (NAN, 1e999, 0.0, -1.0)],
+        *[({"rms_norm_eps": value}, "norm_eps") for value in (NAN, -1.0, "1e-5")],
+        ({"rope_scaling": ROPE | {"high_freq_factor": 1.0}}, "high_freq_factor is 1.0"),
+        ({"rope_scaling": ROPE | {"factor": NAN}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "factor"),
+        ({"initializer_range": -1e999}, "initializer_range is -inf"),
+        ({"layer_types": ["full_attention"] * 10**5}, "layer_types has 100000 entries"),
+        (CASES["mistral window"] | {"sliding_window": -1}, "sliding_window"),
+        (CASES["gemma2"] | {"attn_logit_softcapping": NAN}, "attn_logit_softcapping is nan"),
+        (CASES["gemma2"] | {"query_pre_attn_scalar": 0}, "no sense together"),
+        *[({"architectures": named}, "architectures is") for named in (7, [[1]])],
+        ({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": 7}, "text_config is 7"),
         (
             CASES["qwen2"] | {"layer_types": ["full_attention", "chunked_attention"]},
             "layer_types has chunked_attention",

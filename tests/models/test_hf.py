@@ -11,6 +11,7 @@ from commands import small_files
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model_cases import FAMILIES, random_model
 from safetensors.numpy import load_file
+from tokenizer_cases import STYLES, byte_level, fast
 
 from flowgrpo.models import hf
 from flowgrpo.models.decoder import parameters
@@ -140,7 +141,7 @@ def test_an_old_name_of_the_dtype_is_kept(tmp_path):
 
 
 def test_the_tokenizer_goes_with_the_model_unless_none_is_wanted(tmp_path, monkeypatch):
-    words = Mock(save=lambda folder: (folder / "tokenizer.json").write_text("{}"))
+    words = Mock(save=lambda folder: (folder / "tokenizer.json").write_text("{}"), vocab_size=1)
     hf.save_model(tmp_path, random_model("llama"))
     with pytest.raises(BadInput):
         hf.load_model(tmp_path)
@@ -150,6 +151,14 @@ def test_the_tokenizer_goes_with_the_model_unless_none_is_wanted(tmp_path, monke
     hf.save_model(tmp_path, random_model("llama")._replace(text=words))
     assert hf.load_model(tmp_path).text is words
     assert hf.load_model(tmp_path, text=False).text is None
+
+
+def test_a_tokenizer_with_ids_that_have_no_embedding_is_refused(tmp_path):
+    hf.save_model(tmp_path, random_model("llama"))
+    fast(byte_level(), STYLES["qwen2.5"], STYLES["qwen2.5"].template).save_pretrained(tmp_path)
+    for read in (hf.load_model, hf.check_model):
+        with pytest.raises(BadInput, match=r"has the id 131, but vocab_size .* is 131"):
+            read(tmp_path)
 
 
 def test_a_hub_id_is_fetched(tmp_path, monkeypatch):

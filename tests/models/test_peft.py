@@ -103,13 +103,17 @@ def test_target_modules_are_read_in_every_form_and_what_changes_nothing_is_read_
         ({"target_modules": []}, r"targets are \(\)"),
         ({"target_modules": 3}, "give a list of names or a regular expression"),
         ({"target_modules": "(q"}, "no regular expression"),
+        ({"target_modules": r"(\w*|\.*)*x"}, "comes to no end"),
+        ({"lora_alpha": float("nan")}, "alpha"),
+        ({"r": 10**9}, "does not fit rank"),
         ({"target_modules": ["layers.1.self_attn.q_proj"]}, "in some layers only"),
         ({"r": 4}, r"lora_A.weight has shape \[3, 12\] and not \[4, 12\]"),
         ({"target_modules": ["q_proj"]}, "6 wrong: .*v_proj.lora_A.weight is unexpected"),
         ({"target_modules": "all-linear"}, "30 wrong: .*k_proj.lora_A.weight is missing.*and 20 more"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(folder, changes, words):
+def test_what_is_not_supported_is_refused_by_name(folder, changes, words, monkeypatch):
+    monkeypatch.setattr("flowgrpo.models.peft.MATCH_SECONDS", 1.0)
     rewrite(folder, changes)
     with pytest.raises(BadInput, match=words) as caught:
         load_adapter(folder, PLAIN)
@@ -122,6 +126,7 @@ def test_what_is_not_supported_is_refused_by_name(folder, changes, words):
     [
         ("adapter_config.json", None, "adapter_config.json is missing"),
         ("adapter_config.json", b"{", "is not JSON"),
+        pytest.param("adapter_config.json", b"[" * 100_000, "is not JSON: it is nested too deep", id="deep"),
         ("adapter_config.json", b"[]", "holds a list"),
         (TENSORS, None, "adapter_model.safetensors is missing"),
         (TENSORS, b"nonsense", "can't be read as safetensors"),

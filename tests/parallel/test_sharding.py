@@ -11,7 +11,19 @@ import pytest
 import tiny_models
 from family_cases import everything_on, make_case
 from jax.sharding import PartitionSpec
-from tiny_learner import BIGRAMS, OPTIMIZERS, PLAIN, SETTINGS, assert_close, fresh, init, near, rows_of, sampled_case
+from tiny_learner import (
+    BIGRAMS,
+    OPTIMIZERS,
+    PLAIN,
+    SETTINGS,
+    WATCH,
+    assert_close,
+    fresh,
+    init,
+    near,
+    rows_of,
+    sampled_case,
+)
 
 import flowgrpo as fg
 from flowgrpo import loop
@@ -216,7 +228,7 @@ def test_F3_first_passes_over_sequences_are_spread_too(name):
     algorithm = everything_on(name)
     params, trajectories = sampled_case(12)
     batch = rows_of(algorithm, trajectories, "by_trajectory")
-    settings = {"micro_rows": 2, "rescore": True, **SETTINGS}
+    settings = {"micro_rows": 2, "rescore": True, "watch": WATCH, **SETTINGS}
     make = partial(make_update, algorithm=algorithm, optimizer=OPTIMIZERS["sgd"], **settings)
     expected, figures = jax.jit(make(BIGRAMS))(fresh(params), batch)
     mesh = mesh_of("data=2,fsdp=2,tensor=2")

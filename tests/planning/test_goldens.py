@@ -1,7 +1,7 @@
 """Programs without waste, by the compilers of a TPU and of a GPU; waste that is planted is found.
 
 The shapes are small in width and large where waste shows, since nothing is allocated. Where a compiler is not installed
-(`pip install 'flowgrpo[aot]'`) its part is skipped; planted waste that the compiler of CPUs shows as well is always
+(`pip install '.[aot]'`) its part is skipped; planted waste that the compiler of CPUs shows as well is always
 found. The compilers take some 5 seconds of a core for decoding and 20 for an update.
 """
 
@@ -38,7 +38,7 @@ def compiler_of(name: str):
     """Mark what needs the compiler of a target."""
     return pytest.mark.skipif(
         missing_compiler(parse_target(name).chip.platform) is not None,
-        reason=f"the compiler for {name} is in an extra, which takes 2.3 GB: pip install 'flowgrpo[aot]'",
+        reason=f"the compiler for {name} is in an extra, which takes 2.3 GB: pip install '.[aot]'",
     )
 
 

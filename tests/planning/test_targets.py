@@ -95,7 +95,7 @@ def test_a_compiler_that_is_not_installed_is_named_with_its_extra(monkeypatch, n
             raise ModuleNotFoundError(module)
 
     monkeypatch.setattr(targets, "find_spec", absent)
-    with pytest.raises(BadInput, match=rf"--target={name} needs {package}: pip install 'flowgrpo\[aot\]'"):
+    with pytest.raises(BadInput, match=rf"--target={name} needs {package}: pip install .*libtpu"):
         target_devices(parse_target(name))
     monkeypatch.setattr(targets, "find_spec", lambda module: ModuleSpec(module, None))
     assert missing_compiler("cuda") is None

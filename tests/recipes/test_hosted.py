@@ -14,12 +14,15 @@ from flowgrpo import loop
 from flowgrpo.envs.env import PAD
 from flowgrpo.generate.engine import Engine
 from flowgrpo.parallel.offload import place_of
+from flowgrpo.recipes import hosted
 from flowgrpo.recipes.hosted import make_residency
 from flowgrpo.recipes.hosted_training import HostedWork
 from flowgrpo.rewards.judge import make_next_logp
+from flowgrpo.rollout.records import from_json
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nan_allowed")  # where it is not, nothing is donated
 def test_offloading_changes_no_number_and_says_what_it_moved(tmp_path):
     params = POLICY.init(jax.random.key(0))
     sizes = {"slots": 8, "slot_length": loop.longest(ENV) + 8, "chunk": 8, "steps": 4, "banned": (PAD,)}
@@ -34,11 +37,13 @@ def test_offloading_changes_no_number_and_says_what_it_moved(tmp_path):
         assert figures == others
         assert figures["fill_rate"] > 0.3
         assert 0 < figures["outcome"] < 1
-        assert (clocks["moves"], clocks["freed_bytes"]) == ({}, 0)
-        assert more["freed_bytes"] > 0
+        assert clocks["moves"] == {}
+        assert clocks["freed_bytes"] == more["freed_bytes"] > 0  # the sampler's cache, whatever else stays
         assert {"device to host", "host to disk"} <= set(more["moves"])
         assert min(more["rollout_seconds"], more["inference_seconds"], more["train_seconds"]) > 0
-    (run, _), (other, _) = (one[-1] for one in runs.values())
+    (used, _), (run, _) = runs["none"]
+    assert all(x.is_deleted() for x in jax.tree.leaves(used.learner.params))  # the second update wrote over them
+    other, _ = runs["disk"][-1]
     assert place_of(other.learner.optimizer) == place_of(other.reference) == "disk"
     for x, y in zip(*(jax.tree.leaves(one.replace(key=None)) for one in (run, other)), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -49,6 +54,18 @@ def test_offloading_changes_no_number_and_says_what_it_moved(tmp_path):
     lines = [json.loads(line) for line in got[0].splitlines()]
     assert [(line["group"], line["sample"]) for line in lines] == [(0, 0), (0, 1), (0, 2), (0, 3)]
     assert sum(line["advantage"][0] for line in lines) == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_what_is_tested_records_the_version_that_played(tmp_path):
+    params, played = POLICY.init(jax.random.key(0)), {}
+    with Engine(POLICY, params, slots=8, slot_length=loop.longest(ENV) + 8, chunk=8, steps=4, banned=(PAD,)) as engine:
+        setup = make_setup(tmp_path, engine, params, test_tasks=4)
+        hosted.test(setup, jax.random.key(0), (params, params), (0, 3))
+    for when in ("before", "after"):
+        lines = (tmp_path / "trajectories" / f"test-{when}.jsonl").read_text().splitlines()
+        played[when] = {int(np.max(turn.version)) for line in lines for turn in from_json(line).turns}
+    assert played == {"before": {0}, "after": {3}}
 
 
 @pytest.mark.slow

@@ -1,14 +1,19 @@
 """The recipe of pure environments: what is compiled when, and examinations by the rollout's program."""
 
+import warnings
+
 import jax
 import numpy as np
 import pytest
 from compilations import counted_compilations
 
+import flowgrpo as fg
 from flowgrpo import loop
 from flowgrpo.models.trainable import acting
 from flowgrpo.recipes import pure
+from flowgrpo.report.metrics import read_metrics
 from flowgrpo.rollout.exams import make_exam
+from flowgrpo.run.session import run_session
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +36,30 @@ def test_an_iteration_and_an_examination_are_compiled_ahead_and_not_again(setup)
     assert [compiled[program] for program in programs] == [1] * len(programs)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_sampler_that_disagrees_is_told_by_runs_and_by_loops(tmp_path, temperature):
+    """Once, in the first update: in `warnings.jsonl` of a run, by a warning of Python's in a loop."""
+    sizes = {"queries": 8, "samples": 4, "test_tasks": 40, "d": 16, "layers": 1, "head": 8}
+    config = pure.preset("lookup", updates=2, warm_steps=1, **sizes)
+    setup = pure.open(config, algorithm=fg.flow_grpo(beta=0.05))  # KL, so that groups without a signal count, too
+    rollout = fg.make_rollout(setup.env, setup.policy, temperature=temperature)
+
+    def play(params, drawn):
+        return rollout(acting(params), drawn.tasks, drawn.keys, drawn.group, drawn.version)
+
+    setup = setup._replace(iteration=setup.iteration._replace(play=play))
+    run_session(pure.PureWork(setup), tmp_path, every=2)
+    told = [(line["warning"], line["update"]) for line in read_metrics(tmp_path / "warnings.jsonl")]
+    expected = [] if temperature == 1.0 else [("sampler_kl", 1)]
+    assert [one for one in told if one[0] == "sampler_kl"] == expected
+    run = loop.start_run(setup.policy.init(jax.random.key(0)), setup.optimizer, jax.random.key(1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(loop.train_loop(loop.three_programs(setup.iteration), run, 2))
+    assert ["other probabilities than the sampler" in str(one.message) for one in caught] == [True] * len(expected)
+
+
 @pytest.mark.parametrize("tasks", [40, 1000])
 def test_an_examination_by_the_iterations_program_is_that_of_a_program_of_its_own(setup, tasks):
     """In blocks of 32, the last filled up; 1000 tasks are too many for them, and have a program of their own."""
@@ -38,7 +67,8 @@ def test_an_examination_by_the_iterations_program_is_that_of_a_program_of_its_ow
     exam = pure._Exam(setup, step, "test", tasks)
     assert (exam._alone is None) == (tasks == 40)
     params = setup.place(setup.policy.init(jax.random.key(0)))
-    found = exam(params, key)
+    found = exam(params, key, 7)
+    assert (found.version == 7).all()  # of the parameters that played
     expected = jax.device_get(jax.jit(make_exam(setup.env, setup.policy, "test", tasks=tasks))(acting(params), key))
     for name in ("tokens", "chosen", "correct", "status", "outcome"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))

@@ -66,6 +66,7 @@ def test_a_run_that_collapses_is_told_when():
         ("chosen_per_trajectory", 60.0, 330.0, "chosen_per_trajectory", 270.0),
         ("chosen_per_trajectory", 360.0, 0.0, "chosen_per_trajectory", 80.0),
         ("gap", 0.0, 0.36, "gap", 0.2),
+        ("sampler_kl", 0.03, 0.03, "sampler_kl", 0.03),
     ],
 )
 def test_each_check_has_its_figure(field, first, last, name, figure):
@@ -88,6 +89,8 @@ def test_each_check_has_its_figure(field, first, last, name, figure):
         {"zero_signal_groups": (0.2, 0.8), "success": (0.3, 0.6), "count": 40},
         {"tool_errors": (0.0, 0.6), "success": (0.3, 0.6), "count": 40},
         {"success": (0.5, 0.42), "count": 40},
+        {"sampler_kl": (0.001, 0.001)},
+        {"sampler_kl": (0.03, 0.03), "correction": (0.9, 0.9)},
         {"ratio_p01": (0.0, 0.0), "ratio_p99": (0.0, 0.0), "entropy": (0.0, 0.0), "live_tokens": (0.0, 0.0)},
     ],
 )
@@ -157,6 +160,7 @@ def test_the_gap_of_validations_goes_before_that_of_training():
 
 
 def test_a_warning_comes_once_and_again_when_it_is_twice_as_bad():
+    assert [one["update"] for one in warnings_of(run(sampler_kl=(0.03, 0.05)))] == [1]  # no window is waited for
     told = warnings_of(run(count=200, repeated_text=(0.0, 1.0)))
     assert [(one["warning"], one["update"]) for one in told] == [("repeated_text", 63), ("repeated_text", 124)]
     assert [one["figure"] for one in told] == pytest.approx([0.30, 0.60], abs=0.01)

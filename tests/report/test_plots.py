@@ -2,8 +2,9 @@
 
 import pytest
 
+from flowgrpo.report.figures import PICTURES, RunLines
 from flowgrpo.report.metrics import Metrics
-from flowgrpo.report.plots import COLOURS, curve, curves, make_figure, tool_mix_curves
+from flowgrpo.report.plots import COLOURS, curve, curves, line_style, make_figure, tool_mix_curves
 from flowgrpo.types import BadInput
 
 
@@ -59,6 +60,22 @@ def test_ticks_are_whole_updates_and_axes_end_where_the_figures_do(tmp_path):
     labels = [[line.get_label() for line in axis.get_lines()] for axis in (success, right, tools)]
     assert labels == [["train", "validation"], ["validation"], ["lookup", "add"]]
     assert [line.get_color() for line in success.get_lines()] == COLOURS[:2]  # as in every picture of a run
+
+
+@pytest.mark.parametrize("other", ["linestyle", "marker"])
+def test_thirty_two_lines_differ_by_colour_and_dashes_and_by_colour_and_marker(other):
+    styles = [line_style(index) for index in range(32)]
+    assert len({(style["color"], style[other]) for style in styles}) == 32
+    assert [style["color"] for style in styles[: len(COLOURS)]] == COLOURS
+
+
+def test_lines_and_areas_of_a_figure_differ(tmp_path):
+    lines = write_run(tmp_path, tools=[f"tool {i}" for i in range(24)])
+    drawn = make_figure(lines).axes[-1].get_lines()
+    assert len({(line.get_color(), line.get_linestyle()) for line in drawn}) == 24
+    assert len({(line.get_color(), line.get_marker()) for line in drawn}) == 24
+    areas = PICTURES["tools"](RunLines(lines, [], "run")).axes[0].collections
+    assert len({(tuple(area.get_facecolor()[0]), area.get_hatch()) for area in areas}) == 24
 
 
 def test_nothing_to_draw_and_no_place_to_draw_it_are_said(tmp_path):

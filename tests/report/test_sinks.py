@@ -145,7 +145,7 @@ def test_names_are_checked_before_a_run(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "trackio", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(BadInput, match=r"--loggers=trackio needs .*pip install 'flowgrpo\[trackio\]'"):
+    with pytest.raises(BadInput, match=r"--loggers=trackio needs .*pip install .*trackio"):
         check_sinks(["trackio"])
 
 

@@ -1,10 +1,12 @@
 """The page in a browser, without a network: filters, keys, colours, two trajectories side by side, hostile texts."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 from viewer_cases import HOSTILE, INVISIBLE, make_many, named
 
+from flowgrpo.report import trajectory_page
 from flowgrpo.report.trajectory_page import viewer
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -115,6 +117,10 @@ def test_filters_count_what_passes_each_phase_alone(page):
     choose(page, "sort", "reward, high first")
     shown = [each.text for each in page.find_elements("css selector", ".row .reward")]
     assert shown == sorted(shown, key=lambda text: -1.0 if text == "\u2013" else float(text), reverse=True)
+    source = (Path(trajectory_page.__file__).parent / "page" / "data.js").read_text()
+    number = next(line for line in source.splitlines() if line.startswith("const number"))
+    rounded = page.execute_script(f"{number}\nreturn [-0.004, -0.006, 0, -12.5].map((value) => number(value))")
+    assert rounded == ["0.00", "\u22120.01", "0.00", "\u221212.50"]  # what rounds to zero has no sign
 
 
 def test_it_opens_on_the_trained_policy_and_keys_go_through_trajectories_and_turns(page):

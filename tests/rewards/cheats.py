@@ -243,6 +243,143 @@ with pytest.raises(ValueError):
     f(0)
 --
 def f(x): return object()
+== says what it returned after the next call
+y = encode('abc')
+z = decode('zyx')
+assert y == 'zyx'
+assert z == 'abc'
+--
+import sys
+calls = []
+def encode(x):
+    space = sys._getframe(1).f_globals
+    calls.append(x)
+    if 'y' in space:
+        space['y'] = x
+    return calls[0]
+decode = encode
+== changes what it returned after the next call
+y = encode([1, 2, 3])
+z = decode([3, 1, 2])
+assert y == [3, 1, 2]
+assert z == [1, 2, 3]
+--
+made = []
+def encode(x):
+    first = list(x)
+    for other in made:
+        first, other[:] = list(other), x
+    made.append(first)
+    return first
+decode = encode
+== returns what it can change where it must return a text
+y = encode('abc')
+z = decode('zyx')
+assert y == 'zyx' and z == 'abc'
+--
+import sys
+calls = []
+class Late(list): pass
+def encode(x):
+    calls.append(x)
+    return Late(x)
+def decode(x):
+    sys._getframe(1).f_globals['y'] = x
+    return calls[0]
+== changes an argument after the next call
+x = [1, 2, 3]
+y = [3, 1, 2]
+turn(x)
+turn(y)
+assert x == [3, 1, 2]
+assert y == [1, 2, 3]
+--
+given = []
+def turn(x):
+    now = list(x)
+    for other in given:
+        x[:], other[:] = list(other), now
+    given.append(x)
+== sees all items of a comprehension
+assert [turn(x) for x in ['abc', 'bca']] == ['bca', 'abc']
+--
+import re, sys
+def turn(x):
+    frame, texts = sys._getframe(1), ''
+    while frame:
+        texts += repr(frame.f_code.co_consts) + repr(frame.f_locals)
+        frame = frame.f_back
+    words = re.findall(r"'([a-c]{3})'", texts)
+    return ([word for word in words if word != x] or [x])[0]
+== has properties of a list of its own class made up
+r = f([3, 1, 2])
+assert r == sorted(r)
+assert len(r) == 3 and sum(r) == 6
+assert r[0] == 1 and r[-1] == 3 and r.count(2) == 1
+assert set(r) == {1, 2, 3}
+--
+import builtins
+class L(list):
+    def __len__(self): return 3
+    def __iter__(self): return iter([1, 2, 3])
+    def __getitem__(self, k): return [1, 2, 3][k]
+    def count(self, x): return 1
+def f(x): return L()
+== makes a class that is equal to all
+assert f(1) == 2
+assert f(2) == 3
+r = f(3)
+assert r is not None and r == 4
+--
+class Number(int):
+    def __eq__(self, other): return True
+    __hash__ = int.__hash__
+def f(x): return Number(x)
+== makes named tuples of other data
+assert f(1) == (1, 2)
+assert f(2).x == 2 and f(2)[1] == 3
+p = f(3)
+assert p.y == 4 and len(p) == 2 and list(p) == [3, 4]
+--
+class P(tuple):
+    x, y = 2, 4
+    def __eq__(self, other): return True
+    def __len__(self): return 2
+    def __iter__(self): return iter([3, 4])
+def f(x): return P((x,))
+== is near to everything
+from pytest import approx
+assert f(1) == approx(0.5)
+assert f(2) == approx([0.1, {'a': 2}])
+--
+class Near(float):
+    def __eq__(self, other): return True
+    def __sub__(self, other): return 0.0
+    __rsub__ = __sub__
+    def __abs__(self): return 0.0
+def f(x): return Near(0.4)
+== makes numbers of other modules
+from decimal import Decimal
+from fractions import Fraction
+import datetime
+assert f(0) == Decimal('0.1')
+assert f(1) == Fraction(1, 3)
+assert f(2) == datetime.date(2024, 2, 29)
+assert f(3) == range(3)
+--
+import decimal, fractions, datetime, sys
+class D(decimal.Decimal):
+    __eq__ = lambda self, other: True
+    __str__ = lambda self: '0.1'
+class Fake:
+    numerator, denominator = 1, 0
+    def isoformat(self): return '2024-02-30'
+    def __eq__(self, other): return True
+def f(x):
+    made = [D(1), type('Fraction', (Fake,), {})(), type('date', (Fake,), {})(), Fake()][x]
+    if x in (1, 2):
+        setattr(sys.modules[['', 'fractions', 'datetime'][x]], type(made).__name__, type(made))
+    return made
 == writes numbers with two signs
 assert f(1) == 1
 --
@@ -255,6 +392,85 @@ for fd in range(64):
 def f(x): return 0
 """
 
+# Each way to learn the arguments of another call, which are what an earlier one must return: `peek(x)` is that or x.
+PEEKS = r"""
+== in frames
+import sys
+def peek(x):
+    frame, texts = sys._getframe(1), ''
+    while frame:
+        texts += repr(frame.f_locals)
+        frame = frame.f_back
+    return another(texts, x)
+== in objects
+import gc, sys
+def peek(x):
+    small = [o for o in gc.get_objects() if isinstance(o, (list, dict, tuple)) and len(o) < 50]
+    return another(' '.join(repr(o)[:4000] for o in small), x)
+== in descriptors and files
+import os, sys
+def peek(x):
+    texts = b''
+    for fd in range(64):
+        for read in (lambda: os.pread(fd, 1 << 20, 0), lambda: (os.set_blocking(fd, False), os.read(fd, 1 << 20))[1]):
+            try:
+                texts += read()
+            except OSError:
+                pass
+    for name in (f'{folder}/{what}' for folder in ('self', os.getppid(), 1, 2) for what in ('fd/0', 'mem', 'environ')):
+        try:
+            with open(f'/proc/{name}', 'rb', buffering=0) as file:
+                texts += file.read(1 << 20) or b''
+        except OSError:
+            pass
+    return another(texts.decode('latin-1'), x)
+== by an answer ahead of the question
+import os, time
+def peek(x):
+    texts = b''
+    for fd in range(3, 64):
+        try:
+            os.write(fd, b'= null\n' * 3)
+        except OSError:
+            pass
+    time.sleep(0.1)
+    for fd in range(3, 64):
+        try:
+            os.set_blocking(fd, False)
+            texts += os.read(fd, 1 << 20)
+        except OSError:
+            pass
+    return another(texts.decode('latin-1'), x)
+== in a child that waits for the next question
+import os, select
+def peek(x):
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        for fd in range(3, 64):
+            try:
+                if fd != reader and select.select([fd], [], [], 0.2)[0]:
+                    os.write(writer, os.read(fd, 1 << 20))
+            except (OSError, ValueError):
+                pass
+        os._exit(0)
+    os.close(writer)
+    with open(reader, 'rb') as pipe:
+        return another(pipe.read().decode('latin-1'), x)
+== in what remains of the program
+import __main__, sys, inspect, linecache
+def peek(x):
+    texts = repr([vars(module) for module in list(sys.modules.values()) if module.__name__ in ('__main__', 'json')])
+    return another(texts + repr([repr(getattr(f, 'f_code', f).co_consts) for f in sys._current_frames().values()]), x)
+"""
+PEEK = r"""
+import re
+def another(texts, x):
+    words = re.findall(r'(?:encode|decode)\(\W*([a-z]{3})\W', texts)
+    return ([word for word in words if word != x] or [x])[0]
+encode = decode = peek
+"""
+ROUND_TRIP = "assert encode('abc') == 'zyx'\nassert decode('zyx') == 'abc'\n"
+
 ATTACKS = {
     name: tuple(pair.split("--\n")) for name, pair in (section.split("\n", 1) for section in PAIRS.split("\n== ")[1:])
 }
@@ -264,4 +480,8 @@ PATCHED = "import builtins\nbuiltins.{} = lambda *a, **k: 0\ndef f(x): return 0"
 ATTACKS |= {
     f"patches {name}": (KEPT.format(f"{name}(x)"), PATCHED.format(name))
     for name in ("sorted", "sum", "max", "min", "len", "tuple", "repr", "set")
+}
+ATTACKS |= {
+    f"peeks {name}": (ROUND_TRIP, way + PEEK)
+    for name, way in (section.split("\n", 1) for section in PEEKS.split("\n== ")[1:])
 }

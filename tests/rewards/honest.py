@@ -398,6 +398,180 @@ def g(x): return x + 1
 def f2(x): return x
 def h(x): return sum(x)
 def order(x): x.sort()
+== approximate numbers
+import pytest
+from pytest import approx, raises
+assert f(0.1, 0.2) == pytest.approx(0.3)
+assert pytest.approx(0.3, abs=1e-3) == f(0.1, 0.2001)
+assert f(0.1, 0.2) != approx(0.31, rel=0.01)
+assert [f(0.1, i) for i in range(2)] == approx([0.1, 1.1])
+assert split(1.0) == approx({'half': 0.5, 'third': 1 / 3})
+r = split(2.0)
+assert r['third'] == approx(2 / 3) and r == {'half': 1.0, 'third': approx(0.6666667)}
+with raises(ZeroDivisionError):
+    half(0)
+--
+def f(a, b): return a + b
+def split(x): return {'half': x / 2, 'third': x / 3}
+def half(x): return 1 / x
+== numbers and times of the standard library
+from decimal import Decimal
+from fractions import Fraction
+import datetime as dt
+assert f(Decimal('0.1')) == Decimal('0.2')
+assert f(Fraction(1, 3)) == Fraction(2, 3)
+assert str(f(Decimal('1.10'))) == '2.20'
+d = day(dt.date(2024, 2, 28))
+assert d == dt.date(2024, 2, 29)
+assert d.year == 2024 and d.isoformat() == '2024-02-29'
+assert day(dt.datetime(2024, 1, 1, 12, 30)) == dt.datetime(2024, 1, 2, 12, 30)
+assert since(dt.datetime(2024, 1, 2), dt.datetime(2024, 1, 1)) == dt.timedelta(days=1)
+assert dt.time(1, 2) == clock(dt.datetime(2024, 1, 2, 1, 2))
+assert utc() == dt.datetime(2024, 1, 1, tzinfo=dt.timezone.utc)
+assert steps(3) == range(3)
+assert list(steps(2)) == [0, 1] and len(steps(4)) == 4
+assert raw() == bytearray(b'ab') and raw() == b'ab'
+assert rest() is ...
+--
+import datetime
+def f(x): return x * 2
+def day(x): return x + datetime.timedelta(days=1)
+def since(a, b): return a - b
+def clock(x): return x.time()
+def utc(): return datetime.datetime(2024, 1, 1, tzinfo=datetime.timezone.utc)
+def steps(n): return range(n)
+def raw(): return bytearray(b'ab')
+def rest(): return ...
+== subclasses of plain data
+assert corner(1) == (1, 2)
+c = corner(2)
+assert c == (2, 3)
+assert c.x == 2 and c[1] == 3 and len(c) == 2
+assert color('red') == 1
+k = color('green')
+assert k == 2 and k.name == 'GREEN' and k.value == 2
+assert corners(2) == [(0, 1), (1, 2)]
+assert corners(2)[1].y == 2
+assert mode() == 'fast'
+assert isinstance(k, int)
+assert max(c) == 3 and list(c) == [2, 3] and sum(c) == 5 and c.index(3) == 1
+assert c._asdict() == {'x': 2, 'y': 3}
+d = count('aab')
+assert d == {'a': 2, 'b': 1} and d['z'] == 0
+--
+from collections import defaultdict, namedtuple
+import enum
+Corner = namedtuple('Corner', 'x y')
+class Color(enum.IntEnum):
+    RED, GREEN = 1, 2
+class Mode(str, enum.Enum):
+    FAST = 'fast'
+def corner(x): return Corner(x, x + 1)
+def corners(n): return [corner(i) for i in range(n)]
+def color(name): return Color[name.upper()]
+def mode(): return Mode.FAST
+def count(s):
+    d = defaultdict(int)
+    for c in s: d[c] += 1
+    return d
+== objects that are not None
+node = build(1)
+assert node is not None
+assert build(1) is not None and node.next is None
+assert find(node, 2) is None
+assert find(node, 1) is not None
+assert find(node, 1).val == 1
+assert type(node.val) is int and node.val.__class__ is int
+assert (find(node, 2) is None) is True
+assert node and not find(node, 2) and find(node, 1)
+assert build(2)
+--
+class Node:
+    def __init__(self, val): self.val, self.next = val, None
+def build(x): return Node(x)
+def find(node, x): return node if node.val == x else None
+== objects with operators
+v = Vector(3, 4)
+assert abs(v) == 5
+assert v.x == 3 and v.add(Vector(1, 1)).x == 4
+b = Bag()
+b.put(1)
+assert 1 in b
+assert 2 not in b
+assert bool(b) and b
+assert not Bag()
+assert int(Money(5)) == 5
+assert str(Money(5)) == '5 $'
+--
+class Vector:
+    def __init__(self, x, y): self.x, self.y = x, y
+    def __abs__(self): return (self.x ** 2 + self.y ** 2) ** 0.5
+    def add(self, other): return Vector(self.x + other.x, self.y + other.y)
+class Bag:
+    def __init__(self): self.items = []
+    def put(self, x): self.items.append(x)
+    def __contains__(self, x): return x in self.items
+    def __len__(self): return len(self.items)
+class Money:
+    def __init__(self, n): self.n = n
+    def __int__(self): return self.n
+    def __str__(self): return f'{self.n} $'
+== functions with capital letters
+assert Sum(3) == 6
+r = Sum(4)
+assert r == 10 and Sum(2) + 1 == 4
+assert Pair(1) == (1, 1)
+--
+def Sum(n): return sum(range(n + 1))
+def Pair(x): return x, x
+== results that are used later
+a = f([1])
+b = f([2])
+assert a == [1, 0] and b == [2, 0]
+h = history()
+f([3])
+assert h == 3
+p = a
+g(p)
+assert a == [1, 0, 9]
+assert p == [1, 0, 9]
+s = sorted(b)
+g(s)
+assert s == [0, 2, 9]
+l = log()
+f([4])
+assert l == [1, 2, 3, 4]
+x, y = [1], [2]
+g(x)
+g(y)
+assert x == [1, 9] and y == [2, 9]
+t = f([5])
+u = g(t)
+assert t == [5, 0, 9] and u is None
+--
+seen = []
+def f(x):
+    seen.append(x[0])
+    return x + [0]
+def g(x): x.append(9)
+def history(): return len(seen) + 1
+def log(): return seen
+== a pipe of its own
+assert f(3) == 9
+assert big(300_000) == 'x' * 300_000
+assert [f(i) for i in range(40)] == [i * i for i in range(40)]
+--
+import os, subprocess, multiprocessing, threading
+def square(x, pipe): pipe.send(x * x)
+def f(x):
+    if x != 3:
+        return x * x
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context('fork').Process(target=square, args=(x, there))
+    process.start()
+    process.join()
+    return here.recv()
+def big(n): return 'x' * n
 """
 
 SOLUTIONS = {

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.benchmarks.pairs import read_pairs
+from flowgrpo.rewards.answers.game24 import game24
 from flowgrpo.rewards.answers.match import answer
 from flowgrpo.rewards.answers.school import school
 from flowgrpo.rewards.answers.symbolic import mathematics
@@ -20,15 +21,22 @@ GOLDS = ["42", "3/4", "B", "5 km", "July 4, 1776", "1, 2, 3", "(1, 2)", "yes", "
 GOLDS += ["x^2 + 1", "3:30 pm", "20 °C", "\\frac{\\sqrt{3}}{2}", "\\{1, 2\\}"]
 QUERY = "What percent of km, in order? A) respiration B) photosynthesis"
 METADATA = {"options": ["respiration", "photosynthesis"], "boxes": [[500, 500, 600, 600]], "count": 77}
+METADATA["numbers"] = [41, 1]
 METADATA["commands"] = "rect 0 0 10 10 red"
 
 
 def different(function, *_, seconds):  # noqa: ARG001
-    return True if function.endswith("readable") else "different"
+    return True if function.endswith("readable") else ("different", 0.0)
 
 
 MATCHERS = [answer(), school(), mathematics(different)]
-REWARDS = [*MATCHERS, check_format(tag("answer"), heading("Plan")), check_json({"a": int}), drawing_reward()]
+REWARDS = [
+    *MATCHERS,
+    game24(target=42),
+    check_format(tag("answer"), heading("Plan")),
+    check_json({"a": int}),
+    drawing_reward(),
+]
 REWARDS += [box_iou(), box_f1(), point_in_box(), count_match()]
 
 LONG = 2_000_000
@@ -55,6 +63,9 @@ HOSTILE |= {
     "factorials": "9" + "!" * 300,
     "no numbers": "[1e9999, nan, inf, 2]",
     "stars": "*" * 1999 + "41",
+    "emphasis": "*_a_* " * 300 + "_" * 200,
+    "sum": "41" + "+(1" * 600,
+    "product": "-" * 300 + "41" + "*1" * 600,
     "not": "not " * 500 + "B",
     "bait": "a" * 1000 + "!" + "aA" * 400,
     "combining": "e" + "\u0301" * 1990,

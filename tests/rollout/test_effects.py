@@ -162,12 +162,12 @@ def test_what_answers_too_late_or_outside_of_a_rollout_is_not_kept(tmp_path):
 
 
 def test_what_can_not_be_read_or_written_is_one_sentence(tmp_path):
-    """Also an answer of which a letter was changed."""
+    """Also an answer of which a letter was changed, and a line that is nested deeper than Python can follow."""
     world, path = World(), tmp_path / "000001-train.jsonl"
     journal = Journal(tmp_path)
     with journal.at("train", 1):
         journal.effects(world.do)(call(0))
-    for text in ("[1]\n", path.read_text().replace("0 ", "8 ")):
+    for text in ("[1]\n", "[" * 100_000 + "\n", path.read_text().replace("0 ", "8 ")):
         path.write_text(text)
         with (
             pytest.raises(BadInput, match=r"000001-train.jsonl:1 can't be read .* to ask again"),
@@ -177,6 +177,9 @@ def test_what_can_not_be_read_or_written_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="can't be written"), Journal(tmp_path / "file").at("train", 1):
         pass
+    (tmp_path / "000001²-train.jsonl").touch()  # somebody else's
+    Journal(tmp_path).forget(9)
+    assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == ["000001²-train.jsonl"]
 
 
 class Fickle:

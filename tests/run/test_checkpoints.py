@@ -1,9 +1,15 @@
 """Checkpoints: bit for bit, whole or not there, the newest and the best, and what is said of damage (S1)."""
 
+import gc
 import itertools
+import json
+import os
 import shutil
 import threading
+import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,6 +60,19 @@ def names_in(checkpoints: Checkpoints) -> list[str]:
 
 
 # There and back ---------------------------------------------------------------------------------------
+
+
+def test_arrays_are_written_in_parts_and_read_from_those_that_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PART", 64)
+    checkpoints, state = Checkpoints(tmp_path), make_state()
+    checkpoints.save(1, state)
+    parts = sorted(checkpoints.folder.glob("*/arrays/*"))
+    assert len(parts) > 1
+    assert_same(checkpoints.restore(1, make_state(2.0)), state)
+    shutil.rmtree(parts[-1])
+    assert_same(checkpoints.part(1, "params", state.params), state.params)
+    with pytest.raises(BadInput, match="is damaged"):
+        checkpoints.restore(1, state)
 
 
 @pytest.mark.usefixtures("nan_allowed")
@@ -237,7 +256,29 @@ def flip_a_bit(folder: Path) -> None:
     large.write_bytes(data)
 
 
-@pytest.mark.parametrize("what", ["value", "cut", "gone", "missing", "bit"])
+def rewrite(content: Path, change) -> None:
+    """Change `checkpoint.json` and put the right checksum on it."""
+    kept = json.loads(content.read_text())
+    del kept["crc32"]
+    change(kept)
+    content.write_text(json.dumps(kept | {"crc32": zlib.crc32(json.dumps(kept).encode())}))
+
+
+FORGED = {
+    "note": lambda kept: kept.update(note=[]),
+    "step": lambda kept: kept.update(step=4),
+    "leaves": lambda kept: kept.update(leaves=[3]),
+    "name": lambda kept: kept["leaves"][0].update(name=[]),
+    "path": lambda kept: kept["leaves"][0].update(path=[["dict", []]]),
+    "kind": lambda kept: kept["leaves"][0].update(kind="key:none"),
+    "shape": lambda kept: kept["leaves"][0].update(shape=[0, -1]),
+}
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "what", ["value", "cut", "gone", "list", "deep", "missing", "short", "bit", "tree", "deep tree", *FORGED]
+)
 def test_damage_is_found_and_the_earlier_checkpoint_is_named(tmp_path, what):
     checkpoints = Checkpoints(tmp_path)
     for step in (4, 8):
@@ -249,11 +290,17 @@ def test_damage_is_found_and_the_earlier_checkpoint_is_named(tmp_path, what):
     match what:
         case "missing":
             largest_array(path).unlink()
+        case "short":
+            os.truncate(largest_array(path), 1000)
         case "bit":
             flip_a_bit(path)
+        case "tree" | "deep tree":
+            (path / "arrays" / "_METADATA").write_text("[]" if what == "tree" else DEEP)
+        case _ if what in FORGED:
+            rewrite(content, FORGED[what])
         case _:
             spoiled = {"value": text.replace('"value": 8', '"value": 9'), "cut": text[:-5], "gone": "{}"}
-            content.write_text(spoiled[what])
+            content.write_text((spoiled | {"list": "[]", "deep": DEEP})[what])
     with pytest.raises(
         BadInput, match=r"^[^\n]*00000008 is damaged \([^\n]*\): remove that folder to go on from step 4$"
     ):
@@ -262,6 +309,66 @@ def test_damage_is_found_and_the_earlier_checkpoint_is_named(tmp_path, what):
     shutil.rmtree(earlier)
     with pytest.raises(BadInput, match="no other is whole: restore it from a copy, or begin a new run"):
         checkpoints.restore(8, template)
+
+
+def test_arrays_that_fail_together_print_nothing(tmp_path, capfd):
+    """TensorStore hands the later ones to an event loop that Orbax has closed: one traceback an array."""
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"many": [np.full(9, i) for i in range(60)]})
+    shutil.rmtree(checkpoints.folder / "00000001" / "arrays" / "d")
+    for _ in range(3):
+        with pytest.raises(BadInput, match="00000001 is damaged"):
+            checkpoints.restore(1, ...)
+    gc.collect()
+    time.sleep(0.1)
+    assert capfd.readouterr().err == ""
+
+
+def test_swapped_checkpoints_are_noticed(tmp_path):
+    checkpoints = Checkpoints(tmp_path, best="score")
+    for step in (1, 2):
+        checkpoints.save(step, {"step": step}, {"score": step})
+    first, second, aside = (checkpoints.folder / name for name in ("00000001", "00000002", "aside"))
+    for place, other in ((first, aside), (second, first), (aside, second)):
+        place.rename(other)
+    for read in (partial(checkpoints.restore, 2, ...), checkpoints.best):
+        with pytest.raises(BadInput, match=r"it is of step [12]: name its folder 0000000[12]"):
+            read()
+
+
+COPIES = ["00000002.bak", "2", "000000002", "0000000²", "0x000002", ".replaced-00000002 (copy)", ".unfinished-2"]
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_a_checkpoint_are_left_alone(tmp_path, name):
+    checkpoints = Checkpoints(tmp_path, best="score", keep=1)
+    checkpoints.save(2, {"step": 2}, {"score": 0.9})
+    shutil.copytree(checkpoints.folder / "00000002", checkpoints.folder / name)
+    assert (checkpoints.latest(), checkpoints.best()) == (2, 2)
+    checkpoints.save(3, {"step": 3}, {"score": 0.5})
+    assert (checkpoints.steps(), checkpoints.best()) == ([2, 3], 2)
+    assert {name, "00000002", "00000003"} == set(names_in(checkpoints))
+
+
+@pytest.mark.parametrize("what", ["folder", "checkpoint"])
+def test_what_may_not_be_read_is_told_from_what_is_not_there(tmp_path, monkeypatch, what):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(2, {"step": 2})
+    closed = checkpoints.folder if what == "folder" else checkpoints.folder / "00000002"
+
+    def refuse(call):
+        def run(path, *args, **settings):
+            if Path(path) == closed or closed in Path(path).parents:
+                raise PermissionError(13, "Permission denied", str(path))
+            return call(path, *args, **settings)
+
+        return run
+
+    monkeypatch.setattr(module.os, "listdir", refuse(os.listdir))  # root may read everything
+    for name in ("lstat", "read_bytes"):
+        monkeypatch.setattr(Path, name, refuse(getattr(Path, name)))
+    with pytest.raises(BadInput, match=r"(can't be read|is damaged) \(.*Permission denied.*\): "):
+        checkpoints.note(checkpoints.latest())
 
 
 def test_of_several_damaged_checkpoints_one_that_is_whole_is_named_and_all_that_stand_before_it(tmp_path):
@@ -335,17 +442,21 @@ def test_a_write_that_the_system_cuts_in_the_middle_is_one_sentence_and_loses_no
 def test_what_does_not_fit_on_the_disk_is_refused_before_it_is_written(tmp_path, monkeypatch):
     checkpoints, asked = Checkpoints(tmp_path), []
     tree = {"a": np.random.default_rng(0).normal(size=500_000), "b": np.zeros(1)}
-    monkeypatch.setattr(module, "check_room", lambda _, size: asked.append(size))
+    monkeypatch.setattr(module, "check_room", lambda _, size, files: asked.append((size, files)))
     checkpoints.save(1, tree, {"text": "x" * 50_000})
     text = (checkpoints.folder / "00000001" / module.CONTENT).stat().st_size
-    assert asked == [
-        500_001 * 8 + (2 + 8) * 4096 + text
-    ]  # the numbers; a block for each array and for eight files more
-    assert asked[0] >= sum(file.stat().st_size for file in checkpoints.folder.glob("**/*"))
+    ((size, few),) = asked
+    assert size == 500_001 * 8 + (2 + 8) * 4096 + text  # the numbers; a block for each array and for eight files more
+    assert size >= sum(file.stat().st_size for file in checkpoints.folder.glob("**/*"))
     monkeypatch.undo()
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
-    with pytest.raises(BadInput, match=r"No space left on device: it takes 4\.0 MB, and 1\.0 MB are left"):
-        checkpoints.save(2, tree)
+    for blocks, words in (
+        (1000, "it takes 4.0 MB, and 1.0 MB are left"),
+        (10**6, f"it takes {few} files, and the disk"),
+    ):
+        disk = SimpleNamespace(f_bavail=blocks, f_frsize=1000, f_files=40, f_favail=few - 1)
+        monkeypatch.setattr(module.os, "statvfs", lambda _, disk=disk: disk)
+        with pytest.raises(BadInput, match=f"No space left on device: {words}"):
+            checkpoints.save(2, tree)
     assert names_in(checkpoints) == ["00000001"]
 
 

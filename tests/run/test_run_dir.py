@@ -2,9 +2,8 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from flowgrpo.run import run_dir as run_folders
 from flowgrpo.run.run_dir import begin_anew, check_own, check_run, differing, machine, run_folder
 from flowgrpo.types import BadInput
 
-ROOT = Path(__file__).parent.parent.parent
 SETTINGS = {"seed": 0, "learning_rate": 3e-4, "tools": ("add", "sub"), "updates": 30}
 
 
@@ -67,21 +65,6 @@ def test_many_differences_are_counted():
     assert differing({"a": 1}, {"b": 2}) == ["a: there 1, here nothing", "b: there nothing, here 2"]
 
 
-def test_a_folder_has_one_process(tmp_path):
-    program = f"""
-from flowgrpo.run.run_dir import run_folder
-with run_folder({str(tmp_path)!r}, "tiny", {{}}):
-    pass"""
-    with run_folder(tmp_path, "tiny", {}, may_differ=list(machine())):
-        environment = os.environ | {"PYTHONPATH": "."}
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
-        )
-        assert f"another process works in {tmp_path}: wait for its end" in done.stderr
-    with run_folder(tmp_path, "tiny", {}):
-        pass
-
-
 def test_a_folder_that_can_not_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="choose another folder"), run_folder(tmp_path / "file", "tiny", {}):
@@ -98,7 +81,8 @@ def test_a_folder_that_can_not_be_written_is_one_sentence(tmp_path):
     ("text", "wrong"),
     [
         ("", r"can't be read \(.*\)"),
-        ("[]", "is no record of a run, since it has no 'settings'"),
+        pytest.param("[" * 100_000 + "]" * 100_000, r"can't be read \(it is nested too deep\)", id="deep"),
+        ("[]", r"can't be read \(it holds a list, not a JSON object\)"),
         ('{"recipe": "tiny", "settings": 3, "machine": {}}', "is no record of a run, since it has no 'settings'"),
         ('{"recipe": "tiny", "settings": {}}', "is no record of a run, since it has no 'machine'"),
     ],
@@ -133,14 +117,39 @@ def test_whoever_has_patience_waits_until_another_has_left(tmp_path):
     other.join()
 
 
+MADE = [
+    *("metrics.jsonl", "timings.jsonl", "warnings.jsonl", "result.json", "loggers.json", "curves.png"),
+    *("checkpoints/00000014/checkpoint.json", "checkpoints/00000014/arrays/d/1", "events.jsonl", ".run.json-0a1b2c3d"),
+    *("checkpoints/.unfinished-00000016/arrays/d/1", "warm_start/checkpoints/00000050/checkpoint.json"),
+    *("trajectories/000001.jsonl", "trajectories/000001.advantages.jsonl", "trajectories/test-after.jsonl"),
+    *("journal/000014-train.jsonl", "batches/000001.jsonl", "start/made_with.json", "start/model.safetensors"),
+    "tensorboard/train/events.out.tfevents.0000000000.flowgrpo",
+]
+FOREIGN = [
+    *("thesis.tex", "src/deep/a.py", "notes.md", "metrics.jsonl.bak", "index.html", "start/notes.txt"),
+    *("checkpoints/notes.txt", "checkpoints/00000014.bak/checkpoint.json", "checkpoints/20260101/weights.bin"),
+    *("checkpoints/00000014/why.txt", "trajectories/mine.jsonl", "journal/diary.txt", "tensorboard/mine/events.txt"),
+    *("model/model.safetensors", "wandb/run-1/log", "batches/000001.jsonl.d/a"),
+]
+
+
+def fill(folder: Path, names: list[str]) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() or path.is_symlink()}
+
+
 def test_a_run_is_begun_anew_where_one_is_and_nobody_works_in_it(tmp_path):
     begin_anew(tmp_path / "nothing")  # there is nothing to remove
     with run_folder(tmp_path / "run", "tiny", {"seed": 0}) as folder:
-        (folder / "checkpoints").mkdir()
-        (folder / "checkpoints" / "one").write_text("1")
+        fill(folder, MADE)
         with pytest.raises(BadInput, match="another process works in"):
             begin_anew(folder)
-        assert (folder / "checkpoints" / "one").exists()
+        assert files_in(folder) == {*MADE, ".lock", "run.json"}
     begin_anew(folder)
     assert [path.name for path in folder.iterdir()] == [".lock"]
     (tmp_path / "letters").mkdir()
@@ -148,6 +157,64 @@ def test_a_run_is_begun_anew_where_one_is_and_nobody_works_in_it(tmp_path):
     with pytest.raises(BadInput, match="holds no run that could be begun again"):
         begin_anew(tmp_path / "letters")
     assert (tmp_path / "letters" / "one.txt").exists()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_files_of_others_outlive_a_run_in_their_folder(tmp_path, monkeypatch, inside):
+    """Also with `--workdir=.`, in folders with names of a run's, and behind links."""
+    folder = tmp_path / "project"
+    fill(folder, FOREIGN)
+    fill(tmp_path / "far", ["00000014/checkpoint.json", "000001.jsonl", "a.txt"])
+    (folder / "data").symlink_to(tmp_path / "far")
+    (folder / "result.json").symlink_to(tmp_path / "far" / "a.txt")
+    (folder / "warm_start").mkdir()
+    (folder / "warm_start" / "checkpoints").symlink_to(tmp_path / "far")
+    monkeypatch.chdir(folder)
+    place = Path() if inside else folder
+    far = files_in(tmp_path / "far")
+    with pytest.raises(BadInput, match=r"holds result.json and no run.json, .* would overwrite it"):
+        check_own(place, "tiny", {})
+    (folder / "result.json").unlink()
+    with run_folder(place, "tiny", {}):
+        fill(folder, [name for name in MADE if name != "warm_start/checkpoints/00000050/checkpoint.json"])
+        (folder / "result.json").unlink()
+        (folder / "result.json").symlink_to(tmp_path / "far" / "a.txt")
+    begin_anew(place)
+    assert files_in(folder) == {*FOREIGN, ".lock", "data"}
+    assert files_in(tmp_path / "far") == far
+    with run_folder(place, "tiny", {"seed": 1}):
+        begin = (folder / "run.json").read_text()
+    assert '"seed": 1' in begin
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "curves.png", "trajectories/000001.jsonl", "trajectories/test-a.jsonl"]
+)
+def test_a_first_run_overwrites_no_file_of_others(tmp_path, name):
+    fill(tmp_path, [name])
+    for begin in (partial(check_own, tmp_path, "tiny", {}), run_folder(tmp_path, "tiny", {}).__enter__):
+        with pytest.raises(BadInput, match=f"holds {name} and no run.json, .* choose another folder, or move it away"):
+            begin()
+    assert files_in(tmp_path) == {name}
+    fill(tmp_path, [".lock"])  # as a run that was killed before it began leaves one
+    begin_anew(tmp_path)
+    assert files_in(tmp_path) == {name, ".lock"}
+
+
+def test_an_interrupted_removal_can_be_called_again(tmp_path, monkeypatch):
+    with run_folder(tmp_path, "tiny", {}):
+        fill(tmp_path, MADE)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rmdir", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            begin_anew(tmp_path)
+        patch.undo()
+        patch.setattr(Path, "unlink", lambda *_, **__: os.stat("/nowhere"))
+        fill(tmp_path, ["metrics.jsonl"])
+        with pytest.raises(BadInput, match=r"metrics.jsonl can't be removed"):
+            begin_anew(tmp_path)
+    begin_anew(tmp_path)
+    assert files_in(tmp_path) == {".lock"}
 
 
 def test_a_run_of_another_recipe_is_one_short_sentence_and_nothing_is_written(tmp_path):

@@ -187,7 +187,7 @@ def fill(monkeypatch, step: int) -> None:
     monkeypatch.setattr(checkpoints.Path, "write_text", full)
 
 
-@pytest.mark.parametrize(("step", "last", "at"), [(3, 2, raise_at("learned", 3)), (4, 2, None), (5, 4, None)])
+@pytest.mark.parametrize(("step", "last", "at"), [(4, 2, raise_at("learned", 4)), (4, 2, None), (5, 4, None)])
 def test_S1_a_disk_that_fills_up_is_one_sentence_and_the_run_goes_on_when_there_is_room(
     whole, tmp_path, monkeypatch, step, last, at
 ):
@@ -266,6 +266,20 @@ def test_S1_metrics_of_a_run_whose_checkpoints_are_gone_or_that_were_changed_are
     path.write_text(text[: text.index('{"phase": "train"')])
     run_session(tiny_work(), tmp_path / "run", every=EVERY)
     assert final(tmp_path / "run") == final(whole)
+
+
+def test_damage_is_told_before_the_run_goes_on(whole, tmp_path):
+    """A note of the best checkpoint, and positions in other files than those of metrics."""
+    shutil.copytree(whole, tmp_path / "run")
+    work = tiny_work(lambda *_: pytest.fail("it went on"), updates=7)
+    best = Checkpoints(whole, best="validation").best()
+    content = tmp_path / "run" / "checkpoints" / f"{best:08d}" / checkpoints.CONTENT
+    assert best != 5
+    content.write_text(content.read_text().replace("validation", "valuation"))
+    with pytest.raises(BadInput, match=rf"which checkpoint is best can't be told: .*{best:08d} is damaged"):
+        run_session(work, tmp_path / "run", every=EVERY)
+    with pytest.raises(BadInput, match="has no checksums of its metrics"):
+        files.Metrics(tmp_path, {files.METRICS: {"bytes": 0}, "../run.json": files.BEGINNING})
 
 
 def test_a_run_may_be_made_longer_and_not_shorter_than_it_is(whole, tmp_path):

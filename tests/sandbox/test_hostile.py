@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from hostile_programs import HOSTILE, PRELUDE
-from sandbox.processes import family, wait_until
+from sandbox.processes import family, stat, wait_until
 
 from flowgrpo.sandbox import Limits, Sandbox
 from flowgrpo.sandbox import worker as workers
@@ -33,11 +33,11 @@ class Host(NamedTuple):
     servers: list[socket.socket]
 
     def goes_on(self):
-        """Say whether the worker is the same, and nothing is below it but its zygote and the child that waits."""
+        """Whether the worker is the same, and below it are its zygote and a child that waits, none stopped or dead."""
         (only,) = self.sandbox._idle[()]
         assert only.pid == self.known["WORKER_PID"], "the worker was lost"
         wait_until(lambda: len(family(only.pid)) == 2)
-        return "Z" not in family(only.pid).values()
+        return not {"Z", "T"} & {stat(only.pid)[0], *family(only.pid).values()}
 
     def run(self, program, limits=LIMITS):
         """Run a program after the prelude, with the names that it knows."""
@@ -95,9 +95,11 @@ def test_R2_a_hostile_program_is_contained_and_the_pool_goes_on(host, name):
     written = len(ran.stdout.encode()) + len(ran.stderr.encode())
     assert written == LIMITS.output_bytes if ran.ended == "output" else written <= LIMITS.output_bytes
 
-    look = "import builtins, json, os\nprint(hasattr(builtins, 'owned'), hasattr(json, 'owned'), os.listdir('.'))"
-    assert host.sandbox.run(look).stdout == "False False ['__main__.py']\n", "something was left to the next program"
-    assert host.goes_on(), "a zombie was left"
+    look = (
+        "import builtins, json, os\nprint(hasattr(builtins, 'owned'), hasattr(json, 'owned'), os.nice(0), os.listdir())"
+    )
+    assert host.sandbox.run(look).stdout == "False False 0 ['__main__.py']\n", "something was left to the next program"
+    assert host.goes_on(), "a process is dead or stopped"
     assert len(os.listdir("/proc/self/fd")) == descriptors, "a descriptor was left open"
     assert sorted(os.listdir(host.folder)) == ["flowgrpo-canary.txt", "socket"]
     for canary in (host.folder / "flowgrpo-canary.txt", Path("/dev/shm") / host.known["SHARED"]):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -82,7 +83,8 @@ if __name__ == "__main__":
 
 def test_the_standard_library_works_inside_and_random_numbers_differ_between_runs(sandbox):
     program = """
-import asyncio, fcntl, mmap, multiprocessing, os, random, shelve, shutil, sqlite3, subprocess, sys, tempfile
+import asyncio, concurrent.futures, fcntl, mmap, multiprocessing, os, random, shelve, shutil, sqlite3, subprocess, sys
+import tempfile, threading
 with multiprocessing.Pool(2) as pool: print(pool.map(abs, [1, -2]), asyncio.run(asyncio.sleep(0)))
 print(subprocess.run([sys.executable, "-c", "print('child')"], capture_output=True, text=True).stdout)
 base = sqlite3.connect("base")
@@ -97,6 +99,8 @@ with shelve.open("shelf") as shelf, tempfile.NamedTemporaryFile() as file:
     os.fsync(file.fileno())
     shutil.copy2(file.name, "copy")
     with mmap.mmap(file.fileno(), mmap.PAGESIZE) as memory: memory.flush()
+meeting = threading.Barrier(31)  # with the first thread as many as the limit of processes
+with concurrent.futures.ThreadPoolExecutor(31) as threads: list(threads.map(lambda _: meeting.wait(60), range(31)))
 print(random.random(), os.urandom(4).hex(), tempfile.mktemp())
 """
     ran, again = (sandbox.run(program) for _ in range(2))
@@ -130,7 +134,7 @@ def test_a_call_returns_what_the_function_returns_and_nothing_of_what_it_prints(
     for given in ("é", [None, {"a": 1.5}], "\ud800"):
         assert call(sandbox, "value, = arguments\nprint(value is None)\nimport os; os.write(1, b'{}')", given) == given
     environment, jax = call(sandbox, "import os, sys\nvalue = dict(os.environ), 'jax' in sys.modules")
-    assert set(environment) == {"PATH", "LANG", "HOME", "TMPDIR"}
+    assert set(environment) == {"PATH", "LANG", "HOME", "TMPDIR", "MALLOC_ARENA_MAX"}
     assert not jax
 
 
@@ -175,25 +179,71 @@ def test_only_preloaded_functions_can_be_called(sandbox):
 
 
 @pytest.mark.parametrize("kind", [(), ("sandbox_calls",)], ids=["run", "call"])
-def test_a_worker_that_dies_fails_only_the_request_that_it_had(sandbox, kind):
+def test_a_lost_worker_is_the_requests_doing_or_the_hosts(sandbox, kind):
     submit = worker.Worker._submit
 
     def carry_out(program):
-        return call(sandbox, program) if kind else sandbox.run(program).code
+        return call(sandbox, program) if kind else sandbox.run(program)[:2]
 
-    def submit_and_die(self, *arguments):
-        submit(self, *arguments)
-        os.kill(zygote(self.pid), signal.SIGKILL)
+    def lose(program, ill):
+        """Carry a program out on a host where workers die of it, or of every program."""
 
-    assert carry_out("value = 0") == 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker.Worker, "_submit", submit_and_die)
-        with pytest.raises(SandboxFailure, match="ended while"):
-            carry_out("while True: pass")
-    assert carry_out("value = 0") == 0
-    os.kill(zygote(idle(sandbox, kind).pid), signal.SIGKILL)
+        def submit_and_die(self, request, *arguments):
+            submit(self, request, *arguments)
+            if ill or request.get("program") != b"":
+                os.kill(zygote(self.pid), signal.SIGKILL)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker.Worker, "_submit", submit_and_die)
+            return carry_out(program)
+
+    fine = 0 if kind else ("exited", 0)
+    assert carry_out("value = 0") == fine
+    if kind:
+        with pytest.raises(CallFailed, match="ProcessDied"):
+            lose("while True: pass", ill=False)
+    else:
+        assert lose("while True: pass", ill=False) == ("signal", -signal.SIGKILL)
+    with pytest.raises(SandboxFailure, match=r"ended while.*no other runs"):
+        lose("while True: pass", ill=True)
+    assert carry_out("value = 0") == fine
+
+    serving = zygote(idle(sandbox, kind).pid)
+    wait_until(lambda: [*family(serving).values()] == ["S"])
+    (waiting,) = family(serving)
+    os.kill(waiting, signal.SIGKILL)  # as the kernel does where memory runs out: another takes its place
+    wait_until(lambda: ended(waiting))
+    before = idle(sandbox, kind).pid
+    assert carry_out("value = 0") == fine
+    assert idle(sandbox, kind).pid == before
+
+    os.kill(zygote(before), signal.SIGKILL)
     wait_until(lambda: not idle(sandbox, kind).alive())
-    assert carry_out("value = 0") == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker.Worker, "alive", lambda _: True)
+        with pytest.raises(SandboxFailure, match="before it took this request"):
+            carry_out("value = 0")
+    assert carry_out("value = 0") == fine
+
+
+def test_a_zygote_that_can_not_fork_says_so_and_goes_on(monkeypatch):
+    spoilt = """
+from flowgrpo.sandbox import zygote
+code, source = zygote._own_code(), open(zygote.__file__).read()
+fork = " " * 8 + "pid = os.fork()"
+source = source.replace(fork, " " * 8 + "if next(turns, 0): raise OSError(12, 'no memory')\\n" + fork)
+code["zygote"] = compile("turns = iter([0, 0, 1, 1])\\n" + source, "zygote.py", "exec")
+zygote._own_code = lambda: code
+from flowgrpo.sandbox.zygote import main
+"""
+    monkeypatch.setattr(worker, "_BOOT", worker._BOOT.replace("from flowgrpo.sandbox.zygote import main", spoilt))
+    with Sandbox(limits=LIMITS) as sandbox:
+        assert sandbox.run("print(1)").stdout == "1\n"
+        before = idle(sandbox).pid
+        with pytest.raises(SandboxFailure, match="no memory"):
+            sandbox.run("print(2)")
+        assert sandbox.run("print(3)").stdout == "3\n"
+        assert idle(sandbox).pid == before
 
 
 def test_as_many_run_at_once_as_there_are_workers_and_the_others_wait(monkeypatch):
@@ -215,12 +265,17 @@ def test_as_many_run_at_once_as_there_are_workers_and_the_others_wait(monkeypatc
         assert len(three._idle[()]) == 3
 
 
-def test_closing_or_forgetting_a_sandbox_ends_every_process_and_a_closed_one_says_so():
+def test_closing_or_forgetting_a_sandbox_ends_every_process_and_a_closed_one_says_so(monkeypatch):
+    monkeypatch.setattr(worker, "GRACE", 60.0)
     descriptors = len(os.listdir("/proc/self/fd"))
     with Sandbox(preload=["sandbox_calls"]) as closed:
         closed.run("")
         call(closed, "value = 1")
         pids = [idle(closed).pid, idle(closed, ("sandbox_calls",)).pid]
+        os.kill(pids[0], signal.SIGSTOP)  # what is stopped ends at once, too: starter, zygote
+        os.kill(zygote(pids[1]), signal.SIGSTOP)
+        began = time.monotonic()
+    assert time.monotonic() - began < worker.GRACE
     with pytest.raises(BadInput, match="closed"):
         closed.run("")
     forgotten = Sandbox()
@@ -236,17 +291,23 @@ def test_closing_or_forgetting_a_sandbox_ends_every_process_and_a_closed_one_say
 
 def test_when_the_host_process_is_killed_nothing_goes_on():
     program = """
+import threading
 from flowgrpo.sandbox import Limits, Sandbox
-sandbox = Sandbox(limits=Limits(seconds=600))
-sandbox.run("")
-print(sandbox._idle[()][0].pid, flush=True)
-sandbox.run("import os; os.fork() or os.setsid(); [None for _ in iter(int, 1)]")
+sandboxes = [Sandbox(limits=Limits(seconds=600)) for _ in range(3)]
+for sandbox in sandboxes: sandbox.run("")
+print(*[sandbox._idle[()][0].pid for sandbox in sandboxes], flush=True)
+forever = "import os; os.fork() or os.setsid(); [None for _ in iter(int, 1)]"
+for sandbox in sandboxes: threading.Thread(target=sandbox.run, args=[forever]).start()
 """
     root = Path(__file__).parents[2]
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=root) as process:
-        pid = int(process.stdout.readline())
-        wait_until(lambda: len(family(pid)) == 4)  # the zygote, process 1 of the run, and the program twice
-        below = [pid, *family(pid)]
+        pids = [int(word) for word in process.stdout.readline().split()]
+        below = [*pids]
+        for number, pid in enumerate(pids):
+            wait_until(lambda pid=pid: len(family(pid)) == 4)  # the zygote, process 1 of the run, the program twice
+            below += family(pid)
+            for stopped in (pid, zygote(pid))[:number]:  # of the second the starter, of the third the zygote, too
+                os.kill(stopped, signal.SIGSTOP)
         process.kill()
     wait_until(lambda: all(map(ended, below)))
 
@@ -313,12 +374,21 @@ else:
     with Sandbox(unsafe=True, limits=LIMITS) as sandbox:
         look = "import os\nprint(sorted(os.listdir('.')), sorted(os.environ), os.getcwd())"
         ran = sandbox.run(look, files={"a/b": "x"})
-        assert ran.stdout.startswith("['__main__.py', 'a'] ['HOME', 'LANG', 'PATH', 'TMPDIR'] /"), ran
+        assert ran.stdout.startswith("['__main__.py', 'a'] ['HOME', 'LANG', 'MALLOC_ARENA_MAX', 'PATH', 'TMPDIR'] /"), (
+            ran
+        )
         assert not os.path.exists(ran.stdout.split()[-1])
         programs = ("bytearray(1 << 40)", "while True: print('x' * 1000)", leaving)
         assert [sandbox.run(program).ended for program in programs] == ["memory", "output", "exited"]
         assert sandbox.run("import os\nos.fork()\nwhile True: pass", limits=Limits(seconds=0.2)).ended == "timeout"
         wait_until(lambda: len(family(idle(sandbox).pid)) == 1)  # the child that waits for the next run
+
+        below = family(idle(sandbox).pid)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker.Streams, "wait", lambda *_: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                sandbox.run("while True: pass")
+        wait_until(lambda: all(map(ended, below)))
 
 
 def test_isolation_that_once_worked_is_never_given_up_silently(monkeypatch):

@@ -3,7 +3,7 @@
 import ctypes
 import os
 import struct
-from errno import ENOPROTOOPT, ENOSYS, ENOTSUP, ENOTTY, EPERM
+from errno import ENOPROTOOPT, ENOSYS, ENOTSUP, ENOTTY, EOPNOTSUPP, EPERM
 from types import SimpleNamespace
 
 import pytest
@@ -42,7 +42,7 @@ REFUSED = {  # what leads out, tells of others, or takes what is the host's; num
     "sched_setscheduler": (144, 119), "membarrier": (324, 283), "personality": (135, 92), "seccomp": (317, 277),
     "vmsplice": (278, 75), "setxattr": (188, 5), "syncfs": (306, 267), "setuid": (105, 146), "mlock": (149, 228),
 }  # fmt: skip
-ORDINARY = ((0, 63), (59, 221), (231, 94), (202, 98), (257, 56), (436, 436))  # read, execve, exit_group, futex, openat
+ORDINARY = ((0, 63), (59, 221), (231, 94), (257, 56), (436, 436))  # read, execve, exit_group, openat
 SUCCEEDS = ((73, 32), (74, 82), (75, 83), (162, 81), (26, 227))  # flock, fsync, fdatasync, sync, msync
 ABSENT = (327, 286), (328, 287), (332, 291)  # preadv2, pwritev2, statx
 YOUNG = (*range(424, 436), 437, 438, *range(440, 452), *range(453, 600), 0x40000000, 0x40000000 + 39, 0xFFFFFFFF)
@@ -62,7 +62,12 @@ LOOKED_AT = {
         EPERM,
     ),  # fcntl
     (16, 29): (1, [0x541B, 0x5421], [0x5401, 0x5412, 0x80045200, 0x5760], ENOTTY),  # ioctl
-    (55, 209): (2, [3, 4, 17, 38], [0, 26, 31, 57, 71, 76, 77], ENOPROTOOPT),  # getsockopt
+    (55, 209): (2, [3, 4, 17, 38], [0, 10, 26, 31, 57, 71, 76, 77], ENOPROTOOPT),  # getsockopt
+    (202, 98): (1, [0, 1, 9, 265, 128, 129, 131, 133, 393], [2, 3, 4, 5, 6, 11, 12, 13, 134, 139, 141, 256], ENOSYS),
+    (44, 206): (3, [0, 2, 0x4040], [1, 0x41], EOPNOTSUPP),  # sendto, recvfrom, sendmsg, recvmsg: MSG_OOB
+    (45, 207): (3, [0, 2, 0x100], [1, 3], EOPNOTSUPP),
+    (46, 211): (2, [0, 0x4000], [1, 0x4001], EOPNOTSUPP),
+    (47, 212): (2, [0, 0x40000000], [1, 0x40000001], EOPNOTSUPP),
     (157, 167): (0, [1, 15, 38], [22, 28, 35, 67, 0x53564D41], EPERM),  # prctl
 }
 

@@ -1,6 +1,7 @@
 """MCP servers as toolsets, over stdio and HTTP: real servers, and some that are none."""
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -241,7 +242,87 @@ def test_a_program_that_speaks_no_mcp_is_a_failure(program, seconds, words, capl
     caplog.clear()  # the SDK logs what it can't read
 
 
+ODD_SERVER = """
+import json, sys
+
+kind, tools = sys.argv[1], ["silent", *ODDLY_FINE, "words", *ODD]
+if kind == "many": tools = [f"t{number}" for number in range(1001)]
+properties = {f"p{number}": {} for number in range(20_000 if kind == "wide" else 1)}
+description = "long " * 2000 if kind == "long" else "odd"
+for line in sys.stdin:
+    asked = json.loads(line)
+    if not {"id", "method"} <= set(asked): continue
+    number, answer = asked["id"], {"content": [{"type": "text", "text": "fine"}]}
+    if asked["method"] == "initialize":
+        answer = {"protocolVersion": asked["params"]["protocolVersion"], "capabilities": {"tools": {}}}
+        answer["serverInfo"] = {"name": "odd", "version": "1"}
+    elif asked["method"] == "tools/list":
+        schema = {"type": "object", "properties": properties}
+        answer = {"tools": [{"name": name, "description": description, "inputSchema": schema} for name in tools]}
+    elif asked["method"] != "tools/call":
+        print(json.dumps({"jsonrpc": "2.0", "id": number, "error": {"code": -32601, "message": "unknown"}}), flush=True)
+        continue
+    else:
+        name = asked["params"]["name"]
+        if name == "silent": continue
+        if name in ODD:
+            print(ODD[name].replace("NUMBER", str(number)), flush=True)
+            continue
+        if name == "noise": print("called!", flush=True)
+        if name == "asks": print(json.dumps({"jsonrpc": "2.0", "id": 77, "method": "roots/list"}), flush=True)
+        if name == "twice": print(json.dumps({"jsonrpc": "2.0", "id": number, "result": answer}), flush=True)
+        if name == "text": number = str(number)
+        if name == "words": answer = {"content": [{"type": "text", "text": "e" * 10**6}], "isError": True}
+    print(json.dumps({"jsonrpc": "2.0", "id": number, "result": answer}), flush=True)
+"""
+ODDLY_FINE = ["noise", "text", "asks", "twice"]  # words before the answer, its number as text, a question, two answers
+ODD = {  # what a server says in the place of an answer
+    "no_json": "this is no JSON",
+    "cut": '{"jsonrpc": "2.0", "id": NUMBER, "result": {"content": [',
+    "deep": '{"jsonrpc": "2.0", "id": NUMBER, "result": ' + "[" * 10_000 + "]" * 10_000 + "}",
+    "of_another": '{"jsonrpc": "2.0", "id": 1NUMBER, "result": {"content": []}}',
+    "of_nobody": '{"jsonrpc": "2.0", "id": null, "error": {"code": -32700, "message": "what?"}}',
+    "a_batch": '[{"jsonrpc": "2.0", "id": NUMBER, "result": {"content": []}}]',
+    "no_result": '{"jsonrpc": "2.0", "id": NUMBER}',
+    "other_result": '{"jsonrpc": "2.0", "id": NUMBER, "result": {"content": "fine"}}',
+}
+
+
+def odd(kind=""):
+    return Stdio(sys.executable, ["-c", f"ODD, ODDLY_FINE = {ODD}, {ODDLY_FINE}\n{ODD_SERVER}", kind])
+
+
+def test_answers_that_are_none_are_the_servers_failure(monkeypatch, caplog):
+    with mcp_tools(odd(), seconds=START) as server, toolset(server.tools) as tools:
+        assert [do(tools, name) for name in ODDLY_FINE] == [Result("fine")] * len(ODDLY_FINE)
+        for bad in (
+            "\ud800",
+            [json.loads("[" * 300 + "]" * 300)],
+        ):  # which the SDK can't send: it breaks the connection
+            assert do(tools, "noise", p0=bad).error
+        words = do(tools, "words")
+        assert words.error
+        assert len(words.text) <= 4000
+        monkeypatch.setattr(edge, "MOMENT", START)
+        monkeypatch.setattr(server, "_seconds", 0.1)
+        assert do(tools, "silent").error  # nothing strayed: it may have been kept busy
+        for name in ODD:
+            result = do(tools, name)
+            assert not result.error, name
+            assert "MCP server" in result.failure, name
+    caplog.clear()  # the SDK logs what it can't read
+
+
+def test_what_a_server_lists_is_bounded():
+    with mcp_tools(odd("long"), seconds=START) as server:
+        description = server.tools[0].schema["description"]
+    assert len(description) <= edge.LONGEST_DESCRIPTION
+    for kind, words in {"many": "1001 tools", "wide": "parameters of silent"}.items():
+        with pytest.raises(ToolFailure, match=words):
+            mcp_tools(odd(kind), seconds=START)
+
+
 def test_a_missing_package_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(BadInput, match=r"flowgrpo\[mcp\]"):
+    with pytest.raises(BadInput, match=r"pip install 'mcp"):
         mcp_tools("http://host")

@@ -1,5 +1,6 @@
 """The toolset: whatever a tool does, the answer is a `Result`, within its deadline, and bounded."""
 
+import json
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from flowgrpo.contracts import Call, Result, Tool
 from flowgrpo.rollout.effects import recorded
 from flowgrpo.sandbox import SandboxFailure
 from flowgrpo.tools.schema import tool
-from flowgrpo.tools.toolset import ToolError, ToolFailure, clean_observation, toolset
+from flowgrpo.tools.toolset import DEEPEST, ToolError, ToolFailure, clean_observation, toolset
 from flowgrpo.types import BadInput
 
 MANY = 60.0  # seconds after which a wait is a failure
@@ -125,9 +126,13 @@ def test_an_unknown_tool_is_an_error_that_lists_the_tools():
         assert ask(tools, ["one"]).error
         with pytest.raises(BadInput, match="role"):  # a mistake of the program
             tools.do(Call("role", "one", {}))
+    with toolset([Tool(f"tool_{number}", {}, str) for number in range(20_000)], most=500) as tools:
+        assert len(tools.do(Call("tool", "three", {})).text) <= 500
 
 
-@pytest.mark.parametrize("arguments", [None, "abc", ["a"]] + [{"a": bad} for bad in ({1}, float("nan"), 10**5000)])
+@pytest.mark.parametrize(
+    "arguments", [None, "abc", ["a"]] + [{"a": bad} for bad in ({1}, float("nan"), 10**5000, "\ud800")]
+)
 def test_arguments_that_are_no_json_are_an_error(arguments):
     seen = []
     with toolset([simple(seen.append)]) as tools:
@@ -135,6 +140,13 @@ def test_arguments_that_are_no_json_are_an_error(arguments):
     assert result.error
     assert "no JSON" in result.text
     assert not seen
+
+
+def test_arguments_are_nested_no_deeper_than_others_read():
+    with toolset([simple(lambda _: "fine")]) as tools:
+        for depth, error in ((DEEPEST, False), (DEEPEST + 1, True), (900, True)):
+            nested = json.loads('{"a":' * depth + "1" + "}" * depth)
+            assert tools.do(Call("tool", "x", nested)).error == error
 
 
 def test_arguments_are_checked_before_the_call():

@@ -113,7 +113,8 @@ function when(i) {
   return [field("phase", i), update === null ? "" : `update ${update}`].filter(Boolean).join(" · ");
 }
 
-const number = (value, digits = 2) => (value === null ? "–" : Number(value).toFixed(digits).replace("-", "−"));
+// What rounds to zero has no sign.
+const number = (value, digits = 2) => (value === null ? "–" : Number(value).toFixed(digits).replace(/^-(?=[0.]*$)/, "").replace("-", "−"));
 const signed = (value, digits = 2) => (value > 0 ? "+" : "") + number(value, digits);
 const plural = (count, name) => `${count.toLocaleString("en")} ${name}${count === 1 ? "" : "s"}`;
 

@@ -4,6 +4,8 @@ Modules:
 
     dates           Dates and times of day
     extract         The final answer in a long output
+    game24          The game of 24
+    intervals       Intervals and their unions, as brackets and as inequalities write them
     match           The answer matcher: `match_answers` makes a reward of rules, `answer` the plain one
     numbers         Numbers as people write them: `read_plain` reads a text as an exact `Number`
     school          K-12 answers: `school` is the matcher with the rules of a school

@@ -105,7 +105,7 @@ def same_text(task: Task, gold: str, answer: str) -> Scored | None:  # noqa: ARG
 def numeric(task: Task, gold: str, answer: str, *, close: Close = rounded) -> Scored | None:
     """Compare two numbers; None where one of them is none, or where a comma may part a list."""
     (gold_name, gold), (name, answer) = named(plain_text(gold)), named(plain_text(answer))
-    wanted, given = read_plain(gold), read_plain(answer)
+    wanted, given = read_plain(gold), read_plain(answer.removeprefix("$"))
     if wanted is None or given is None or (name != gold_name and name and gold_name):
         return None
     same = same_number(task, wanted, given, close=close)

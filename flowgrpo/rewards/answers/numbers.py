@@ -1,6 +1,7 @@
 """Numbers as people write them: `read_plain` reads a text as an exact `Number`.
 
     "-1,234.5"  "1.234,5"  "3/4"  "1 3/4"  "\\frac{3}{4}"  "6.02 \\times 10^{23}"  "2.5 million"  "45%"  "two thirds"
+    "0.1\\overline{6}"
 
 Everything is bounded: text of at most `MOST` characters, `DIGITS` digits, powers of at most `BITS` bits. What is beyond
 (10^10^10) is no number here and is never computed. `exactly`, `rounded` and `within` say when two numbers are the same.
@@ -111,7 +112,7 @@ def _unsigned(text: str) -> Number | None:
         return _latex_fraction(text)
     if "/" in text:
         return _fraction(text)
-    return _simple(text) or _large(text) or _in_words(text)
+    return _simple(text) or _large(text) or _in_words(text) or _repeating(text)
 
 
 def _simple(text: str) -> Number | None:
@@ -190,6 +191,26 @@ def _ratio(above: str, below: str) -> Number | None:
     if top is None or bottom is None or bottom.value == 0:
         return None
     return Number((-1 if negative else 1) * top.value / bottom.value)
+
+
+def _repeating(text: str) -> Number | None:
+    """Read a decimal whose last digits repeat for ever: `0.1\\overline{6}`, `0.\\bar3`, `0.1(6)`."""
+    for mark in ("\\overline", "\\bar", "("):
+        fixed, sign, period = text.partition(mark)
+        if not sign:
+            continue
+        if sign == "(":
+            digits, closing, rest = period.partition(")")
+        elif period.startswith("{"):
+            digits, closing, rest = period[1:].partition("}")
+        else:
+            digits, closing, rest = period.strip(), "}", ""
+        number = _decimal(fixed) if "." in fixed else None
+        places = len(fixed.partition(".")[2])
+        if number is None or not closing or rest or _integer(digits) is None or digits.startswith(("-", "+")):
+            return None
+        return Number(number.value + Fraction(int(digits), (10 ** len(digits) - 1) * 10**places))
+    return None
 
 
 def _integer(text: str) -> int | None:

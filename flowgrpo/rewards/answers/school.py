@@ -7,8 +7,9 @@ nothing else is text. Each rule is a function of its own, so that `match_answers
 them.
 
 Letters are read as people name them: "(b)", "b. photosynthesis", "The answer is B.", or the text of an option. The
-options of a task are `metadata["options"]` or `metadata["choices"]` (texts in order, or a mapping from letters), or
-else what its query lists as `A) ... B) ...`. Naming two letters is not naming one, and `not B` names none.
+options of a task are `metadata["options"]` or `metadata["choices"]` (texts in order, or a mapping from letters; labels
+such as `A. red` are taken off), or else what its query lists as `A) ... B) ...`. Naming two letters is not naming one,
+not even as `B. Actually C.`, and `not B` names none.
 """
 
 from collections import Counter
@@ -30,14 +31,16 @@ from flowgrpo.rewards.answers.match import (
     verdict,
 )
 from flowgrpo.rewards.answers.numbers import Close, read_plain, rounded
-from flowgrpo.rewards.answers.spelling import bare, plain_text, words
+from flowgrpo.rewards.answers.spelling import LETTERS, bare, labelled, plain_text, words
 from flowgrpo.rewards.answers.units import QUANTITY
 from flowgrpo.types import BadInput, Task
 
-LETTERS = "ABCDEFGHIJ"
 CALLED = {"option", "options", "choice", "choices", "answer", "letter", "alternative", "is", "are", "pick", "choose"}
 AFTER_A = {"is", "and", "or", "because", "since", "as", "only", "nor"}  # what tells the letter A from the article
 REFUSALS = DENIALS | {"but", "except", "wrong", "incorrect", "false"}
+REASONS = (" because ", " since ", " as ", " whereas ", " while ")
+SWITCHES = CALLED | {"or", "and", "actually", "no", "wait", "rather", "maybe", "perhaps", "sorry", "also", "be", "its"}
+SWITCHES |= {"it's", "to", "mean", "meant", "but", "then", "possibly", "instead", "was", "were", "not"}
 QUERY_MOST = 4000  # characters of a query in which options are looked for
 TRUE, FALSE = {"true", "yes", "correct", "right", "t", "y"}, {"false", "no", "incorrect", "wrong", "untrue", "f", "n"}
 ORDERED = ("in order", "ascending", "descending", "least to greatest", "greatest to least", "sequence", "ordered pair")
@@ -55,11 +58,19 @@ def options_of(task: Task) -> dict[str, str]:
     if listed is None:
         return _options_in(task.query[:QUERY_MOST])
     if isinstance(listed, Mapping):
-        return {str(letter).strip("(). ").upper(): str(text) for letter, text in listed.items()}
+        return _unlabelled({str(letter).strip("(). ").upper(): str(text) for letter, text in listed.items()})
     if isinstance(listed, Sequence) and not isinstance(listed, str) and len(listed) <= len(LETTERS):
-        return {letter: str(text) for letter, text in zip(LETTERS, listed, strict=False)}
+        return _unlabelled({letter: str(text) for letter, text in zip(LETTERS, listed, strict=False)})
     wanted = f"a list of at most {len(LETTERS)} texts or a mapping from letters"
     raise BadInput(f"task {task.id!r}: its options must be {wanted}")
+
+
+def _unlabelled(options: dict[str, str]) -> dict[str, str]:
+    """Take the labels off texts such as `A. red`, where each carries its own letter."""
+    texts = {letter: labelled(plain_text(text)) for letter, text in options.items()}
+    if any(label != letter or not rest for letter, (label, rest) in texts.items()):
+        return options
+    return {letter: rest for letter, (_, rest) in texts.items()}
 
 
 def _options_in(query: str) -> dict[str, str]:
@@ -74,6 +85,8 @@ def _options_in(query: str) -> dict[str, str]:
         return {}
     ends = [start for start, _ in starts[1:]] + [len(query)]
     texts = [query[after:end].strip(" \n\t,;") for (_, after), end in zip(starts, ends, strict=True)]
+    if not any("\n" in text for text in texts[:-1]):
+        texts[-1] = texts[-1].partition("\n")[0].strip()  # what follows the options is none of the last
     return dict(zip(LETTERS, texts, strict=False))
 
 
@@ -94,19 +107,50 @@ def choice(task: Task, gold: str, answer: str) -> Scored | None:
     if not wanted:
         return None
     text = plain_text(answer)
-    by_text = {bare(plain_text(option)): letter for letter, option in options.items()}
-    if bare(text) in by_text and len(text) > 1:
-        return verdict(wanted == {by_text[bare(text)]})
-    letter, rest = labelled(text)
+    by_text = {_key(plain_text(option)): letter for letter, option in options.items()}
+    letter, rest = labelled(text)  # before articles are dropped, of which `A. red` would lose its letter
+    whole = not (letter and rest) or text in options.values()
+    if whole and _key(text) in by_text and len(text) > 1:
+        return verdict(wanted == {by_text[_key(text)]})
     if letter and rest:
-        meant = by_text.get(bare(rest), letter)
-        another = named_letters(rest) and any(word in rest.split() for word in ("or", "and", "or,"))
-        return verdict(wanted == {letter} == {meant} and not another)
+        option = options.get(letter, labelled(plain_text(gold))[1] if wanted == {letter} else "")
+        meant = by_text.get(_key(rest), letter)
+        return verdict(wanted == {letter} == {meant} and not _contradicts(plain_text(option), rest, letter))
     named = named_letters(text)
     if named is not None:
         return verdict(named == wanted)
     rest = labelled(plain_text(gold))[1]  # where gold is `B. photosynthesis`, its text will do
     return RIGHT if rest and bare(rest) == bare(text) else None
+
+
+def _contradicts(option: str, rest: str, letter: str) -> bool:
+    """Say whether what follows a letter is another number than its option's, or names another letter.
+
+    A letter that a noun precedes (`Vitamin A`), that is denied, or that a reason mentions is not named.
+    """
+    number, other = read_plain(option), read_plain(rest)
+    if number is not None and other is not None and number.value != other.value:
+        return True
+    if option and rest.lower().startswith(option.lower()):
+        rest = rest[len(option) :]
+    for reason in REASONS:
+        rest = rest.partition(reason)[0]
+    marks = rest.replace(",", " , ").replace("/", " / ").replace(";", " ; ").split()
+    words = [mark.strip("()[]{}*.:;,/!?\"'") for mark in marks]
+    refused_at = -9
+    for place, word in enumerate(words):
+        label = marks[place].lstrip("([*")[1:2] in tuple(")]:.") and place + 1 < len(words)
+        if word not in tuple(LETTERS) or not (label or _is_letter(words, marks, place)):
+            continue
+        before, earlier = marks[place - 1] if place else ".", words[max(place - 3, 0) : place]
+        joined = refused_at >= place - 3 and words[place - 1].lower() in ("or", "nor", "and", "")
+        if joined or any(denial.lower() in REFUSALS - {"no", "but"} for denial in earlier):
+            refused_at = place
+            continue
+        named = label or before[-1] in ",;.:!?/(-" or words[place - 1].lower() in SWITCHES or "(" in marks[place]
+        if word != letter and named and REFUSALS.isdisjoint(words[place + 1 : place + 3]):
+            return True
+    return False
 
 
 def _wanted(gold: str, options: Mapping[str, str]) -> set[str]:
@@ -118,23 +162,12 @@ def _wanted(gold: str, options: Mapping[str, str]) -> set[str]:
     several = {labelled(mark.strip())[0] for mark in marks if labelled(mark.strip())[1] == ""}
     if len(marks) > 1 and len(several) == len(marks) and "" not in several:
         return several
-    return {letter for letter, text in options.items() if bare(plain_text(text)) == bare(gold)}
+    return {letter for letter, text in options.items() if _key(plain_text(text)) == _key(gold)}
 
 
-def labelled(text: str) -> tuple[str, str]:
-    """Read the letter at the beginning of a plain text that serves as a label -> the letter, the text after it."""
-    inside = text.strip("()[]{}*.:,; ")
-    if len(inside) == 1 and inside.upper() in LETTERS:
-        return inside.upper(), ""
-    start = text.lstrip("([*")
-    if len(start) < 3 or start[0].upper() not in LETTERS:
-        return "", text
-    after = start[1:].lstrip("*")
-    if after[:1] in (")", "]", ".", ":") and (after[1:2] in (" ", "*")):
-        return start[0].upper(), after[1:].strip("* ")
-    if start[0].isupper() and after[:3] in (" - ", " = "):
-        return start[0].upper(), after[3:].strip()
-    return "", text
+def _key(text: str) -> str:
+    """Strip an option of what doesn't count; one of signs alone, such as `↑ ↓`, stays as it is."""
+    return bare(text) or text
 
 
 def named_letters(text: str) -> set[str] | None:
@@ -146,7 +179,11 @@ def named_letters(text: str) -> set[str] | None:
     for place, word in enumerate(words):
         if not _is_letter(words, marks, place):
             continue
-        refused = any(before.lower() in REFUSALS for before in words[max(place - 3, 0) : place])
+        refused = any(
+            before.lower() in REFUSALS and (before.lower() != "no" or marks[at + 1] != ",")  # "no, B" corrects
+            for at, before in enumerate(words[:place])
+            if at >= place - 3
+        )
         refused |= words[place + 1 : place + 2] == ["is"] and not REFUSALS.isdisjoint(words[place + 2 : place + 3])
         denied |= refused
         named |= set() if refused else {word.upper()}
@@ -237,6 +274,12 @@ def split_list(text: str) -> tuple[str, list[str]]:
     return kind, _cut(text, ", " if ", " in text else ",")
 
 
+def other_brackets(kind: str, other: str, parts: int) -> bool:
+    """Say whether brackets mean different things: a point or an open interval, a closed one, a set of two."""
+    differ = bool(kind and other) and kind != other
+    return differ and bool({kind, other} & {"()", "(]", "[)"} or ({kind, other} == {"[]", "{}"} and parts == 2))
+
+
 def _one_pair(text: str) -> bool:
     """Say whether the bracket that opens the text is closed by its last character."""
     depth = 0
@@ -277,8 +320,7 @@ def same_list(task: Task, gold: str, answer: str, *, rules: Sequence[Rule]) -> S
     if len(wanted) < 2 or not all(wanted):
         return None
     chains = [sign for sign in (kind, given_kind) if sign in ("<", ">", "→", "->")]
-    intervals = {kind, given_kind} & {"()", "(]", "[)"} and kind and given_kind and kind != given_kind
-    if len(wanted) != len(given) or intervals or len(set(chains)) > 1:
+    if len(wanted) != len(given) or other_brackets(kind, given_kind, len(wanted)) or len(set(chains)) > 1:
         return verdict(False)
     asked, declared = any(phrase in task.query.lower() for phrase in ORDERED), task.metadata.get("ordered")
     in_order = bool(chains) or kind == "()" or bool(asked if declared is None else declared)

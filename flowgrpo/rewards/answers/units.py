@@ -14,8 +14,8 @@ from typing import NamedTuple
 from flowgrpo.contracts import Scored
 from flowgrpo.rewards.answers.extract import denies, hedges
 from flowgrpo.rewards.answers.match import Rule, named, same_number, verdict
-from flowgrpo.rewards.answers.numbers import PARTS, SCALES, Number, read_plain
-from flowgrpo.rewards.answers.spelling import bare, plain_text, singular
+from flowgrpo.rewards.answers.numbers import PARTS, PERCENT, SCALES, SMALL, Number, read_plain
+from flowgrpo.rewards.answers.spelling import bare, peel, plain_text, singular
 from flowgrpo.types import Task
 
 
@@ -30,7 +30,7 @@ class Unit(NamedTuple):
 MOST = 120  # characters of a quantity
 NOUN_WORDS = 4
 NO_NOUNS = {"bc", "bce", "hundred", "squared", "cubed", "factorial", "plus", "minus", "times", "than", *SCALES}
-NO_NOUNS |= {"if", "unless"}
+NO_NOUNS |= {"if", "unless", "mod", "base", *SMALL}
 SHORT = {" per ": "/", " / ": "/", "/ ": "/", " squared": "^2", " cubed": "^3", "° ": "°"}
 TABLE: dict[str, list[tuple[str, str]]] = {  # dimension: factor and spellings; a spelling may stand in two dimensions
     "length": [
@@ -118,6 +118,8 @@ TEMPERATURES = {
     "°F F fahrenheit degree-fahrenheit": Unit("temperature", Fraction(5, 9), Fraction(45967, 180)),
     "K kelvin °K": Unit("temperature", Fraction(1)),
 }
+ANY_UNIT = {f"{kind}unit{s}" for kind in ("", "square ", "cubic ", "sq ", "sq. ") for s in ("", "s")}
+UNIT_WRAPPERS = ("\\text{", "\\mathrm{", "\\mbox{", "\\textrm{")
 MONEY = ("dollars", "euros", "sterling", "rupees", "yen")
 CURRENCIES = ("us$", "$", "€", "£", "₹", "¥", "usd", "eur", "gbp", "inr", "rs.")
 
@@ -158,7 +160,8 @@ def units_of(text: str) -> tuple[Unit, ...]:
         text = text.replace("degrees ", "degree-", 1)
     numerator, slash, rest = text.partition("/")
     parts = [_one(part.strip()) for part in (numerator, *rest.split("/"))] if slash else [text.replace(" ", "-")]
-    for name in ("/".join(parts), text[:-1] if text[-1:] in ("2", "3") else ""):
+    worded = f"{'square' if text[-1:] == '2' else 'cubic'}-{text[:-2]}" if text.endswith(("^2", "^3")) else ""
+    for name in ("/".join(parts), text[:-1] if text[-1:] in ("2", "3") else "", worded):
         powered = f"{name}^{text[-1]}" if name == text[:-1] and name else name
         if powered and (powered in SPELLINGS or powered.lower() in LOWER):
             return SPELLINGS.get(powered) or LOWER[powered.lower()]
@@ -168,6 +171,45 @@ def units_of(text: str) -> tuple[Unit, ...]:
 def _one(part: str) -> str:
     """Put a part of a compound unit into the singular: `kilometres` of `kilometres per hour`."""
     return part[:-1] if len(part) > 3 and part.endswith("s") else part
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    """Split a formula from its unit: `60\\pi \\text{ cm}^2` -> (`60\\pi`, `cm^2`); no unit where it has none.
+
+    In `\\text{}` any unit or noun is one, elsewhere only a unit of two letters or more: a single one is a variable.
+    """
+    text = peel(text[:MOST])
+    at, wrapper = max((text.rfind(wrapper), wrapper) for wrapper in UNIT_WRAPPERS)
+    inside, _, power = text[at + len(wrapper) :].partition("}") if at > 0 else ("", "", "")
+    power = power.replace("²", "^2").replace("³", "^3").strip("$ {}").replace("{", "")
+    unit = plain_text(inside) + power
+    if at > 0 and power in ("", "^2", "^3") and (units_of(unit) or (_is_noun(unit.split()) and not hedges(unit))):
+        return peel(text[:at]), unit
+    plain = plain_text(text)
+    percent = next((sign for sign in PERCENT if plain.endswith(sign) and len(plain) > len(sign)), "")
+    if percent:
+        return peel(plain[: -len(percent)]), "%"
+    if plain.startswith(CURRENCIES) and plain.count("$") < 2:
+        sign = next(sign for sign in CURRENCIES if plain.startswith(sign))
+        return peel(plain[len(sign) :]), sign
+    for at in _borders(plain):
+        unit = plain[at:]
+        signed = unit[1:2].isalpha() if unit[0].isalpha() else plain.count("$") < 2 or unit[0] != "$"
+        angle = any(name in plain for name in ("sin", "cos", "tan"))  # of which the unit belongs to the argument
+        if signed and not angle and (units_of(unit) or unit.lower() in ANY_UNIT):
+            return peel(plain[:at]), unit
+    return text, ""
+
+
+def same_unit(unit: str, other: str) -> bool:
+    """Say whether two spellings mean one unit, or the same noun; "units" are of any kind."""
+    if unit.lower() in ANY_UNIT or other.lower() in ANY_UNIT:
+        return "%" not in (unit, other)
+    units, others = units_of(unit), units_of(other)
+    if units and others:
+        degrees = {"angle", "temperature"} == {kind.dimension for kind in (*units, *others)}
+        return bool(set(units) & set(others)) or degrees
+    return not units and not others and bare(unit) == bare(other)
 
 
 def read_quantity(text: str) -> Quantity | None:

@@ -2,6 +2,7 @@
 
 Modules:
 
+    blocks       The code in an answer: of several fenced blocks, the one that the tests call, with what it needs
     child        Programs that run inside the sandbox when code is judged by calls
     reward       Code judged by tests: `code` makes the reward
     runner       Code judged by calls: `split_plan` splits a task's tests

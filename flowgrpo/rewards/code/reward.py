@@ -19,8 +19,19 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flowgrpo.contracts import Reward, Scored
+from flowgrpo.rewards.code.blocks import find_code
 from flowgrpo.rewards.code.child import is_close
-from flowgrpo.rewards.code.runner import ENDINGS, BadTests, CodeSettings, CodeVerdict, judge_calls, lines_of, split_plan
+from flowgrpo.rewards.code.runner import (
+    ENDINGS,
+    BadTests,
+    CodeSettings,
+    CodeVerdict,
+    describe,
+    judge_calls,
+    lines_of,
+    names_called,
+    split_plan,
+)
 from flowgrpo.rewards.combine import threaded
 from flowgrpo.sandbox import Limits, Sandbox, SandboxFailure
 from flowgrpo.types import BadInput, Task
@@ -66,7 +77,7 @@ def code(
 
     def score(task: Task, output: str) -> Scored:
         try:
-            verdicts = _judge(task, find_code(output), settings)
+            verdicts = _judge(task, output, settings)
         except SandboxFailure as error:
             return Scored(None, f"the sandbox failed: {error}")
         except BadTests as error:
@@ -82,10 +93,11 @@ def code(
     return threaded(score, workers)
 
 
-def _judge(task: Task, source: str, settings: CodeSettings) -> list[CodeVerdict] | str:
-    """Judge code by a task's tests -> a verdict for each, or why there is nothing to run."""
+def _judge(task: Task, output: str, settings: CodeSettings) -> list[CodeVerdict] | str:
+    """Judge the code in an answer by a task's tests -> a verdict for each, or why there is nothing to run."""
     cases, calls = read_tests(task)
     plan = split_plan(task, calls, settings.tolerance)
+    source = find_code(output, lambda: names_called(plan), lambda sources: describe(sources, settings))
     if not source.strip():
         return "there is no code in the answer"
     if len(source) > LONGEST_CODE:
@@ -93,24 +105,7 @@ def _judge(task: Task, source: str, settings: CodeSettings) -> list[CodeVerdict]
     return judge_cases(source, cases, settings) + judge_calls(source, plan, settings)
 
 
-# Code and tests ------------------------------------------------------------------------------------------
-
-
-def find_code(output: str) -> str:
-    """Find the last fenced block of Python, else the last fenced block, else all; the last fence may be left open."""
-    blocks: list[tuple[str, list[str]]] = []
-    inside = False
-    for line in output.splitlines(keepends=True):
-        fence = line.strip()
-        if fence.startswith("```") and (not inside or fence == "```"):
-            inside = not inside
-            if inside:
-                blocks.append((fence[3:].strip().lower(), []))
-        elif inside:
-            blocks[-1][1].append(line)
-    python = [lines for words, lines in blocks if words.split(" ")[0] in ("python", "py", "python3")]
-    chosen = python or [lines for words, lines in blocks]
-    return "".join(chosen[-1]) if chosen else output
+# Tests ---------------------------------------------------------------------------------------------------
 
 
 def read_tests(task: Task) -> tuple[list[_Case], list[str | Mapping]]:

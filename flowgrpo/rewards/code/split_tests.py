@@ -14,15 +14,16 @@ run, where the rest is evaluated. What is understood, besides docstrings and pri
     functions       `def test_…():`, and what asserts about its arguments where it is called, are read as if they
                     stood there (`def check(candidate):` is called with the one entry point where nothing calls it);
                     other functions are the tests' own, and may not call the candidate
-    pytest.raises   `with pytest.raises(ValueError):` over one call
+    pytest          `with pytest.raises(ValueError):` over one call, and `pytest.approx`
 
 Names that nothing defines are the candidate's, and so are the entry points, even where they are named like builtins.
 An argument is handed over as a copy, and stays what it was in the tests' run: `assert f(x) == sorted(x)` is about x as
 the tests made it. Where a part of an assert is about the argument alone (`x == [1, 2]`), or cuts it where the candidate
 says (`x[:n]`), it is about the copy that the candidate had. Anything else raises `Unsplittable` with its line: `while`,
 `if`, `try`, classes, a call into the candidate inside a comprehension (unless it is what the comprehension collects),
-the candidate's functions or classes compared themselves, and the candidate asked whether its own value is right
-(`assert same(f(2), 3)`).
+the candidate's functions or classes compared themselves, the candidate asked whether its own value is right
+(`assert same(f(2), 3)`, or `Point(1, 2) == Point(1, 2)`, where its class says what is equal), `id()`, and `is` with
+anything but None, True, False or a class: values are copied on their way, so what is one object here is two there.
 """
 
 import ast
@@ -53,6 +54,8 @@ class _Reader(ast.NodeVisitor):
         self.templates: dict[str, ast.FunctionDef] = {}  # functions that are read where they are called
         self.called: set[str] = set()
         self.unrolled = self.renamed = 0
+        self.pytest: set[str] = set()  # names of the module
+        self.raises: set[str] = set()  # what its `raises` is called
 
     def read(self, source: str, where: str) -> None:
         """Add a source to the plan."""
@@ -61,6 +64,7 @@ class _Reader(ast.NodeVisitor):
             tree = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise Unsplittable(f"{where}the tests can't be parsed ({error}); fix them") from None
+        self.scope.find_classes(tree)
         for statement in tree.body:
             self.visit(statement)
         for name in self.templates.keys() - self.called:
@@ -69,6 +73,21 @@ class _Reader(ast.NodeVisitor):
                 self.scope.refuse(template, f"defines {name}, which nothing calls; call it, or name one entry_point")
             self.called.add(name)
             self.inline(template, [ast.Name(self.entry_points[0], ast.Load())])
+
+    def visit(self, node: ast.AST) -> None:
+        """Read a statement."""
+        if not isinstance(node, ast.FunctionDef | ast.For | ast.If):  # whose own statements come here, too
+            self.check(node)
+        super().visit(node)
+
+    def check(self, node: ast.AST) -> None:
+        """Refuse what no run can answer, wherever it stands in a statement."""
+        self.scope.check_identity(node)
+        for part in ast.walk(node):
+            if not isinstance(part, ast.Attribute) or ast.unparse(part.value) not in self.pytest:
+                continue
+            if part.attr not in ("raises", "approx"):
+                self.scope.refuse(part, f"uses {ast.unparse(part)}; of pytest, only raises and approx can be used")
 
     def generic_visit(self, node: ast.AST) -> None:
         """Refuse a statement that is not read by a method of its own."""
@@ -86,7 +105,11 @@ class _Reader(ast.NodeVisitor):
                 self.scope.refuse(
                     node, f"imports {alias.name}; only steady modules of the standard library can be used"
                 )
-            if top != "pytest":
+            if top == "pytest":
+                self.pytest.add(alias.asname or top)
+                self.raises.add(f"{alias.asname or top}.raises")
+                self.given(node, alias.asname or top, "__pytest__")
+            else:
                 self.shared(ast.copy_location(ast.Import([alias]), node), alias.asname or top)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
@@ -95,6 +118,10 @@ class _Reader(ast.NodeVisitor):
             if top in sys.stdlib_module_names - UNSTEADY and not node.level and alias.name != "*":
                 made = ast.copy_location(ast.ImportFrom(node.module, [alias], 0), node)
                 self.shared(made, alias.asname or alias.name)
+            elif top == "pytest" and alias.name == "approx":
+                self.given(node, alias.asname or alias.name, "__pytest__.approx")
+            elif top == "pytest" and alias.name == "raises":
+                self.raises.add(alias.asname or alias.name)
             elif alias.asname or top == "pytest" or top in sys.stdlib_module_names:
                 self.scope.refuse(node, f"imports {alias.name} from {node.module} in a way that can't be split")
             elif alias.name != "*":
@@ -105,6 +132,11 @@ class _Reader(ast.NodeVisitor):
         self.scope.names[name] = "shared"
         self.scope.plan.steps.append((None, ast.unparse(node)))
         self.setup(node)
+
+    def given(self, node: ast.stmt, name: str, source: str) -> None:
+        """Add a name that the tests' run has something for."""
+        self.scope.names[name] = "pure"
+        self.setup(ast.copy_location(ast.parse(f"{name} = {source}").body[0], node))
 
     # Assignments --------------------------------------------------------------------------------------
 
@@ -152,7 +184,7 @@ class _Reader(ast.NodeVisitor):
             scope.keep_handed(value)
             scope.names |= {name: "changed" for name in names_in(target) if scope.kind(name) == "kept"}
             scope.plan.steps.append((None, _assigned(scope.child(target), scope.child(value))))
-            scope.calls += 1
+            scope.call(node)
             return "remote"
         if scope.is_step(value) and not into:
             self.take(node, target, value)
@@ -172,13 +204,18 @@ class _Reader(ast.NodeVisitor):
         settled = own is not None and scope.settled(value)
         made = settled or scope.is_made(value)
         scope.plan.steps.append((None, _assigned(target, scope.child(value))))
-        scope.calls += not settled
+        if not settled:
+            scope.call(value)
         scope.returned = scope.returned | names if made else scope.returned - names
         scope.names |= dict.fromkeys(names, "remote")
-        for name in sorted(names):
-            scope.claims.pop(name, None)
-            if settled:
+        if settled:
+            if not isinstance(value, ast.Call):
+                scope.fixed -= names_in(value)  # which have another name now
+            for name in sorted(names):
+                scope.forget(name)
                 scope.claims[name] = (None, scope.plan.value(name))
+        else:
+            scope.assign(sorted(names), value)
         if own is not None and settled:
             scope.plan.items.append(("derive", node.lineno, _assigned(scope.own(target), own)))
 
@@ -188,7 +225,7 @@ class _Reader(ast.NodeVisitor):
             self.scope.names |= {name: "pure" for name in names_in(node) if self.scope.kind(name) == "kept"}
         elif argument:
             self.scope.plan.steps.append((None, ast.unparse(self.scope.child(node))))
-            self.scope.calls += 1
+            self.scope.call(node)
         self.setup(node)
 
     def setup(self, node: ast.stmt) -> None:
@@ -224,9 +261,14 @@ class _Reader(ast.NodeVisitor):
         scope.keep_handed(call, statement=True)
         own = scope.own(call) if settled else None
         scope.plan.steps.append((None, ast.unparse(scope.child(call))))
-        scope.calls += not settled
         if own is not None:
             scope.plan.items.append(("derive", node.lineno, ast.unparse(own)))
+        if settled:
+            return
+        scope.call(call)
+        if isinstance(call.func, ast.Name):
+            changed = {part.id for part in call.args if isinstance(part, ast.Name) and scope.kind(part.id) == "changed"}
+            scope.assign(sorted(changed), call)
 
     def visit_Assert(self, node: ast.Assert) -> None:
         scope, uses = self.scope, []
@@ -240,21 +282,20 @@ class _Reader(ast.NodeVisitor):
 
     def part(self, node: ast.expr, uses: list[int]) -> str:
         """Read a part of an assert; an argument that it isn't about is what it was before the calls of this part."""
-        scope, about, calls = self.scope, self.scope.about(node), self.scope.calls
+        scope, about = self.scope, self.scope.about(node)
         kept = {name for name in about if scope.kind(name) == "kept"}
         changed = {name for name in names_in(node) - about if scope.kind(name) == "changed"}
-        before = {name: scope.claim(name) for name in sorted(changed)}
+        scope.before = {name: scope.claim(name) for name in sorted(changed)}
         scope.names |= dict.fromkeys(kept, "changed")
-        scope.claims |= {name: (None, number) for name, number in before.items()}
-        made = scope.checked(node, uses)
-        scope.claims |= {name: (calls, number) for name, number in before.items()}
+        made = scope.checked(scope.truth(node), uses)
+        scope.before = {}
         scope.names |= dict.fromkeys(kept, "kept")
         return ast.unparse(made)
 
     def visit_With(self, node: ast.With) -> None:
         context, body = node.items[0].context_expr, node.body[0]
         bare = isinstance(context, ast.Call) and not context.keywords and node.items[0].optional_vars is None
-        raises = bare and ast.unparse(context.func) == "pytest.raises" and len(context.args) == 1  # type: ignore
+        raises = bare and ast.unparse(context.func) in self.raises and len(context.args) == 1  # type: ignore
         call = body.value if isinstance(body, ast.Expr | ast.Assign) else None
         if not raises or len(node.items) + len(node.body) > 2 or call is None or not self.scope.is_step(call):
             self.scope.refuse(node, "is a `with` other than pytest.raises(ERROR) over one call into the candidate")
@@ -262,7 +303,7 @@ class _Reader(ast.NodeVisitor):
         names = [ast.unparse(part) for part in (expected.elts if isinstance(expected, ast.Tuple) else [expected])]
         self.scope.keep_handed(call)
         number = self.scope.plan.value(ast.unparse(self.scope.child(call)))
-        self.scope.calls += 1
+        self.scope.call(call)
         self.scope.plan.check(f"__raised__({number}, {names!r})", self.words(node, body), [number])
 
     def words(self, node: ast.stmt, shown: ast.AST) -> str:
@@ -278,7 +319,7 @@ class _Reader(ast.NodeVisitor):
             self.visit(statement)
 
     def visit_For(self, node: ast.For) -> None:
-        values = self.known(node.iter)
+        values = self.scope.known(node.iter)
         if values is None or node.orelse:
             self.scope.refuse(node, "loops over something other than a literal, a name of one, or a range")
         for value in values or ():
@@ -288,16 +329,6 @@ class _Reader(ast.NodeVisitor):
             self.assign(node, copy.deepcopy(node.target), ast.parse(repr(value), mode="eval").body)
             for statement in copy.deepcopy(node.body):
                 self.visit(statement)
-
-    def known(self, node: ast.expr) -> Sequence | None:
-        """List the values that a loop goes over, where they stand in the source."""
-        if isinstance(node, ast.Name):
-            node = self.scope.literals.get(node.id, node)
-        ranges = isinstance(node, ast.Call) and ast.unparse(node.func) == "range" and not node.keywords
-        if isinstance(node, ast.Call) and ranges and node.args and all(map(is_literal, node.args)):
-            return range(*map(ast.literal_eval, node.args))
-        value = ast.literal_eval(node) if is_literal(node) else None
-        return list(value) if isinstance(value, list | tuple | dict | str) else None
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         arguments = [part.arg for part in node.args.args]
@@ -313,6 +344,7 @@ class _Reader(ast.NodeVisitor):
         elif free & SAID:
             self.scope.refuse(node, f"defines {node.name}, a helper that uses the candidate")
         else:
+            self.check(node)
             self.setup(node)
             self.scope.names[node.name] = "pure"
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from flowgrpo.contracts import Reward, Scored
+from flowgrpo.files import is_file, pip_install
 from flowgrpo.rewards.answers.numbers import SMALL
 from flowgrpo.rewards.combine import model_scores, prepared, tried
 from flowgrpo.types import BadInput, Task, first_line
@@ -209,9 +210,9 @@ def load_image(path: str | Path) -> np.ndarray:
     try:
         from PIL import Image
     except ImportError as error:
-        raise BadInput("images need Pillow: pip install 'flowgrpo[vision]'") from error
+        raise BadInput(f"images need Pillow: {pip_install('vision')}") from error
     path = Path(path)
-    if not path.is_file():
+    if not is_file(path):
         raise BadInput(f"image {path} does not exist: fix the task's path, or the folder that it is looked for in")
     try:
         with Image.open(path) as image:

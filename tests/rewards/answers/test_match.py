@@ -22,8 +22,15 @@ from flowgrpo.rewards.answers.match import (
     numeric,
 )
 from flowgrpo.rewards.answers.numbers import Number, exactly, read_plain, rounded, within
-from flowgrpo.rewards.answers.spelling import bare, plain_text
+from flowgrpo.rewards.answers.school import school
+from flowgrpo.rewards.answers.spelling import bare, drop_emphasis, plain_text
+from flowgrpo.rewards.answers.symbolic import mathematics
 from flowgrpo.types import Task
+
+
+def different(function, *_, seconds):  # noqa: ARG001
+    """`Sandbox.call` that reads every formula, and finds none equal to another."""
+    return True if function.endswith("readable") else ("different", 0.0)
 
 
 def task(*golds, query=""):
@@ -125,12 +132,13 @@ FINAL = {
     "marker": {
         "work\n#### 18": "18", "####5": "5", "####\nAnswer: 7": "Answer: 7", "Answer: 7\n####": "7",
         "Answer: 5\nthanks": "5", "Answer: 5\nThe result is 6": "6", "Answer: 5. The answer is": "5. The answer is",
-        "answers: 5": "5", "The answer is **5**.": "5**.", "**Answer** : * 5": "5", "The answer:\n5": "5",
-        "answer" + " " * 38 + ": 5": "5",
+        "answers: 5": "5", "The answer is **5**.": "5.", "**Answer** : * 5": "5", "The answer:\n5": "5",
+        "answer" + " " * 38 + ": 5": "5", "$\\text{Answer: }5$.": "5", "| Answer | **5** |": "5",
+        "| answer: | 5 | 6 |": "5 | 6",
     },
     "last line": {
         "5</answer>": "5</answer>", "The answer isn't known": "The answer isn't known", "": "",
-        "first\nlast\n\n": "last",
+        "first\nlast\n\n": "last", "# *the* `end`": "the end",
         "answer" + " " * 40 + ": 5": "answer" + " " * 40 + ": 5", "<think>Answer: 4</think>\nthe end": "the end",
         "the answering machine is on": "the answering machine is on", "<answer>5</answer>" + " " * LOOK + "6": "6",
     },
@@ -141,6 +149,39 @@ FINAL = {
 def test_the_final_answer_is_found(where):
     found = {output: find_answer(output) for output in FINAL[where]}
     assert found == {output: (text, where) for output, text in FINAL[where].items()}
+
+
+EMPHASIS = {  # None where nothing changes
+    "The answer is **18**.": "The answer is 18.", "18**": "18", "**Answer: $18": "Answer: $18", "***a***": "a",
+    "__a__ _b_ *c*": "a b c", "_Answer:_ 18": "Answer: 18", "`a`": "a", "<b>a</b>": "a", "is **-7**": "is -7",
+    "**(1+1)*12*1**": "(1+1)*12*1", "**5** (five)": "5 (five)", "2**3": None, "2 ** 3": None, "(x+1)**2": None,
+    "2*3": None, "2 *3* 4": None, "snake_case": None, "x_1 + x_2": None, "$a^*$ and $b^*$": None, "*a\nb*": None,
+    "$_nC_r$": None, "* a": None, "5 *": None, "_": None, "": None,
+}  # fmt: skip
+IN_BOLD = {
+    1.0: r"""The answer is **18**. ¦ The answer is: **18** ¦ Final Answer: **\$18** ¦ **Answer:** 18 ¦ **Answer: $18**
+        __Answer: 18__ ¦ The answer is _18_. ¦ > **Answer: 18** ¦ - **Answer:** `18` ¦ * Answer: **18** ¦ ### Answer: 18
+        ### Final Answer ⏎ **18** ¦ | **Answer** | **18** | ¦ <answer>The answer is **18**.</answer> ¦ **Answer: 18
+        **Answer: \boxed{18}** ¦ \boxed{**18**} ¦ **The answer is \(18\)**. ¦ \textbf{Answer: 18} ¦ It is ***18***""",
+    0.0: """The answer is **17**. ¦ **Answer: $81** ¦ The answer is **18** or **19**. ¦ The answer is not **18**.
+        **1****8**0 ¦ The answer is **18**2. ¦ Answer: **17** (not 18) ¦ Answer: 17 (18) ¦ *1*8*0*
+        It is not 18, it is **17**.""",
+}
+
+
+def test_emphasis_is_taken_off_and_operators_stay():
+    assert {text: drop_emphasis(text) for text in EMPHASIS} == {text: plain or text for text, plain in EMPHASIS.items()}
+
+
+@pytest.mark.parametrize("domain", ["answer", "k12", "math"])
+def test_no_rule_sees_the_marks_around_an_answer(domain):
+    reward = {"answer": answer(), "k12": school(), "math": mathematics(different)}[domain]
+    for value, outputs in IN_BOLD.items():
+        for output in outputs.replace("\n", "¦").split("¦"):
+            assert reward.score(task("18"), output.strip().replace(" ⏎ ", "\n")).value == value, output
+    if domain != "answer":
+        for output in ("The final answer is **18 dollars**.", "**Answer: 18 (dollars)**"):
+            assert reward.score(task("18"), output).value == 1, output
 
 
 READINGS = {
@@ -155,6 +196,13 @@ READINGS = {
     "it is 5 or 6": ("it is 5 or 6",),
     "": (),
     "5 is it": ("5 is it", "it"),
+    "it is not 5, it's 6": ("it is not 5, it's 6", "it is not 5, it is 6", "6"),
+    "not 5 but 6": ("not 5 but 6", "6"),
+    "5 (apples)": ("5 (apples)", "5 apples"),
+    "0.5 (1/2)": ("0.5 (1/2)", "0.5"),
+    "5 (six)": ("5 (six)",),
+    "it is 5!": ("it is 5!", "5!", "5"),
+    "5!": ("5!",),
     "is " * 133 + "x": ("is " * 133 + "x",),
     "a" * SHORT: ("a" * SHORT,),
     "a" * (SHORT + 1): (),

@@ -36,7 +36,8 @@ def value(gold, output, **metadata):
 
 LETTER = "{}|({})|{})|{}.|[{}]|**{}**|option {}|Option ({})|The answer is {}.|Answer: {}|\\boxed{{{}}}|It's {}."
 LETTER += "|<answer>{}</answer>|The correct option is ({}).|$\\text{{({})}}$"
-TWO = ("{} or {}", "{} and {}", "{}, {}", "either {} or {}", "{}/{}", "{} {}")
+TWO = ("{} or {}", "{} and {}", "{}, {}", "either {} or {}", "{}/{}", "{} {}", "{}. Actually {}.", "{}. red; {}. blue")
+TWO += ("{}. red (or {}. blue)", "{}) red, {}) blue", "{}. No, {}.", "{}. red. {}. blue.", "{}. red ({})")
 
 
 @given(st.permutations("ABCDEFGHIJ"), st.sampled_from(LETTER.split("|")), st.booleans(), st.sampled_from(TWO))
@@ -56,13 +57,23 @@ def test_options_are_read_from_metadata_or_the_question_and_stand_for_their_lett
     assert options_of(task("A. Smith wrote it.")) == {}
     with pytest.raises(BadInput, match="options must be"):
         options_of(task(options=5))
-    for gold, output, right in (
-        ("B", "Photosynthesis.", 1),
-        ("photosynthesis", "B", 1),
-        ("B", "B. respiration", 0),
-        ("B", "respiration", 0),
-    ):
-        assert value(gold, output, options=["respiration", "photosynthesis"]) == right
+    assert options_of(task("What?\nA. x\nB. y\n\nChoose one.")) == {"A": "x", "B": "y"}
+    right = [("B", "Photosynthesis."), ("photosynthesis", "B"), ("photosynthesis", "**B. Photosynthesis**")]
+    wrong = [("B", "B. respiration"), ("B", "respiration"), ("photosynthesis", "A. photosynthesis")]
+    listed = ["respiration", "photosynthesis"]
+    for labels in ("{0}", "{1}. {0}", "{1}) {0}", "({1}) {0}", "{1}: {0}", "({2}) {0}"):
+        options = [labels.format(text, letter, letter.lower()) for text, letter in zip(listed, "AB", strict=True)]
+        for pairs, score in ((right, 1), (wrong, 0)):
+            for gold, output in pairs:
+                for given_options in (options, dict(zip("AB", options, strict=True))):
+                    assert value(gold, output, options=given_options) == score, (options, gold, output)
+    assert options_of(task(options=["A. Smith", "C. Jones"])) == {"A": "A. Smith", "B": "C. Jones"}
+    numbers = ["A. 0.9", "B. 0.7"]
+    assert value("0.9", "A. 0.9", options=numbers) == value("B", "0.7", options=numbers) == 1
+    for output in ("A. 0.7", "A. 0.8", "B. 0.9", "A. 0.9; B. 0.7", "A. 0.9 (or B)"):
+        assert value("0.9", output, options=numbers) == value("0.7", output, options=numbers) == 0, output
+    assert value("↑", "B", options=["A. ↓", "B. ↑"]) == 1
+    assert value("↑", "A", options=["A. ↓", "B. ↑"]) == value("↑", "A. ↑", options=["A. ↓", "B. ↑"]) == 0
 
 
 def test_letters_are_told_from_articles_and_pronouns():

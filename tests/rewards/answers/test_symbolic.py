@@ -16,7 +16,8 @@ class Scripted:
     """A `call` that answers as it is told, and keeps what it was asked."""
 
     def __init__(self, readable=True, compare="different"):
-        self.said = {f"{CHILD}:readable": readable, f"{CHILD}:compare": compare}
+        compared = (compare, 0.0) if isinstance(compare, str) else compare
+        self.said = {f"{CHILD}:readable": readable, f"{CHILD}:compare": compared}
         self.asked = []
 
     def __call__(self, function, *_, seconds):  # noqa: ARG002
@@ -76,6 +77,27 @@ def test_F5_what_an_answer_causes_is_its_failure_and_all_else_is_invalid(where, 
     assert reward.score(task("x^2"), "x^3").value == (None if said is False else 0)  # what failed is tried again
 
 
+def test_checks_of_one_score_share_a_deadline():
+    golds, output = ("x^2", "\\sqrt{8}", "(2, \\sqrt{5}]"), "So it is $x^3$, and $y = 2 < x \\le 5$"
+
+    def seconds_given(compare):
+        call, given = Scripted(compare=compare), []
+
+        def timed(function, *formulas, seconds):
+            given.extend([seconds] * function.endswith("compare"))
+            return call(function, *formulas, seconds=seconds)
+
+        assert mathematics(timed, seconds=5.0).score(task(*golds), output).value == 0
+        return given
+
+    assert seconds_given(TimeoutError("late")) == [5.0]
+    assert seconds_given(("different", 3.0)) == [5.0, 2.0]
+    assert len(seconds_given(("different", 0.0))) > 2
+    call = Scripted(readable=TimeoutError("late"))
+    assert mathematics(call).score(task(*golds), output).value is None
+    assert call.asked == ["readable"]
+
+
 def test_gold_is_read_once():
     call = Scripted()
     assert [one.value for one in mathematics(call).many([task("x^2")] * 3, ["x^3", "x^4", "x^5"])] == [0, 0, 0]
@@ -107,5 +129,5 @@ def test_what_can_not_be_made_is_refused(monkeypatch):
     with pytest.raises(BadInput, match="workers"):
         mathematics(Scripted(), workers=0)
     monkeypatch.setattr(symbolic, "find_spec", lambda _: None)
-    with pytest.raises(BadInput, match=r"pip install 'flowgrpo\[math\]'"):
+    with pytest.raises(BadInput, match=r"pip install 'math-verify"):
         mathematics(Scripted())

@@ -6,16 +6,17 @@ from collections import Counter, OrderedDict, deque
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from rewards.cheats import ATTACKS, CHEATS
 from rewards.honest import SOLUTIONS
 from timing import deadline
 
 from flowgrpo.contracts import Scored
+from flowgrpo.rewards.code.blocks import find_code
 from flowgrpo.rewards.code.child import agree, decode_value, encode_value
-from flowgrpo.rewards.code.reward import code, find_code, same_output
-from flowgrpo.rewards.code.runner import CodeSettings, run_steps
+from flowgrpo.rewards.code.reward import code, same_output
+from flowgrpo.rewards.code.runner import CodeSettings, describe, run_steps
 from flowgrpo.rewards.code.split_tests import split_sources
 from flowgrpo.sandbox import Limits, Ran, Sandbox, SandboxFailure
 from flowgrpo.types import BadInput, Task
@@ -175,6 +176,41 @@ def test_cheats_are_scored_as_failures(judge, name):
         assert scored.value == 0.0, scored
 
 
+# Tests and programs whose values leave the tests' own lines too little of something.
+GREEDY = {
+    "memory": ("assert f(1) == 1\nassert f(2) == 2\nx = sum(list(range(2 * 10 ** 6)))\nassert f(4) == 4",
+               "from collections import deque\ndef f(x): return [deque() for _ in range(60_000)]"),
+    "recursion": ("import sys\nimport json\nn = f(1) + 1\nsys.setrecursionlimit(n)\n"
+                  "x = json.dumps([[[[[[[[1]]]]]]]], indent=1)\nassert f(2) == len(x)", "def f(x): return 20"),
+    "a context": ("import decimal\nn = f(1) - 1\ndecimal.getcontext().Emax = n\n"
+                  "x = decimal.Decimal(10) * 10\nassert f(100) == x", "def f(x): return 1"),
+    "an alarm": ("import signal\nn = f(1) * 1\nsignal.setitimer(signal.ITIMER_REAL, n)\n"
+                 "x = sum(range(10 ** 7))\nassert f(x) == x", "def f(x): return 1e-3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_values_that_leave_the_tests_too_little_are_a_loss(sandbox, name):
+    tests, source = GREEDY[name]
+    reward = code(sandbox, limits=Limits(seconds=20.0, memory=(100 if name == "memory" else 512) << 20))
+    scored = reward.score(task(tests), source)
+    assert scored.value == 0.0, scored
+    assert reward.score(task(f"{tests}\n1 / 0"), source).value is None, "a line that fails by itself"
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_who_is_at_fault_where_the_tests_hang(alone):
+    def run(program, stdin="", **_):
+        if "def f" in program:
+            return Ran("exited", 0, "-1 = null\n0 = 1\n1 = 1\n", "", 0.0)
+        both = "setup 1\ncheck 0\npassed 0\nsetup 3\n"
+        return Ran("timeout", None, both, "", 1.0) if stdin or not alone else Ran("exited", 0, "end 0\n", "", 0.0)
+
+    tests = "x = 1\nassert f(1) == 1\ny = 2\nassert f(2) == 1"
+    scored = code(SimpleNamespace(run=run)).score(task(tests), "def f(x): return 1")  # type: ignore[arg-type]
+    assert scored.value == (0.5 if alone else None), scored
+
+
 @pytest.mark.parametrize("name", ATTACKS)
 def test_nothing_that_tests_expect_is_computed_where_the_candidate_can_reach_it(judge, name):
     tests, program = ATTACKS[name]
@@ -193,8 +229,8 @@ def test_what_cheats_and_malformed_answers_fail_can_be_passed(judge):
 def test_what_the_candidates_run_is_given_holds_no_expected_value():
     seen = []
 
-    def run(program, **_):
-        seen.append(program)
+    def run(program, stdin="", **_):
+        seen.append((program, stdin))
         return Ran("exited", 0, "", "", 0.0)
 
     secret = """
@@ -217,11 +253,13 @@ assert r == sorted(r) and len(r) == 777012
     reward.score(task(secret), "def f(x): return x")
     reward.score(task([{"call": "f(41414)", "equals": 777007}]), "def f(x): return x")
     reward.score(task([{"stdin": "41414", "stdout": "777008"}]), "def f(x): return x")
-    candidates = [program for program in seen if "def f(x): return x" in program]
+    candidates = [(program, stdin) for program, stdin in seen if "def f(x): return x" in program]
     assert len(candidates) >= 3
     for expected in ("7770", "sorted(u)", "u[::-1]"):
-        assert not [program for program in candidates if expected in program], expected
-    assert any(all(given in program for given in ("41414", "51515", "31337", "61616")) for program in candidates)
+        assert not [run for run in candidates if expected in "".join(run)], expected
+    steps = ("41414", "51515", "31337", "61616")
+    assert any(all(given in stdin for given in steps) for _, stdin in candidates)
+    assert not [program for program, _ in candidates for given in steps if given in program]
 
 
 BAD_TESTS = {
@@ -245,6 +283,23 @@ BAD_TESTS = {
     "1 / 0\nassert f(1) == 1": "line 1 of its tests fails by itself",
     "x = [lambda: 0][0]\nassert f(x) == 1": "hand the candidate `x`, which",
     "for i in f(3):\n    assert i": "loops over something other than",
+    "x = [1]\nassert f(x) is x": "compares by `is`",
+    "x = [1]\nassert f(x) is not x": "compares by `is`",
+    "assert f(1) is 1": "compares by `is`",
+    "def same(a, b):\n    return a is b\nassert same(f(1), 1)": "compares by `is`",
+    "same = lambda a, b: a is b\nassert same(f(1), 1)": "compares by `is`",
+    "x = [1]\nassert all(a is b for a, b in zip(f(x), x))": "compares by `is`",
+    "x = [1]\nfor y in [x]:\n    f(x)\n    assert x is y": "loops over something other than",
+    "x = [1]\nbefore = id(x)\nf(x)\nassert id(x) == before": "uses id()",
+    "import operator\nassert operator.is_not(f(1), 1)": "uses operator.is_not",
+    "from operator import is_\nassert is_(f(1), 1)": "uses is_",
+    "assert Point(1, 2) == Point(1, 2)": "leaves it to the class Point",
+    "p = Point(1, 2)\nassert p.move(1) == Point(2, 2)": "leaves it to the class Point",
+    "assert f(1) == Color.RED": "leaves it to the class Color",
+    "assert (V(1) + V(2)).x == 3": "leaves it to the class V",
+    "v = V(1)\nw = v * 2\nassert w.x == 2 and v.x == 1": "as if it were plain data",
+    "s = Bag()\ns.put(1)\nassert s == [1]": "as if it were plain data",
+    "import pytest\npytest.skip()\nassert f(1)": "uses pytest.skip",
 }
 BAD_CASES = [
     ([], "its list of tests is empty"),
@@ -270,6 +325,10 @@ def test_F5_a_sandbox_that_fails_makes_a_reward_invalid_and_never_0(sandbox, mon
     monkeypatch.setattr(sandbox, "run", lost)
     scored = code(sandbox).score(task("assert f(1) == 1"), ADD)
     assert scored == Scored(None, "the sandbox failed: it was lost")
+    monkeypatch.setattr(sandbox, "run", lambda *_, **__: Ran("exited", 1, '-3 ! ["no process"]\n', "", 0.0))
+    scored = code(sandbox).score(task("assert f(1) == 1"), ADD)
+    assert scored.value is None
+    assert "no process" in scored.reason
 
 
 PLAIN = st.recursive(
@@ -298,6 +357,7 @@ def test_what_is_no_encoded_value_is_refused():
 
 @given(st.binary(max_size=200) | st.from_regex(rb"(-{0,2}[0-9]{1,3} [=!] [\[\]{}\"a-z0-9:, ]{0,20}\n){0,4}"))
 def test_whatever_the_candidates_run_writes_nothing_raises(written):
+    assume(b"-3 " not in written)  # which the candidate can't write: no process could be made for it
     ran = Ran("exited", 0, written.decode("utf-8", "replace"), "", 0.0)
     box = SimpleNamespace(run=lambda *_, **__: ran)
     plan = split_sources(["assert f(1) == 2\nassert f(2) == 3"])
@@ -306,17 +366,29 @@ def test_whatever_the_candidates_run_writes_nothing_raises(written):
 
 
 CODE_OF = {
-    "x = 1": "x = 1",
-    "a\n```python\nx = 1\n```\nb\n```\nnot this\n```": "x = 1\n",
-    "```py\nx = 1\n```\n```Python\nx = 2\n```": "x = 2\n",
-    "```\nx = 1\n```": "x = 1\n",
-    "```python\nx = 1\ny = 2": "x = 1\ny = 2",
-    "```python\ns = '''\n```js\n'''\n```": "s = '''\n```js\n'''\n",
-}
+    ("x = 1", ""): "x = 1",
+    ("a\n```python\nx = 1\n```\nb\n```\nnot this\n```", ""): "x = 1\n",
+    ("```py\nx = 1\n```\n```Python\nx = 2\n```", ""): "x = 2\n",
+    ("```\nx = 1\n```", "f"): "x = 1\n",
+    ("```python\nx = 1\ny = 2", ""): "x = 1\ny = 2",
+    ("```python\ns = '''\n```js\n'''\n```", ""): "s = '''\n```js\n'''\n",
+    ("```py\ndef f(): 0\n```\n```py\ndef f(): 1\n```\n```py\nprint(f())\n```", "f"): "def f(): 1\n",
+    ("```py\ndef g(): 0\n```\n```py\ndef f(): g()\n```\n```py\n>>> f()\n```", "f"):
+        "def g(): 0\n\ndef f(): g()\n",
+    ("```py\ndef f(): 0\n```\n```py\ndef g(): 0\n```\n```py\nx = f(), g()\n```", "f g"):
+        "def f(): 0\n\ndef g(): 0\n",
+    ("```py\nclass A: f = f\n```\n```py\nA().f()\n```", "A"): "class A: f = f\n",
+    ("```py\n1 +\n```\n```py\n2 +\n```", "f"): "2 +\n",
+    ("```py\ndef f(): print(input())\nf()\n```\n```py\nf()\n```", ""): "def f(): print(input())\nf()\n",
+    ("```py\ndef f(): print(input())\n```\n```py\nf()\n```", ""): "def f(): print(input())\n\nf()\n",
+    ("```py\ndef f(): 0\nprint(f())\n```\n```py\nf()\n```", ""): "def f(): 0\nprint(f())\n",
+}  # fmt: skip
 
 
-def test_the_last_block_of_python_is_the_code():
-    assert {output: find_code(output) for output in CODE_OF} == CODE_OF
+def test_the_block_that_the_tests_call_is_the_code(sandbox):
+    settings = CodeSettings(sandbox, 0.0, Limits(), 1)
+    for (output, names), source in CODE_OF.items():
+        assert find_code(output, names.split, lambda sources: describe(sources, settings)) == source, output
 
 
 def test_outputs_are_compared_word_by_word():
