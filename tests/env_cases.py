@@ -13,7 +13,8 @@ from tiny_env import tiny_env
 import flowgrpo as fg
 from flowgrpo.envs.env import in_words
 from flowgrpo.envs.play import Play
-from flowgrpo.recipes.registry import ENVIRONMENTS, HARDER
+from flowgrpo.recipes.names import HARDER
+from flowgrpo.recipes.registry import ENVIRONMENTS
 
 N = 1024
 EASIER = {name: make for name, make in ENVIRONMENTS.items() if name not in HARDER}

@@ -110,7 +110,7 @@ def test_links_lead_somewhere():
 
 
 WRITTEN = {  # by runs and studies, and by the reader
-    *("batches/", "checkpoints/", "journal/", "runs/", "trajectories/", "warm_start/"),
+    *("batches/", "checkpoints/", "journal/", "model/", "runs/", "trajectories/", "warm_start/"),
     *("curves.svg", "table.md"),
 }
 

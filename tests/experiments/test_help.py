@@ -105,8 +105,8 @@ def test_a_default_is_that_of_the_run_which_the_line_describes(own, command):
     )
     assert "(positive integer; default 7)" in page
     assert "Compute again. (default on)" in page
-    pages = [command("quickstart", *words).stdout for words in (["--help"], ["-h", "--env=maze", "--algorithm=dpo"])]
-    for page, updates, beta in zip(pages, (120, 150), ("0.0", "0.1"), strict=True):
+    for words, updates, beta in ((["--help"], 120, "0.0"), (["-h", "--env=maze", "--algorithm=dpo"], 150, "0.1")):
+        page = " ".join(command("quickstart", *words).stdout.split())
         assert f"non-negative integer; default {updates})" in page.partition("--updates=N")[2][:200]
         assert f"default {beta})" in page.partition("--beta=X")[2][:200]
     assert "default 1e-06)" in command("finetune", "--help", "--method=dpo").stdout
