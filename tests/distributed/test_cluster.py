@@ -144,7 +144,7 @@ def test_without_ray_the_extra_is_named(monkeypatch):
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(BadInput, match="pip install .ray"):
+    with pytest.raises(BadInput, match="pip install 'ray"):
         RayBackend()
 
 

@@ -193,5 +193,5 @@ def test_a_missing_package_names_its_extra(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "bm25s"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(BadInput, match="pip install .bm25s"):
+    with pytest.raises(BadInput, match="pip install 'bm25s"):
         search(corpus_of("a"))
