@@ -78,7 +78,10 @@ def main(control_number: int) -> NoReturn:
 
 def begin(control: socket.socket, proc: int | None, settings: Mapping[str, Any]) -> NoReturn:
     """Load what runs share, and serve until the channel closes."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 of a namespace can be reached only by what it handles
+    # Process 1 of a namespace can be reached only by what it handles; and what the host ignores, as nohup has it do, is
+    # inherited and would be ignored by programs, too.
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ}:
+        signal.signal(number, signal.SIG_DFL)
     program_filter = None
     try:
         if proc is not None:

@@ -349,7 +349,7 @@ def test_a_missing_folder_is_not_looked_up_on_the_hub_and_a_hub_id_may_not_be_ha
 @pytest.fixture
 def short_limits(monkeypatch):
     """A process for templates that gives up early."""
-    monkeypatch.setattr(templates, "SECONDS", 0.1)
+    monkeypatch.setattr(templates, "SECONDS", 0.5)  # of a loaded machine
     monkeypatch.setattr(templates, "MEMORY", 1 << 26)
     monkeypatch.setattr(templates, "CHARACTERS", 1 << 16)
     monkeypatch.setattr(templates, "_PROCESS", templates._Process())
