@@ -24,6 +24,7 @@ from tiny_learner import (
 )
 
 import flowgrpo as fg
+from flowgrpo.learner.diagnostics import DiagnosticsSettings
 from flowgrpo.learner.state import init_learner
 from flowgrpo.learner.update import make_score, make_update
 from flowgrpo.models.lora import Adapted
@@ -91,7 +92,9 @@ def test_float32_parameters_are_scored_in_bfloat16_and_moved_in_float32():
         seen.extend({x.dtype for x in jax.tree.leaves(params)})
         return make_score(BIGRAMS, **SETTINGS)(params, batch)
 
-    update = jax.jit(make_update(BIGRAMS, fg.algorithms.gspo(), optimizer, score=spy, compute_dtype=jnp.bfloat16))
+    # Sampled in float32 here, so that a warning would be right.
+    own = {"score": spy, "compute_dtype": jnp.bfloat16, "watch": DiagnosticsSettings(warns=False)}
+    update = jax.jit(make_update(BIGRAMS, fg.algorithms.gspo(), optimizer, **own))
     state, metrics = update(init_learner(params, optimizer), batch)
     assert set(seen) == {jnp.dtype(jnp.bfloat16)}
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
