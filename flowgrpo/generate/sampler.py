@@ -397,15 +397,42 @@ def score_states(
     tokens: AnyArray,
     segments: AnyArray,
     *,
+    wanted: AnyArray | None = None,
     temperature: AnyArray | float = 1.0,
     banned: tuple[int, ...] = (),
     kept: Array | None = None,
     chunk: int = 256,
 ) -> Scores:
-    """Log-probability and entropy of every token as `logprobs` gives them, from the hidden states [r s d]."""
+    """Log-probability and entropy of every token as `logprobs` gives them, from the hidden states [r s d].
+
+    Where `wanted` [r s] is false a token is not scored, and costs nothing.
+    """
+    segments = jnp.asarray(segments)
+    follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+    if wanted is not None:
+        follows &= jnp.asarray(wanted)[:, 1:]
+    kept = None if kept is None else kept[:, 1:]
+    settings: dict[str, Any] = {"temperature": temperature, "banned": banned, "kept": kept, "chunk": chunk}
+    scores = score_next(policy, params, states[:, :-1], jnp.asarray(tokens)[:, 1:], follows, **settings)
+    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), scores)
+
+
+def score_next(
+    policy: Policy,
+    params: Params,
+    states_rsd: Array,
+    tokens_rs: AnyArray,
+    real_rs: AnyArray,
+    *,
+    temperature: AnyArray | float = 1.0,
+    banned: tuple[int, ...] = (),
+    kept: Array | None = None,
+    chunk: int = 256,
+) -> Scores:
+    """Log-probability and entropy of tokens given the hidden states of the tokens before them, 0 where not `real`."""
     warm = jnp.asarray(temperature, jnp.float32)
     score = partial(_score_rows, temperature=warm, banned=banned, chunk=chunk)
-    rows = (states, jnp.asarray(tokens), jnp.asarray(segments), kept)
+    rows = (states_rsd, jnp.asarray(tokens_rs), jnp.asarray(real_rs), kept)
     # Each device goes through its own rows, so that the gradient of the unembedding is summed over them once.
     if policy.settled is not None:
         return policy.settled.over_rows(score, params, rows)
@@ -413,15 +440,14 @@ def score_states(
 
 
 def _score_rows(unembed, params, rows: tuple, *, temperature: Array, banned, chunk: int) -> Scores:
-    states, tokens, segments, kept = rows
+    states, tokens, real, kept = rows
     chunk = _bounded_chunk(unembed, params, states, chunk)
-    follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-    inputs = (_chunks(states[:, :-1], chunk), _chunks(tokens[:, 1:], chunk))
-    inputs += (None if kept is None else _chunks(kept[:, 1:], chunk, padding=-1),)
+    inputs = (_chunks(states, chunk), _chunks(tokens, chunk))
+    inputs += (None if kept is None else _chunks(kept, chunk, padding=-1),)
     score = partial(_score, unembed, params, temperature, banned)
     _, scores = jax.lax.scan(jax.checkpoint(score), None, inputs)
-    whole = [x.reshape(-1)[: follows.size].reshape(follows.shape) for x in scores]
-    return Scores(*(jnp.pad(jnp.where(follows, x, 0.0), ((0, 0), (1, 0))) for x in whole))
+    whole = [x.reshape(-1)[: real.size].reshape(real.shape) for x in scores]
+    return Scores(*(jnp.where(real, x, 0.0) for x in whole))
 
 
 def _bounded_chunk(unembed, params, states, chunk: int) -> int:
