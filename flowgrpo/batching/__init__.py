@@ -11,4 +11,4 @@ Modules:
 from flowgrpo.batching.collate import collate
 from flowgrpo.batching.layouts import place, rows_by_trajectory, rows_by_turn, unpack
 from flowgrpo.batching.packing import account, fill_rate, pack
-from flowgrpo.batching.prefix_tree import count_tokens, pack_tree, rows_without_sharing
+from flowgrpo.batching.prefix_tree import count_tokens, make_packer, pack_tree

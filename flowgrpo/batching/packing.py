@@ -86,7 +86,7 @@ def lay_out(index: "Index", trajectories: Trajectories, actions_ntl, adv_ntl, we
 
 def fill_rate(batch: Batch) -> float:
     """The share of slots that hold a token; of a tree's, where rows are trees."""
-    return float((np.asarray(batch.segments if batch.tree_ends is None else batch.tree_ends) > 0).mean())
+    return float((np.asarray(batch.segments if batch.tree is None else batch.tree.ends) > 0).mean())
 
 
 def account(trajectories: Trajectories | Sequence[Trajectory], weights, batch: Batch, *, adv=None) -> Ledger:
@@ -103,7 +103,7 @@ def account(trajectories: Trajectories | Sequence[Trajectory], weights, batch: B
     idle_n = actions_ntl.sum(axis=(1, 2)) - weighing_n
     skipped_n = np.zeros(count, bool) if adv is None else ~takes_part(weight_ntl, per_token("adv", adv, actions_ntl))
     absent_n = trained_n == 0
-    row_length = (batch.tokens if batch.tree_tokens is None else batch.tree_tokens).shape[1]
+    row_length = (batch.tokens if batch.tree is None else batch.tree.tokens).shape[1]
     too_long_n = absent_n & ~skipped_n & (_longest(length_nt, begins_nt) > row_length)
     fates = {
         Fate.TRAINED: trained_n.sum(),

@@ -17,7 +17,8 @@ that of every other layout (F3).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -29,11 +30,15 @@ from flowgrpo.batching.packing import (
     cut_segments,
     filled_slots,
     lay_out,
+    pack,
     per_token,
     read_trajectories,
     takes_part,
 )
 from flowgrpo.types import BadInput, Batch, Trajectories, Trajectory
+
+TREE_TOKENS = 1024  # unless a context is longer: attention's share of a token's cost grows with its row
+BLOCK = 128
 
 
 class Contexts(NamedTuple):
@@ -109,18 +114,39 @@ def pack_tree(
     return batch.replace(tree_tokens=tokens_ru, tree_positions=positions_ru, tree_ends=ends_ru, after=after_rs)
 
 
-def rows_without_sharing(contexts: int, longest: int, row_length: int, *, ranks: int = 1) -> int:
-    """Rows of `pack_tree` that suffice for so many contexts of at most `longest` tokens, none of which begin alike.
+def make_packer(
+    shares: bool, *, longest: int, trajectories: int, turns: int = 1, micro_rows: int = 16, ranks: int = 1
+) -> Callable[..., Batch]:
+    """`pack_tree`, or `pack` where nothing is to be shared, in rows of one shape that suffices whatever is sampled.
 
-    Contexts of one trajectory count for its rank, so that `contexts` is a multiple of a trajectory's most.
+    There are at most `turns` contexts in each of so many trajectories, the longest of so many tokens. A tree is to take
+    the place of a micro-batch of `micro_rows` rows.
     """
-    return ranks * math.ceil(math.ceil(contexts / ranks) / max(row_length // longest, 1))
+    if shares:
+        sizes = tree_sizes(longest, trajectories, turns, micro_rows=micro_rows, ranks=ranks)
+        return partial(pack_tree, ranks=ranks, **sizes)
+    contexts = trajectories * turns
+    return partial(pack, row_length=longest, rows=contexts + -contexts % ranks, ranks=ranks)
+
+
+def tree_sizes(
+    longest: int, trajectories: int, turns: int = 1, *, micro_rows: int = 16, ranks: int = 1
+) -> dict[str, int]:
+    """`row_length` and `rows` of `pack_tree` that suffice where nothing is shared, as `make_packer` has them.
+
+    A tree has room for several of the longest contexts as long as that isn't many tokens, as more of them share more.
+    Where that is no matter, its tokens are a multiple of 128, which kernels work in.
+    """
+    row_length = max(longest, min(TREE_TOKENS, micro_rows * longest))
+    row_length = max(longest, row_length - row_length % BLOCK)
+    contexts = math.ceil(trajectories / ranks) * turns  # of a rank, in rows that each hold that many at least
+    return {"row_length": row_length, "rows": ranks * math.ceil(contexts / (row_length // longest))}
 
 
 def count_tokens(batch: Batch) -> tuple[int, int]:
     """(tokens of all contexts, each laid out alone; tokens that are computed): equal where nothing is shared."""
     segments_rs = np.asarray(batch.segments)
-    if batch.after is None:
+    if batch.tree is None:
         return (tokens := int((segments_rs > 0).sum())), tokens
     ends_ru, after_rs = np.asarray(batch.tree_ends), np.asarray(batch.after)
     place_u = np.arange(ends_ru.shape[1])

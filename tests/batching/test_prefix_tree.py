@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flowgrpo as fg
-from flowgrpo.batching.prefix_tree import count_tokens, pack_tree, rows_without_sharing
+from flowgrpo.batching.prefix_tree import count_tokens, make_packer, pack_tree
 
 SEEDS = st.integers(0, 10_000)
 UNPACK = jax.jit(fg.unpack, static_argnums=2)
@@ -175,13 +175,11 @@ def test_ranks_hold_whole_trajectories_equally_many_and_rows_suffice_without_sha
     assert np.ptp(counts) <= 1
     order = sorted(pairs, key=lambda pair: (case.records[pair[0]].group, pair[0]))
     assert [rank for _, rank in order] == sorted(rank for _, rank in pairs)
-    turns = 4
-    contexts = -(-len(case.records) // ranks) * ranks * turns
-    rows = rows_without_sharing(contexts, 44, row_length, ranks=ranks)
-    again = pack_tree(
-        case.records, case.adv, case.weights, row_length=row_length, ranks=ranks, rows=rows, skip_no_signal=skip
-    )
-    assert len(again.tokens) == rows
+    for micro_rows in (1, 3):
+        sizes = {"longest": 44, "trajectories": len(case.records), "turns": 4, "micro_rows": micro_rows, "ranks": ranks}
+        again = make_packer(True, **sizes)(case.records, case.adv, case.weights, skip_no_signal=skip)
+        assert again.tree is not None
+        assert again.tree.tokens.shape[1] == {1: 44, 3: 128}[micro_rows]
 
 
 def of_one_turn(context: list[int], *actions: int, group: int = 0, **settings) -> fg.Trajectory:
