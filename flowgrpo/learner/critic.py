@@ -54,6 +54,8 @@ def own_network(policy: Policy, critic: Critic, *, init: Callable[[Array, Any], 
         return states_rsd, critic.apply(params.critic, tokens, positions, segments)
 
     def look_tree(params: ActorCritic, tokens, positions, ends) -> tuple[Array, Array]:
+        if critic.apply_tree is None:
+            raise BadInput("the rows share prefixes, and this critic has no apply_tree: pack plain rows")
         states_rud = _trees_of(policy)(params.policy, tokens, positions, ends)
         return states_rud, critic.apply_tree(params.critic, tokens, positions, ends)
 

@@ -91,9 +91,10 @@ def attend(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) ->
     """Plain attention: [r h s e], [r k c e] -> [r h s e]; a query that sees nothing gives zeros.
 
     The queries are the last s of the keys' tokens, and those of a segment stand in the order of their positions, so a
-    block of queries meets no later block of keys; of a tree they are all. The blocks are those of `attend_cache`, so that what is sampled and
-    what is scored are summed in one order (F7). The backward pass keeps one number a query and computes shares again,
-    block by block: neither logits nor mask are ever [s c] as a whole, and nothing is kept of a block.
+    block of queries meets no later block of keys; in a tree they are all. The blocks are those of `attend_cache`, so
+    that what is sampled and what is scored are summed in one order (F7). The backward pass keeps one number a query and
+    computes shares again, block by block: neither logits nor mask are ever [s c] as a whole, and nothing is kept of a
+    block.
     """
     return _attended(q, k, v, sight, config)
 
@@ -255,8 +256,8 @@ def _backward_by_pairs(given: tuple, q: Array, k: Array, v: Array, sight: Sight,
         d_q, d_pair = jax.lax.fori_loop(0, count, add, (d_q, d_pair))
         return d_pair, d_q
 
-    nothing = tuple(jnp.zeros(x.shape, jnp.float32) for x in keys.arrays)
-    d_pair, d_q = jax.lax.scan(back_block, nothing, (queries, *_met_blocks(queries, keys, sight.window)))
+    d_k, d_v = (jnp.zeros(x.shape, jnp.float32) for x in keys.arrays)
+    d_pair, d_q = jax.lax.scan(back_block, (d_k, d_v), (queries, *_met_blocks(queries, keys, sight.window)))
     return _join(d_q, 3, q.shape[2]), *(_join(x, 2, k.shape[2]) for x in d_pair)
 
 

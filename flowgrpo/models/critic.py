@@ -33,7 +33,7 @@ class Critic(NamedTuple):
 
     init: Callable[[Array], Params]  # key -> params
     apply: Callable[..., Array]  # (params, tokens, positions, segments) -> value_rs after each token
-    apply_tree: Callable[..., Array]  # (params, tokens, positions, ends) of a `PrefixTree` -> the same of its tokens
+    apply_tree: Callable[..., Array] | None = None  # (params, tokens, positions, ends) of a `PrefixTree` -> the same
 
 
 def make_critic(config: DecoderConfig, *, dtype=jnp.float32, remat: bool = False) -> Critic:

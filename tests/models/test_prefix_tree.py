@@ -135,9 +135,8 @@ def test_F10_an_adapted_policy_reads_trees():
     lora = LoraConfig(rank=2, targets=("q", "v", "down"))
     policy = lora_policy(NEAR, lora)
     params = policy.init(jax.random.key(0))
-    params = params._replace(
-        adapter=jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), params.adapter)
-    )
+    adapter = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), params.adapter)
+    params = params._replace(adapter=adapter)
     trees = build_trees(AWKWARD["alike, and one begins another"], 24, 12)
     tree, real_rs = trees.tree, trees.segments > 0
     states_rud = jax.jit(policy.hidden_tree)(params, tree.tokens, tree.positions, tree.ends)
