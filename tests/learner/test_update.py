@@ -55,7 +55,7 @@ def check_unsplit(algorithm, batch, watch=WATCH, mesh=None, **settings):
     assert_close(state.params, jax.tree.map(jnp.subtract, params, grads), params)
     on_edges = ("ratio_histogram",)  # of on-policy tokens, whose log-ratio is 0 but for rounding
     assert_figures(*({name: x for name, x in each.items() if name not in on_edges} for each in (metrics, figures)))
-    assert update._cache_size() == 1
+    assert update._cache_size() <= 2, "one for plain rows and one for trees"
 
 
 @pytest.mark.parametrize("layout", ["packed", "by_trajectory", "trees", "shuffled"])
