@@ -36,8 +36,8 @@ def splash(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) ->
 
 
 def _flash_rows(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> Array:
-    """Attend on a GPU; float32 and trees by the plain formula."""
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or sight.k_end is not None:
+    """Attend on a GPU; float32 by the plain formula."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
         return attend(q, k, v, sight, config)
     from flowgrpo.models.flash_attention import flash_rows  # Pallas takes a second to import
 

@@ -138,7 +138,7 @@ def _part_kernel(
         """Tell which of so many slots are filled, and which are seen."""
         at, is_filled = pl.ds(start, count), before + start + jnp.arange(count) < filled[0]
         position, segment = (triton.load(x.at[at], mask=is_filled, other=0) for x in (k_position, k_segment))
-        return is_filled, sees(own, (position, segment), window[0])
+        return is_filled, sees(own, (position, segment, segment), window[0])
 
     def step(block, running):
         is_filled, seen = look(block * size, size)

@@ -23,7 +23,6 @@ from flowgrpo.models.config import DecoderConfig
 
 BLOCK = 128  # queries of a block forward; it has half as many keys, and backward half as many of both
 NARROWEST = 16  # head dimension that is multiplied; a smaller one is filled up with zeros
-OF_ALL = -1  # in the place of the segment of keys that the queries of all segments see
 LARGEST = np.iinfo(np.int32).max
 LOG2E = math.log2(math.e)  # the kernels take powers of 2, which GPUs have an instruction for
 
@@ -61,12 +60,16 @@ def flash_rows(
 
 
 class _Laid(NamedTuple):
-    """`Sight` as the kernels read it: int32 of every row, in whole blocks, and shared keys marked by their segment."""
+    """`Sight` as the kernels read it: int32 of every row, in whole blocks; queries from `k_segment` to `k_end` see a key.
+
+    Without a tree, these are the same segment.
+    """
 
     q_position: Array
     k_position: Array
     q_segment: Array
     k_segment: Array
+    k_end: Array
     window: Array  # [1]
 
 
@@ -75,7 +78,8 @@ def _lay(sight: Sight, rows: int, block: int) -> _Laid:
         x = jnp.broadcast_to(x, (rows, x.shape[1])).astype(jnp.int32)
         return jnp.pad(x, [(0, 0), (0, -x.shape[1] % block)])
 
-    of_tokens = [lay(x) for x in (sight.q_position, sight.k_position, sight.q_segment, sight.k_segment)]
+    end = sight.k_segment if sight.k_end is None else sight.k_end
+    of_tokens = [lay(x) for x in (sight.q_position, sight.k_position, sight.q_segment, sight.k_segment, end)]
     return _Laid(*of_tokens, jnp.asarray(sight.window, jnp.int32).reshape(1))  # pyright: ignore[reportCallIssue]
 
 
@@ -158,8 +162,9 @@ def _for_queries(q: Array, k: Array, block: int) -> list[pl.BlockSpec]:
 
 
 def _for_sight(blocks: int, queries: pl.BlockSpec, keys: pl.BlockSpec) -> list[pl.BlockSpec]:
-    """The spans of so many blocks; positions and segments of queries and keys, and the window."""
-    return [_whole(blocks), _whole(blocks), queries, keys, queries, keys, pl.BlockSpec((1,), lambda *_: (0,))]
+    """The spans of so many blocks; positions and segments of queries and keys, the keys' ends, and the window."""
+    window = pl.BlockSpec((1,), lambda *_: (0,))
+    return [_whole(blocks), _whole(blocks), queries, keys, queries, keys, keys, window]
 
 
 def _tile(x: Array, block: int) -> pl.BlockSpec:
@@ -187,25 +192,20 @@ def _whole(size: int) -> pl.BlockSpec:
 
 def _meets(sight: _Laid, queries: int, keys: int) -> Array:
     """Say whether any query of a block may see any key of another, by the ends of their ranges -> [r queries keys]."""
-    q_segments, q_positions = _ranges(sight.q_segment, sight.q_position, queries)
-    k_segments, k_positions = _ranges(sight.k_segment, sight.k_position, keys)
-    (q_low, q_high), (k_low, k_high) = q_segments, k_segments
+    q_low, q_high = _range(sight.q_segment, sight.q_segment, sight.q_segment, queries)
+    k_low, k_high = _range(sight.k_segment, sight.k_segment, sight.k_end, keys)
     same = (q_low[:, :, None] <= k_high[:, None]) & (k_low[:, None] <= q_high[:, :, None])
-    (q_low, q_high), (k_low, k_high) = q_positions, k_positions
+    q_low, q_high = _range(sight.q_segment, sight.q_position, sight.q_position, queries)
+    k_low, k_high = _range(sight.k_segment, sight.k_position, sight.k_position, keys)
     near = q_low[:, :, None] - k_high[:, None] < sight.window[0]
     return same & near & (k_low[:, None] <= q_high[:, :, None])
 
 
-def _ranges(segment: Array, position: Array, block: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Lowest and highest segment, and position, of what is no padding in each block; shared keys are of all."""
-    real, of_all = segment != 0, segment == OF_ALL
-
-    def ends(low: Array, high: Array) -> tuple[Array, Array]:
-        low, high = jnp.where(real, low, LARGEST), jnp.where(real, high, 0)
-        blocks = (len(low), -1, block)
-        return low.reshape(blocks).min(axis=2), high.reshape(blocks).max(axis=2)
-
-    return ends(jnp.where(of_all, 0, segment), jnp.where(of_all, LARGEST, segment)), ends(position, position)
+def _range(segment: Array, low: Array, high: Array, block: int) -> tuple[Array, Array]:
+    """Lowest and highest number of what is no padding in each block."""
+    real, blocks = segment != 0, (len(segment), -1, block)
+    low, high = jnp.where(real, low, LARGEST), jnp.where(real, high, 0)
+    return low.reshape(blocks).min(axis=2), high.reshape(blocks).max(axis=2)
 
 
 def _span(meets: Array) -> tuple[Array, Array]:
@@ -219,7 +219,21 @@ def _span(meets: Array) -> tuple[Array, Array]:
 
 
 def _forward_kernel(
-    first, end, q_position, k_position, q_segment, k_segment, window, q, k, v, out, weight, *, settings: KernelSettings
+    first,
+    end,
+    q_position,
+    k_position,
+    q_segment,
+    k_segment,
+    k_end,
+    window,
+    q,
+    k,
+    v,
+    out,
+    weight,
+    *,
+    settings: KernelSettings,
 ):
     """A block of queries over the blocks of keys that it meets, with a running softmax."""
     number, size = pl.program_id(0), settings.block // 2
@@ -227,7 +241,7 @@ def _forward_kernel(
 
     def step(index, running):
         at = pl.ds(index * size, size)
-        seen = sees(own, (k_position[at], k_segment[at]), window[0])
+        seen = sees(own, (k_position[at], k_segment[at], k_end[at]), window[0])
         return add_block(running, seen, queries, k[at, :], v[at, :], settings)
 
     running = jax.lax.fori_loop(first[number], end[number], step, nothing_yet(queries))
@@ -236,7 +250,23 @@ def _forward_kernel(
 
 
 def _query_kernel(
-    first, end, q_position, k_position, q_segment, k_segment, window, q, k, v, d_out, weight, through, d_q, *, settings
+    first,
+    end,
+    q_position,
+    k_position,
+    q_segment,
+    k_segment,
+    k_end,
+    window,
+    q,
+    k,
+    v,
+    d_out,
+    weight,
+    through,
+    d_q,
+    *,
+    settings: KernelSettings,
 ):
     """The gradient of a block of queries."""
     number, size = pl.program_id(0), settings.block // 2
@@ -245,7 +275,7 @@ def _query_kernel(
 
     def step(index, total):
         at = pl.ds(index * size, size)
-        seen, keys = sees(own, (k_position[at], k_segment[at]), window[0]), k[at, :]
+        seen, keys = sees(own, (k_position[at], k_segment[at], k_end[at]), window[0]), k[at, :]
         _, d_logits = _backward(seen, queries, keys, v[at, :], mixed, given, settings)
         return total + triton.dot(d_logits.astype(keys.dtype), keys)
 
@@ -260,6 +290,7 @@ def _key_kernel(
     k_position,
     q_segment,
     k_segment,
+    k_end,
     window,
     q,
     k,
@@ -274,7 +305,7 @@ def _key_kernel(
 ):
     """The gradients of a block of keys and its values, of all heads that share them."""
     number, size = pl.program_id(0), settings.block // 2
-    keys, values, own = k[...], v[...], (k_position[...], k_segment[...])
+    keys, values, own = k[...], v[...], (k_position[...], k_segment[...], k_end[...])
 
     def step(index, totals, head):
         total_k, total_v = totals
@@ -295,12 +326,12 @@ def _key_kernel(
     d_v[...] = total_v.astype(d_v.dtype)
 
 
-def sees(queries: tuple[Array, Array], keys: tuple[Array, Array], window: Array) -> Array:
-    """`attention.visible` of two blocks."""
-    (q_position, q_segment), (k_position, k_segment) = queries, keys
+def sees(queries: tuple[Array, Array], keys: tuple[Array, Array, Array], window: Array) -> Array:
+    """`attention.visible` of two blocks; keys have a position, and the first and the last segment that see them."""
+    (q_position, q_segment), (k_position, k_first, k_last) = queries, keys
     distance = q_position[:, None] - k_position[None, :]
-    same = (q_segment[:, None] == k_segment[None, :]) | (k_segment[None, :] == OF_ALL)
-    return same & (q_segment[:, None] > 0) & (distance >= 0) & (distance < window)
+    meets = (k_first[None, :] <= q_segment[:, None]) & (q_segment[:, None] <= k_last[None, :])
+    return meets & (q_segment[:, None] > 0) & (distance >= 0) & (distance < window)
 
 
 def nothing_yet(queries: Array) -> tuple[Array, Array, Array]:

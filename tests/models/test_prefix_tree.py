@@ -1,6 +1,6 @@
 """F10: what contexts begin with alike is computed once, and everything is as if each were computed apart."""
 
-from functools import cache
+from functools import cache, partial
 from unittest import mock
 
 import jax
@@ -18,11 +18,13 @@ from flowgrpo.models import attention
 from flowgrpo.models.attention import Sight, attend
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
+from flowgrpo.models.flash_attention import flash_rows
 from flowgrpo.models.lora import LoraConfig, lora_policy
 
 NEAR = DecoderConfig(
     v=97, d=24, h=4, k=4, e=6, f=20, windows=(5, None), ropes=(Rope(), Rope(kind="linear", factor=2.0))
 )
+PLAIN = DecoderConfig(v=11, d=16, h=4, k=2, e=8, f=16, windows=(None,), ropes=(Rope(),))
 CONFIGS = {"full": FULL, "near": NEAR}  # grouped heads, norms, soft-caps and windows; a head for each, and near windows
 ROWS, CONTEXTS, LONGEST, NODES, SLOTS = 2, 4, 20, 96, 90
 BLOCK = 16  # so that a small tree has many blocks, of which some don't meet
@@ -174,6 +176,28 @@ def branching(groups: int, samples: int, shared: int, own: int) -> Sight:
     return Sight(position, position, numbers, numbers, 1 << 20, jnp.asarray(ends, jnp.int32)[None])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [1 << 20, 6])
+def test_F10_the_kernel_of_a_gpu_is_the_plain_formula_on_trees(window):
+    """Forward and backward, with padding behind the tree that holds NaN."""
+    sight = branching(groups=3, samples=3, shared=9, own=8)._replace(window=jnp.int32(window))
+    spare = {name: jnp.pad(x, ((0, 0), (0, 7))) for name, x in sight._asdict().items() if name != "window"}
+    sight, real_s = sight._replace(**spare), spare["k_end"][0] > 0
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=(1, heads, len(real_s), 8)), jnp.float32) for heads in (4, 2, 2)]
+
+    def run(way, *arrays):
+        out, back = jax.vjp(lambda *arrays: way(*arrays, sight, PLAIN), *arrays)
+        return out, *back(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape))
+
+    expected = jax.jit(partial(run, attend))(*arrays)
+    with jax.debug_nans(False):
+        spoilt = [jnp.where(real_s[:, None], x, jnp.nan) for x in arrays]
+        found = jax.jit(partial(run, partial(flash_rows, interpret=True, block=32)))(*spoilt)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, jnp.where(real_s[:, None], theirs, 0.0), rtol=0, atol=3e-6)
+
+
 def count_pairs(sight: Sight) -> int:
     """Pairs of blocks that are computed."""
     arrays = (jnp.zeros((1, 1, 1, sight.q_position.shape[1], 1)),)
@@ -197,11 +221,10 @@ def test_blocks_of_other_branches_are_not_computed(monkeypatch):
 def test_F10_a_row_of_4096_tokens_makes_no_array_of_queries_by_keys():
     """Neither for the compiler of a CPU, forward and backward, nor for those of a TPU and a GPU."""
     sight = branching(groups=8, samples=8, shared=64, own=56)
-    config = DecoderConfig(v=11, d=16, h=4, k=2, e=8, f=16, windows=(None,), ropes=(Rope(),))
     shapes = [jax.ShapeDtypeStruct((1, heads, 4096, 8), jnp.float32) for heads in (4, 2, 2)]
 
     def loss(q, k, v):
-        return attend(q, k, v, sight, config).sum()
+        return attend(q, k, v, sight, PLAIN).sum()
 
     step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
     for platform in ("cpu", "tpu", "cuda"):

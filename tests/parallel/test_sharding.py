@@ -24,6 +24,7 @@ from tiny_learner import (
     rows_of,
     sampled_case,
 )
+from tree_cases import Context, build_trees
 
 import flowgrpo as fg
 from flowgrpo import loop
@@ -292,6 +293,24 @@ def test_F3_a_kernel_runs_on_the_rows_and_heads_of_its_device(rows):
     expected = jax.jit(lambda *given: tiny_models.POLICY.hidden(*given)[0])(params, tokens)
     assert list(dict.fromkeys(met)) == [(1, 2, 1)]
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [4, 3])
+def test_F3_F10_trees_lie_on_the_devices_of_their_rows(rows):
+    """States and gradient are those of one device."""
+    trees = build_trees([[Context((1, 2, 3, n), (2,)), Context((1, 2, 5), (2,))] for n in range(rows)], 8, 4).tree[:3]
+    params, mesh = tiny_models.tiny_params(), mesh_of("data=2,fsdp=2,tensor=2")
+    settled = sharding.settle(tiny_models.POLICY, mesh, sharding.decoder_axes(tiny_models.CONFIG))
+
+    def run(policy, params):
+        states = policy.hidden_tree(params, *trees)
+        return (states * jnp.cos(jnp.arange(states.size, dtype=jnp.float32)).reshape(states.shape)).sum(), states
+
+    (_, found), slopes = jax.jit(jax.value_and_grad(partial(run, settled), has_aux=True))(params)
+    (_, expected), others = jax.jit(jax.value_and_grad(partial(run, tiny_models.POLICY), has_aux=True))(params)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert_close(slopes, others, jax.tree.map(jnp.zeros_like, others))
 
 
 @pytest.mark.parametrize(("heads", "kernel"), [(2, [(1, 2, 1)]), (1, [])])
