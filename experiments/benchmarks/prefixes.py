@@ -37,7 +37,9 @@ _PROMPT = flags.DEFINE_integer("prompt", 250, "Tokens of a prompt.", lower_bound
 _OWN = flags.DEFINE_integer(
     "own", 60, "Tokens of a turn: an action, but for a third from the second turn on.", lower_bound=3
 )
-_ROW = flags.DEFINE_integer("row_tokens", 1024, "Tokens of a micro-batch, about.", lower_bound=1)
+_MICRO = flags.DEFINE_integer(
+    "micro_rows", 8, "Rows of a micro-batch, or of what a tree takes the place of.", lower_bound=1
+)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Runs of which the median counts.", lower_bound=1)
 
 app.read_flags(__name__)
@@ -99,13 +101,13 @@ def _lay_out(records: list[fg.Trajectory], shares: bool) -> fg.Batch:
     """The rows of an update by GRPO, as a run has them, but no more than hold a token."""
     trajectories, algorithm = fg.collate(records), fg.grpo()
     adv, weights = (np.asarray(credit(trajectories)) for credit in (algorithm.advantages, algorithm.weights))
-    contexts = [int(x) for x in _context_lengths(records)]
+    contexts = _context_lengths(records)
     turns = -(-len(contexts) // len(records))
     sizes = {
         "longest": max(contexts),
         "trajectories": len(records),
         "turns": turns,
-        "micro_rows": _micro_rows(contexts),
+        "micro_rows": _MICRO.value,
     }
     batch = make_packer(shares, **sizes)(trajectories, adv, weights)
     used_r = (batch.segments > 0).any(axis=1)
@@ -122,13 +124,9 @@ def _context_lengths(records: list[fg.Trajectory]) -> list[int]:
     return lengths
 
 
-def _micro_rows(contexts: list[int]) -> int:
-    return max(_ROW.value // max(contexts), 1)
-
-
-def _works(model: Model, part: str, batches: dict[str, fg.Batch], micro_rows: int) -> dict[str, Callable[[], Any]]:
+def _works(model: Model, part: str, batches: dict[str, fg.Batch]) -> dict[str, Callable[[], Any]]:
     """One part of learning on each batch, which leaves its parameters as they are."""
-    rows = {"plain": micro_rows, "tree": 1}
+    rows = {"plain": _MICRO.value, "tree": 1}
     if part == "score":
         score = {name: jax.jit(partial(score_batch, make_score(model.policy), micro_rows=rows[name])) for name in rows}
         return {name: partial(score[name], model.params, batch) for name, batch in batches.items()}
@@ -150,9 +148,8 @@ def _measure(case: str, model: Model | None) -> dict[str, Any]:
     figures |= {"share": significant(computed / laid_out), "plain_slots": slots["plain"], "tree_slots": slots["tree"]}
     if model is None:
         return figures
-    micro_rows = _micro_rows(_context_lengths(records))
     for part in _PARTS.value:
-        took = measuring.medians_in_turn(_works(model, part, batches, micro_rows), _REPEATS.value)
+        took = measuring.medians_in_turn(_works(model, part, batches), _REPEATS.value)
         figures |= {f"{part}_{name}_s": round(seconds, 3) for name, seconds in took.items()}
         figures[f"{part}_times"] = significant(took["plain"] / took["tree"])
     return figures

@@ -37,7 +37,7 @@ from flowgrpo.batching.packing import (
 )
 from flowgrpo.types import BadInput, Batch, Trajectories, Trajectory
 
-TREE_TOKENS = 1024  # unless a context is longer: attention's share of a token's cost grows with its row
+TREE_TOKENS = 4096  # at most, unless a context is longer: a micro-batch that fills a device
 BLOCK = 128
 
 
@@ -134,10 +134,11 @@ def tree_sizes(
 ) -> dict[str, int]:
     """`row_length` and `rows` of `pack_tree` that suffice where nothing is shared, as `make_packer` has them.
 
-    A tree has room for several of the longest contexts as long as that isn't many tokens, as more of them share more.
+    A tree has the place of a micro-batch of `micro_rows` rows at most. Long trees repeat little of what the tree before
+    them holds, and short ones leave little of the last one empty: the square root of the contexts balances the two.
     Where that is no matter, its tokens are a multiple of 128, which kernels work in.
     """
-    row_length = max(longest, min(TREE_TOKENS, micro_rows * longest))
+    row_length = max(longest, min(TREE_TOKENS, micro_rows * longest, math.isqrt(trajectories * turns) * longest))
     row_length = max(longest, row_length - row_length % BLOCK)
     contexts = math.ceil(trajectories / ranks) * turns  # of a rank, in rows that each hold that many at least
     return {"row_length": row_length, "rows": ranks * math.ceil(contexts / (row_length // longest))}
