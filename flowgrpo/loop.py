@@ -4,7 +4,7 @@
 
 An iteration is three programs with packing on the host between them, or one program that can be scanned over updates
 and vmapped over seeds; both give the same numbers (F3). Packed on the host, what contexts begin with alike is computed
-once, where the policy can (`hidden_tree`) and no critic reads whole rows. Everything an iteration draws comes from
+once, where policy and critic can (`hidden_tree`). Everything an iteration draws comes from
 `fold_in(seed, update)`, so a run that goes on from a saved state goes on exactly as it would have (S1).
 """
 
@@ -230,13 +230,13 @@ def make_learning(
     updates = {"learn": learn(micro_rows=settings.micro_rows), "learn_trees": learn(micro_rows=1)}
     stages = _Stages(algorithm, settings, trained, score_trajectories, **updates)
     rows = {"micro_rows": settings.micro_rows, "ranks": settings.mini_batches}
-    packer = partial(make_packer, shares_prefixes(policy, algorithm), **rows)
+    packer = partial(make_packer, shares_prefixes(policy, critic), **rows)
     return Learning(stages.score_trajectories, stages.credit, stages.update, packer)
 
 
-def shares_prefixes(policy: Policy, algorithm: Algorithm) -> bool:
-    """Whether rows that are packed on the host are trees; a critic, which targets are for, reads whole rows."""
-    return policy.hidden_tree is not None and algorithm.targets is None
+def shares_prefixes(policy: Policy, critic: Valuation | None = None) -> bool:
+    """Whether rows that are packed on the host are trees: where the policy reads them, and so does a critic."""
+    return policy.hidden_tree is not None and (critic is None or critic.reads_trees)
 
 
 def longest(env: Env) -> int:

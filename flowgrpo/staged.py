@@ -282,7 +282,7 @@ def _trajectory_scorer(
         return None
     scoring: dict[str, Any] = {"temperature": settings.temperature, "banned": banned}
     scoring |= {"compute_dtype": settings.compute_dtype}
-    if loop.shares_prefixes(policy, algorithm) and needs == {"logp_ref"}:
+    if loop.shares_prefixes(policy) and needs == {"logp_ref"}:
         score_trees = make_score_trees(policy, packing, **scoring)
         return lambda _params, reference, trajectories: {"logp_ref": score_trees(acting(reference), trajectories)}
     sizes = {"micro_rows": settings.micro_rows, "slots": longest}

@@ -37,9 +37,7 @@ _PROMPT = flags.DEFINE_integer("prompt", 250, "Tokens of a prompt.", lower_bound
 _OWN = flags.DEFINE_integer(
     "own", 60, "Tokens of a turn: an action, but for a third from the second turn on.", lower_bound=3
 )
-_MICRO = flags.DEFINE_integer(
-    "micro_rows", 8, "Rows of a micro-batch, or of what a tree takes the place of.", lower_bound=1
-)
+_MICRO = flags.DEFINE_integer("micro_rows", 8, "Rows of a micro-batch.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Runs of which the median counts.", lower_bound=1)
 
 app.read_flags(__name__)

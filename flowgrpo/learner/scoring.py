@@ -18,14 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from flowgrpo.batching.layouts import filled, rows_by_trajectory, unpack
 from flowgrpo.contracts import Policy, Scores
 from flowgrpo.learner.critic import Valuation
-from flowgrpo.learner.update import Score, in_dtype, make_score, score_batch, score_rows
+from flowgrpo.learner.update import Score, make_score, score_batch, score_rows
 from flowgrpo.models.critic import before
 from flowgrpo.models.trainable import acting, cast
-from flowgrpo.parallel.row_sharding import DeviceMesh
+from flowgrpo.parallel.row_sharding import DeviceMesh, replicated
 from flowgrpo.types import AnyArray, BadInput, Batch, Trajectories
 
 ScoreTrajectories = Callable[[Any, Any, Trajectories], Trajectories]  # (params, reference_params, trajectories)
@@ -127,8 +128,10 @@ def make_score_trees(
 
     A trajectory that `packing` leaves out gets NaN, so that it can't pass for scored.
     """
-    score = make_score(policy, temperature=temperature, banned=banned, chunk=chunk)
-    rows = jax.jit(partial(score_batch, in_dtype(score, compute_dtype), micro_rows=1, mesh=policy.mesh))
+    score = make_score(policy, temperature=temperature, banned=banned, chunk=chunk, compute_dtype=compute_dtype)
+    # Every process reads all of it, where there are several.
+    everywhere = replicated(policy.mesh) if isinstance(policy.mesh, Mesh) and policy.mesh.is_multi_process else None
+    rows = jax.jit(partial(score_batch, score, micro_rows=1, mesh=policy.mesh), out_shardings=everywhere)
 
     def score_trajectories(params, trajectories: Trajectories) -> np.ndarray:
         trajectories = jax.device_get(trajectories)
