@@ -3,6 +3,8 @@
 Modules:
 
     foreign_files   Files of a model folder that a stranger made: which are opened, and how much work they may ask for
+    gguf_vocabulary A tokenizer as the metadata of a GGUF file
+    modelfile       A Modelfile, by which Ollama takes a GGUF file in
     task_files      Read tasks from files and generators: a path or `reasoning_gym:NAME` -> `Tasks`
     task_sampling   Choose tasks by what was seen of them, or by a curriculum
     tasks           Deal tasks without state
