@@ -36,7 +36,10 @@ from .cli.help import flag_heading
 flag_heading("What is run")
 _WHICH = flags.DEFINE_enum("which", "best", WHICH, "Best in validation, last, or the start of the training.")
 _FORMAT = flags.DEFINE_enum(
-    "format", "hf", ["hf", "gguf"], "Format: hf (config.json and safetensors), gguf (one file, for llama.cpp and Ollama)."
+    "format",
+    "hf",
+    ["hf", "gguf"],
+    "Format: hf (config.json and safetensors), gguf (one file, for llama.cpp and Ollama).",
 )
 _GGUF_TYPE = flags.DEFINE_enum(
     "gguf_type", "f16", GGUF_TYPES, "Type of the matrices in GGUF; q8_0 has 8 bits and a scale for 32 of them."

@@ -118,7 +118,7 @@ def _types(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[int]:
 
 def _byte_level(path: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) -> Any:
     """BPE over bytes, each of which is written as one letter."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models
 
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in CUTS:
@@ -139,12 +139,17 @@ def _byte_level(path: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) 
         if kind != UNUSED:
             vocabulary.setdefault(token, i)
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre in WHOLE))
-    cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in CUTS[pre]]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    backend.pre_tokenizer = cut_words(pre)
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def cut_words(pre: str) -> Any:
+    """The pre-tokenizer that cuts text as llama.cpp does under this name."""
+    from tokenizers import Regex, pre_tokenizers
+
+    cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in CUTS[pre]]
+    return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _sentencepiece(path: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) -> Any:

@@ -12,25 +12,27 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowgrpo.data.gguf_text import PRE_TOKENIZERS, pre_tokenizer
+from flowgrpo.data.gguf_tokenizer import CONTROL, SPACE, UNUSED, USER_DEFINED, WHOLE, cut_words
 from flowgrpo.data.tokenizer import Text, closing_id
 from flowgrpo.types import BadInput
 
 Metadata = dict[str, Any]  # str, bool, int, float, and lists of one of them
 
 KEY = "tokenizer.ggml."
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
-SPACE = "\u2581"  # in SentencePiece's tokens
+NORMAL, UNKNOWN, BYTE = 1, 2, 6  # of tokenizer.ggml.token_type, beside those of `gguf_tokenizer`
 UNMERGED = -1000.0  # score of a token that no merge makes
+# One of llama.cpp's names for each rule that it has, of those that are read here.
+RULES = ("gpt-2", "smollm", "qwen2", "llama-bpe", "dbrx", "tekken", "default")
 ELSE = "export it as a folder, which keeps its tokenizer as it is"
 
 # Texts that the rules for words split differently from one another.
 SAMPLES = (
-    "I've told he'll, 'RE you sure? We'Ve  seen   it's a\'lL don't",
+    "I've told he'll, 'RE you sure? We'Ve  seen   it's a'lL don't",
     "3 33 333 3333 33333 in 2024, 1,234.5 x2y3 v1.0.10 \u0663\u0664 \u00bd\u00b2",
     "if (a<=b) {\n\t\treturn x[i]->y; // done\n}\r\n\r\n  \n   end\t \t.",
     "--- === !!?? ...(normal) $5 + 6 = 11 ~`^| /usr/bin/env #! a_b-c@d.e",
-    "na\u00efve \u041d\u0435\u0449\u043e HTMLParser camelCase \u03b1\u03b2\u03b3 \u4f60\u597d\u4e16\u754c \u3053\u3093 \ud55c\uae00 \u0e44\u0e17\u0e22 \u0939\u093f\u0928\u094d\u0926\u0940 e\u0301",
+    "na\u00efve \u041d\u0435\u0449\u043e HTMLParser camelCase \u03b1\u03b2\u03b3 \u4f60\u597d\u4e16\u754c \u3053\u3093 \ud55c\uae00",
+    "\u0e44\u0e17\u0e22 \u0939\u093f\u0928\u094d\u0926\u0940 e\u0301 na\u00efve I\u2019m 5th 10km \u2167",
     "\U0001f680 (emoji)\U0001f636\u200d\U0001f32b\ufe0f \u2705\n\n\n\nA\u00a0B \u3000 x ",
 )
 
@@ -65,29 +67,42 @@ def _byte_level(text: Text, state: Mapping[str, Any], backend: Any, size: int) -
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in state["model"]["merges"]]
     return {
         KEY + "model": "gpt2",
-        KEY + "pre": _rule_name(text, backend),
+        KEY + "pre": _rule_name(text, state, backend),
         KEY + "tokens": tokens,
         KEY + "token_type": types,
         KEY + "merges": merges,
     }
 
 
-def _rule_name(text: Text, backend: Any) -> str:
-    """The name of the rule that splits all samples into words as the tokenizer does."""
-    if getattr(text, "gguf_pre", None) in PRE_TOKENIZERS:
-        return text.gguf_pre
-    words = None if backend.pre_tokenizer is None else _split_samples(backend.pre_tokenizer)
-    for name in PRE_TOKENIZERS:
-        if words == _split_samples(pre_tokenizer(name)):
-            return name
+def _rule_name(text: Text, state: Mapping[str, Any], backend: Any) -> str:
+    """The name of the rule that cuts all samples into words as the tokenizer does.
+
+    A rule also says whether a word that is a token is taken whole. Where each token is what some merge makes, merging
+    comes to the same.
+    """
+    words = None if backend.pre_tokenizer is None else _cut_samples(backend.pre_tokenizer)
+    names = [name for name in RULES if words == _cut_samples(cut_words(name))]
+    is_whole = bool(state["model"].get("ignore_merges"))
+    alike = [name for name in names if (name in WHOLE) == is_whole]
+    letters_and_made = {token for token in state["model"]["vocab"] if len(token) == 1} | set(_made(state))
+    if alike or (
+        names and letters_and_made >= state["model"]["vocab"].keys() - text.tokenizer.get_added_vocab().keys()
+    ):
+        return (alike or names)[0]
     raise BadInput(
-        f"the tokenizer of {text.source} splits text into words by a rule that llama.cpp has no name for "
-        f"(known are {', '.join(PRE_TOKENIZERS)}): {ELSE}"
+        f"the tokenizer of {text.source} cuts text into words by a rule that llama.cpp has no name for, among "
+        f"{', '.join(RULES)}: {ELSE}"
     )
 
 
-def _split_samples(rule: Any) -> list[list[str]]:
+def _cut_samples(rule: Any) -> list[list[str]]:
     return [[word for word, _ in rule.pre_tokenize_str(sample)] for sample in SAMPLES]
+
+
+def _made(state: Mapping[str, Any]) -> dict[str, None]:
+    """What merges make, in the order in which they are preferred."""
+    pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in state["model"]["merges"])
+    return dict.fromkeys("".join(pair) for pair in pairs)
 
 
 # SentencePiece ------------------------------------------------------------------------------------------
@@ -101,8 +116,7 @@ def _sentencepiece(text: Text, state: Mapping[str, Any], backend: Any, size: int
     if missing := [token for token in bytewise if token not in number]:
         raise BadInput(f"the tokenizer of {text.source} has no token {missing[0]}, which GGUF needs: {ELSE}")
     scores = [0.0 if kind in (NORMAL, BYTE) else UNMERGED for kind in types]
-    made = dict.fromkeys("".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in state["model"]["merges"])
-    for rank, token in enumerate(made):
+    for rank, token in enumerate(_made(state)):
         if token in number and types[number[token]] == NORMAL:
             scores[number[token]] = -float(rank)
     for token in bytewise:
@@ -125,10 +139,16 @@ def _adds_space(text: Text, backend: Any) -> bool:
     puts = set()
     for sample in ("a  b c", " a"):
         normal = backend.normalizer.normalize_str(sample) if backend.normalizer else sample
-        words = [normal] if backend.pre_tokenizer is None else [w for w, _ in backend.pre_tokenizer.pre_tokenize_str(normal)]
+        words = (
+            [normal]
+            if backend.pre_tokenizer is None
+            else [w for w, _ in backend.pre_tokenizer.pre_tokenize_str(normal)]
+        )
         plain = sample.replace(" ", SPACE)
         if words not in ([plain], [SPACE + plain]):
-            raise BadInput(f"the tokenizer of {text.source} splits text before it merges, which GGUF has no form for: {ELSE}")
+            raise BadInput(
+                f"the tokenizer of {text.source} splits text before it merges, which GGUF has no form for: {ELSE}"
+            )
         puts.add(words == [SPACE + plain])
     return puts == {True}
 
@@ -175,4 +195,6 @@ def _check_normalizer(text: Text, normalizer: Mapping[str, Any] | None, harmless
     """Raise `BadInput` for what changes text first; that llama.cpp composes no letters is known of all of them."""
     parts = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     if strange := [part["type"] for part in parts if part["type"] not in harmless]:
-        raise BadInput(f"the tokenizer of {text.source} changes text by {strange[0]}, which GGUF has no form for: {ELSE}")
+        raise BadInput(
+            f"the tokenizer of {text.source} changes text by {strange[0]}, which GGUF has no form for: {ELSE}"
+        )

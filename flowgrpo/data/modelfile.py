@@ -60,7 +60,7 @@ def find_turns(text: Text) -> Turns | None:
     lead, rest = rendered.split(USER)
     middle, rest = rest.split(ANSWER)
     turn, ending = rest.split(NEXT)
-    # What stands between two messages is the end of one and the beginning of the other: a shorter chat tells them apart.
+    # Between two messages stand the end of one and the beginning of the other: a shorter chat tells them apart.
     closed = _render(text, _messages(user=USER, assistant=ANSWER), invite=False)
     if closed is None or not closed.startswith(lead + USER + middle + ANSWER):
         return None

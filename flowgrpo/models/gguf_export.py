@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flowgrpo.data.gguf_file import MAGIC, import_gguf
 from flowgrpo.data.gguf_vocabulary import vocabulary
 from flowgrpo.data.modelfile import write_modelfile
-from flowgrpo.files import make_folder, pip_install, replace_folder, write_whole
+from flowgrpo.files import make_folder, replace_folder, write_whole
 from flowgrpo.models import families
 from flowgrpo.models.config import yarn_magnitude
 from flowgrpo.models.decoder import parameters, shape_of
@@ -30,7 +31,6 @@ from flowgrpo.types import BadInput
 TENSOR_TYPES = {"f16": 1, "bf16": 32, "f32": 0, "q8_0": 7}  # of matrices, and what general.file_type says then
 MODELFILE = "Modelfile"
 FOLDER_FILES = ("*.gguf", MODELFILE, CARD)  # what a folder that was written here may hold
-MAGIC = b"GGUF"
 LARGEST = {"f16": 65504.0, "q8_0": 127 * 65504.0}  # numbers; a block of q8_0 has a scale in float16
 BIASES = {"o_bias": ("llama",), "gate_bias": ("llama",), "up_bias": ("llama",), "down_bias": ("llama",)}
 BIASES |= dict.fromkeys(("q_bias", "k_bias", "v_bias"), ("llama", "qwen2", "qwen3"))  # which architectures add them
@@ -55,7 +55,9 @@ def save_gguf(path: str | Path, model: Model, *, tensor_type: str = "f16", name:
     """
     place = Path(path)
     if place.exists() and not _is_gguf(place):
-        raise BadInput(f"{path} is there and is no GGUF file: name a new file, such as {place.with_suffix('')}-new.gguf")
+        raise BadInput(
+            f"{path} is there and is no GGUF file: name a new file, such as {place.with_suffix('')}-new.gguf"
+        )
     metadata, tensors = _plan(model, tensor_type, name or place.stem)
     make_folder(place.parent)
     write_whole(place, lambda beside: _write(beside, model, metadata, tensors))
@@ -71,7 +73,7 @@ def save_gguf_folder(
 ) -> None:
     """Write NAME.gguf into the folder NAME, with a Modelfile beside it, and a README.md of the text `card`.
 
-    The folder appears when it is whole. One that holds a GGUF model is replaced; with anything else in it, it is refused.
+    The folder appears when it is whole. One that holds a GGUF model is replaced; one that holds anything else, refused.
     `temperature` is what the model was trained at, and Ollama samples at.
     """
     name = Path(path).resolve().name
@@ -104,17 +106,21 @@ def _is_gguf(place: Path) -> bool:
 def _plan(model: Model, tensor_type: str, name: str) -> tuple[dict[str, Any], list[_Tensor]]:
     """The metadata and the tensors of the file; `BadInput` for a model that GGUF or llama.cpp has no form for."""
     check_tensor_type(tensor_type)
-    _import_gguf()
+    import_gguf()
     architecture = ARCHITECTURES.get(str(model.source.get("model_type")))
     if architecture is None:
         known = ", ".join(ARCHITECTURES)
-        raise BadInput(f"a model of type {model.source.get('model_type')} has no name in GGUF: it is written of {known}")
+        raise BadInput(
+            f"a model of type {model.source.get('model_type')} has no name in GGUF: it is written of {known}"
+        )
     if coded := [parameter for parameter, x in model.params.items() if isinstance(x, Quantised)]:
         raise BadInput(f"{coded[0]} is quantised, and is not written so: merge it, or take `dequantise_layers` of all")
     shapes = {parameter: shape_of(x, model.config) for parameter, x in parameters(model.config).items()}
     families.check_tensors("the parameters are not those of the model's config", model.params, shapes)
     if model.text is None:
-        raise BadInput("a model without a tokenizer can't be written as GGUF, which holds both: load it with its tokenizer")
+        raise BadInput(
+            "a model without a tokenizer can't be written as GGUF, which holds both: load it with its tokenizer"
+        )
     _check_architecture(model, architecture)
     tensors = _list_tensors(model, tensor_type)
     size = sum(int(np.prod(tensor.shape)) for tensor in tensors)
@@ -149,10 +155,14 @@ def _check_architecture(model: Model, name: str) -> None:
             f"{config.query_scale**-2:g} (query_pre_attn_scalar): export it as a folder"
         )
     if name == "qwen2" and config.h * config.e != config.d:
-        raise BadInput(f"heads of {config.e} numbers have no place in a qwen2 of GGUF: {config.d} / {config.h} belong there")
+        raise BadInput(
+            f"heads of {config.e} numbers have no place in a qwen2 of GGUF: {config.d} / {config.h} belong there"
+        )
     for rope, window in zip(config.ropes, config.windows, strict=True):
         if rope.kind == "yarn" and (not rope.truncate or abs(rope.magnitude - yarn_magnitude(rope.factor)) > 1e-6):
-            raise BadInput("llama.cpp derives the attention factor of yarn, and this model sets it: export it as a folder")
+            raise BadInput(
+                "llama.cpp derives the attention factor of yarn, and this model sets it: export it as a folder"
+            )
         if rope.kind not in ("default", "linear", "yarn") and not (rope.kind == "llama3" and name == "llama"):
             raise BadInput(f"rotary positions of {rope.kind} have no form in a {name} of GGUF: export it as a folder")
         if name.startswith("gemma") and window is not None and rope.kind != "default":
@@ -181,7 +191,7 @@ def _list_tensors(model: Model, tensor_type: str) -> list[_Tensor]:
 
 def _write(path: Path, model: Model, metadata: dict[str, Any], tensors: list[_Tensor]) -> None:
     """Header, metadata, the table of tensors, then their values, each at a multiple of 32 bytes."""
-    gguf = _import_gguf()
+    gguf = import_gguf()
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
     types = {tensor.name: gguf.GGMLQuantizationType[tensor.stored.upper()] for tensor in tensors}
     try:
@@ -220,7 +230,9 @@ def _values(model: Model, tensors: list[_Tensor]) -> Iterator[np.ndarray]:
         array = families.to_file(np.asarray(value).astype(np.float32), published, axes, model.config)
         check_finite(array, f"parameter {tensor.parameter}")
         if np.abs(array).max(initial=0.0) > LARGEST.get(tensor.stored, np.inf):
-            raise BadInput(f"parameter {tensor.parameter} holds numbers too large for {tensor.stored}: choose bf16 or f32")
+            raise BadInput(
+                f"parameter {tensor.parameter} holds numbers too large for {tensor.stored}: choose bf16 or f32"
+            )
         yield to_gguf(array, tensor.parameter, model.config, architecture)
 
 
@@ -236,11 +248,3 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, value)
-
-
-def _import_gguf() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise BadInput(f"GGUF files are written by the package gguf, which is not installed: {pip_install('gguf')}") from None
-    return gguf

@@ -149,7 +149,9 @@ def export_gguf(
 ) -> dict[str, Any]:
     """Write a run's planner as GGUF, with a Modelfile and a model card -> what was written."""
     if out.suffix == ".gguf":
-        raise fg.BadInput(f"--out={out} names a file, and a folder is written, with a Modelfile: give {out.with_suffix('')}")
+        raise fg.BadInput(
+            f"--out={out} names a file, and a folder is written, with a Modelfile: give {out.with_suffix('')}"
+        )
     model, facts = _whole_model(folder, out, which, licence)
     facts = facts._replace(gguf=tensor_type)
     temperature = getattr(facts.config, "temperature", None)

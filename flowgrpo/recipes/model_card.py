@@ -136,7 +136,14 @@ def _front_matter(facts: CardFacts, base: str | None, algorithm: str) -> Sequenc
     if base is not None:
         values["base_model"] = base
     values |= _licence(facts, base)
-    values["tags"] = [*(["gguf"] if facts.gguf else []), "flowgrpo", "reinforcement-learning", "agents", "tool-use", algorithm.replace("_", "-")]
+    values["tags"] = [
+        *(["gguf"] if facts.gguf else []),
+        "flowgrpo",
+        "reinforcement-learning",
+        "agents",
+        "tool-use",
+        algorithm.replace("_", "-"),
+    ]
     return ["---", *(f"{name}: {json.dumps(value)}" for name, value in values.items()), "---", ""]
 
 

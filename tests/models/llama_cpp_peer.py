@@ -14,7 +14,9 @@ from llama_cpp import Llama
 
 def main() -> None:
     wanted = json.load(sys.stdin)
-    model = Llama(sys.argv[1], n_ctx=512, n_threads=2, logits_all=True, verbose=False, type_k=0, type_v=0, flash_attn=False)
+    model = Llama(
+        sys.argv[1], n_ctx=512, n_threads=2, logits_all=True, verbose=False, type_k=0, type_v=0, flash_attn=False
+    )
     answers, logits = [], []
     for prompt in wanted["prompts"]:
         model.reset()
