@@ -1,10 +1,10 @@
 """The tokenizer that a GGUF file's metadata describes, as one of transformers, by llama.cpp's rules.
 
-    tokenizer.ggml.model "gpt2":  BPE over bytes; `pre` names how text is cut into words, `merges` what is joined in them
-    tokenizer.ggml.model "llama": SentencePiece's BPE; of two joins the one whose result has the higher score comes first
+    tokenizer.ggml.model "gpt2":  BPE over bytes; `pre` says how text is cut into words, `merges` what is joined in them
+    tokenizer.ggml.model "llama": BPE as SentencePiece does it; of all joins that which gives the best score comes first
 
-The converter of transformers is not used: it cuts words by GPT-2's rule where it does not know `pre`, so that SmolLM2 would get numbers
-of several digits as one token, which it never saw.
+The converter of transformers is not used: where it does not know `pre` it cuts words by GPT-2's rule. So it does with
+SmolLM2, whose digits are words of their own, and gets other tokens for white space before numbers.
 """
 
 import json
@@ -123,7 +123,7 @@ def _byte_level(path: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) 
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in CUTS:
         raise BadInput(
-            f"{path}: tokenizer.ggml.pre is {pre!r:.40}, a way to cut text into words that is not known here; known are "
+            f"{path}: tokenizer.ggml.pre is {pre!r:.40}, which is not known here; known are "
             f"{', '.join(CUTS)}: give the model's Hugging Face folder"
         )
     merges = metadata.get("tokenizer.ggml.merges")
@@ -160,7 +160,7 @@ def _sentencepiece(path: Path, metadata: Mapping[str, Any], tokens: Sequence[str
     if scores is None or len(scores) != len(tokens):
         has = "no" if scores is None else len(scores)
         raise BadInput(f"{path} has {has} tokenizer.ggml.scores for {len(tokens)} tokens: convert the model again")
-    # Runs of spaces, which a user defined, stand with real spaces in some files. They are found whole in a text: joined first.
+    # Runs of spaces stand with real spaces in some files. What a user defined is found whole: it is joined first.
     vocabulary: dict[str, int] = {}
     for i, token in enumerate(tokens):
         vocabulary.setdefault(token if token.strip(" ") else SPACE * len(token), i)
@@ -217,5 +217,3 @@ def _add_ends(backend: Any, metadata: Mapping[str, Any], tokens: Sequence[str], 
         second = [part.replace("$A:0", "$B:0") for part in single]
         steps.append(processors.TemplateProcessing(single=single, pair=[*single, *second], special_tokens=ids))
     backend.post_processor = processors.Sequence(steps)
-
-

@@ -32,7 +32,7 @@ SAMPLES = (
     "if (a<=b) {\n\t\treturn x[i]->y; // done\n}\r\n\r\n  \n   end\t \t.",
     "--- === !!?? ...(normal) $5 + 6 = 11 ~`^| /usr/bin/env #! a_b-c@d.e",
     "na\u00efve \u041d\u0435\u0449\u043e HTMLParser camelCase \u03b1\u03b2\u03b3 \u4f60\u597d\u4e16\u754c",
-    "\u3053\u3093 \ud55c\uae00 \u0e44\u0e17\u0e22 \u0939\u093f\u0928\u094d\u0926\u0940 e\u0301 na\u00efve I\u2019m 5th 10km \u2167",
+    "\u3053\u3093 \ud55c\uae00 \u0e44\u0e17\u0e22 \u0939\u093f\u0928\u094d\u0926\u0940 e\u0301 I\u2019m 5th \u2167",
     "\U0001f680 (emoji)\U0001f636\u200d\U0001f32b\ufe0f \u2705\n\n\n\nA\u00a0B \u3000 x ",
 )
 

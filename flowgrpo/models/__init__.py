@@ -10,6 +10,8 @@ Modules:
     families           The model families: config.json -> `DecoderConfig`, and the names that published tensors go by
     decode_attention   Attention of one token a row over a cache, a kernel for GPUs
     flash_attention    Flash attention over packed rows, a kernel for GPUs
+    free_memory        Whether a model fits into the memory that is free, and what would
+    gguf               How GGUF calls what a Hugging Face folder holds, in both directions
     gguf_export        Write a model as GGUF, which llama.cpp and Ollama open
     hf                 Read and write checkpoints in the Hugging Face format
     image_files        Read published image-text models, and score images and texts with them

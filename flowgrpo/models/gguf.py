@@ -4,23 +4,24 @@
     tensor names <-> tensor names      tensor_names
     values       <-> values            from_gguf, to_gguf
 
-Values differ in two places. llama.cpp turns the neighbours (2 i, 2 i + 1) of a llama's heads where Hugging Face turns (i, i + e / 2),
-so that the rows of q and k stand in another order; and Gemma's norms are stored as the factor itself, 1 + w.
-Reading files is `data/gguf_file`, their tokenizer `data/gguf_tokenizer`; writing them is `recipes/export`.
+Values differ in two places. llama.cpp turns the neighbours (2 i, 2 i + 1) of a llama's heads where Hugging Face turns
+(i, i + e / 2), so that the rows of q and k stand in another order; and Gemma's norms are stored as the factor, 1 + w.
+`hf` reads a file through `read_source` and `find_tensors`, as if it were a folder.
 """
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from flowgrpo.data.gguf_file import GGUFFile, GGUFTensor
+from flowgrpo.models import families
 from flowgrpo.models.config import DecoderConfig, Rope, rope_frequencies
 from flowgrpo.models.decoder import parameters
 from flowgrpo.types import BadInput
 
 Metadata = Mapping[str, Any]
-Source = dict[str, Any]
 
 MODEL_TYPES: Mapping[str, str] = {  # general.architecture -> model_type
     "llama": "llama",
@@ -67,6 +68,62 @@ def tensor_names(config: DecoderConfig) -> dict[str, str]:
     return {name: NAMES[name] for name in parameters(config)}
 
 
+# Reading ------------------------------------------------------------------------------------------------
+
+
+class FileTensor(NamedTuple):
+    """A tensor of a file as a Hugging Face folder would hold it."""
+
+    stored: GGUFTensor
+    parameter: str
+    config: DecoderConfig
+    architecture: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows first."""
+        return self.stored.shape
+
+    @property
+    def dtype(self) -> str:
+        """What `read` gives, as safetensors calls it."""
+        return "F32"
+
+    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """The tensor, or these entries of its first axis; `BadInput` where one is no finite number."""
+        if self.architecture == "llama" and self.parameter in PERMUTED:  # whose rows come from all over a head
+            return from_gguf(self.stored.read(), self.parameter, self.config, self.architecture)[start:stop]
+        return from_gguf(self.stored.read(start, stop), self.parameter, self.config, self.architecture)
+
+
+def read_source(file: GGUFFile) -> families.Source:
+    """The config.json that a file stands for."""
+    factors = file.tensors.get(ROPE_FACTORS)
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+    try:
+        return from_metadata(file.metadata, shapes, None if factors is None else factors.read())
+    except BadInput as error:
+        raise BadInput(f"{file.path}: {error}") from None
+
+
+def find_tensors(file: GGUFFile, config: DecoderConfig) -> dict[str, FileTensor]:
+    """Every tensor by the name that it has in a folder; `BadInput` for those that the model's shape doesn't ask for."""
+    architecture = str(file.metadata.get("general.architecture"))
+    in_folder, names = families.tensors_of(config), tensor_names(config)
+    slots = {}
+    for parameter, name in names.items():
+        layers = range(config.num_layers) if "{n}" in name else [None]
+        slots |= {name.format(n=layer): (parameter, layer) for layer in layers}
+    expected = {name: families.file_shape(in_folder[parameter], config) for name, (parameter, _) in slots.items()}
+    families.check_tensors(
+        f"the tensors in {file.path} are not those of its metadata", file.tensors, expected, spare=[ROPE_FACTORS]
+    )
+    return {
+        in_folder[parameter].name.format(n=layer): FileTensor(file.tensors[name], parameter, config, architecture)
+        for name, (parameter, layer) in slots.items()
+    }
+
+
 # Values -------------------------------------------------------------------------------------------------
 
 
@@ -98,8 +155,8 @@ def to_gguf(array: np.ndarray, parameter: str, config: DecoderConfig, architectu
 
 def from_metadata(
     metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: np.ndarray | None = None
-) -> Source:
-    """The config.json that goes with a file's metadata, the shapes of its tensors (rows first), and its rope factors."""
+) -> families.Source:
+    """The config.json that goes with a file's metadata, the shapes of its tensors (rows first) and its rope factors."""
     name = metadata.get("general.architecture")
     if name not in MODEL_TYPES:
         raise BadInput(
@@ -114,7 +171,7 @@ def from_metadata(
 
     d, heads, layers = field("embedding_length"), field("attention.head_count"), field("block_count")
     e = field("attention.key_length", None) or _divide(d, heads, name)
-    source: Source = {
+    source: families.Source = {
         "model_type": MODEL_TYPES[name],
         "vocab_size": shapes.get(NAMES["embed"], (field("vocab_size", None),))[0],
         "hidden_size": d,
@@ -225,7 +282,7 @@ def to_metadata(source: Mapping[str, Any], config: DecoderConfig, context_length
 def _divide(d: int, heads: int, name: str) -> int:
     if not isinstance(heads, int) or not isinstance(d, int) or heads < 1 or d % heads:
         raise BadInput(
-            f"{name}.attention.head_count is {heads!r}, which does not divide {name}.embedding_length {d!r}: convert it again"
+            f"{name}.attention.head_count is {heads!r}, which does not divide {name}.embedding_length {d!r}"
         )
     return d // heads
 
@@ -242,7 +299,7 @@ def _layer_types(pattern: int | Collection[bool], layers: int) -> list[str]:
 # Rotary positions ---------------------------------------------------------------------------------------
 
 
-def _rope_source(metadata: Metadata, name: str, source: Source, factors: np.ndarray | None) -> dict[str, Any]:
+def _rope_source(metadata: Metadata, name: str, source: families.Source, factors: np.ndarray | None) -> dict[str, Any]:
     """`rope_parameters` of the layers that see everything."""
 
     def field(key: str, default: Any = None) -> Any:
@@ -284,8 +341,8 @@ def rope_factors(config: DecoderConfig) -> np.ndarray | None:
 def fit_llama3(factors: np.ndarray, theta: float, e: int) -> dict[str, Any]:
     """The settings of Llama 3's rule that gives these factors; its published ones where they do.
 
-    A pair that turns `t` times over the original length is divided by 1 / (b + (1 - b) / factor), with b = (t - low) / (high - low) cut
-    to 0..1: a line in t, which two of the factors between the ends determine, up to the choice of low.
+    A pair that turns `t` times over the original length is divided by 1 / (b + (1 - b) / factor), where b is
+    (t - low) / (high - low) cut to 0..1: a line in t, which two of the factors between the ends determine, up to `low`.
     """
     factors = np.asarray(factors, np.float64)
     factor = float(np.float32(factors.max()))

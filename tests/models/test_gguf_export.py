@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gguf_cases import SOURCES, TEXTS, cut_tokenizer, make_text, sentencepiece, text_of, tiny_model
+from gguf_models import SOURCES, TEXTS, cut_tokenizer, make_text, sentencepiece, text_of, tiny_model
 from tokenizer_cases import STYLES, byte_level, fast
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers import models as tokenizer_models
@@ -198,7 +198,7 @@ def test_what_can_not_be_written_is_one_sentence(tmp_path):
             fg.save_gguf(place, changed, **options)
         assert not place.exists()
 
-    assert GGUF_TYPES == tuple(TENSOR_TYPES)
+    assert tuple(TENSOR_TYPES) == GGUF_TYPES
     refuse("not written as 'q4_k': choose one of f16, bf16, f32, q8_0", tensor_type="q4_k")
     refuse("type olmo2 has no name in GGUF: it is written of qwen2", model._replace(source={"model_type": "olmo2"}))
     refuse("a model without a tokenizer", model._replace(text=None))
