@@ -74,8 +74,8 @@ def text_of(tokenizer) -> Text:
     return replace(text, stop_ids=tuple(dict.fromkeys(i for i in ends if i is not None)))
 
 
-def tiny_model(name: str, seed: int = 0, dtype: str = "float32") -> Model:
-    """A model in which no two parameters are alike."""
-    source = text_source(SOURCES[name])
+def tiny_model(name: str, **changes) -> Model:
+    """A model in which no two parameters are alike; `changes` are of its config.json."""
+    source = text_source(SOURCES[name] | changes)
     config = decoder_config(source)
-    return Model(make_policy(config, dtype=dtype), random_params(config, seed, dtype), make_text(name), config, source)
+    return Model(make_policy(config), random_params(config), make_text(name), config, source)

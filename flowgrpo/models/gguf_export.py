@@ -109,9 +109,9 @@ def _plan(model: Model, tensor_type: str, name: str) -> tuple[dict[str, Any], li
     import_gguf()
     architecture = ARCHITECTURES.get(str(model.source.get("model_type")))
     if architecture is None:
-        known = ", ".join(ARCHITECTURES)
         raise BadInput(
-            f"a model of type {model.source.get('model_type')} has no name in GGUF: it is written of {known}"
+            f"a model of type {model.source.get('model_type')} has no name in GGUF: "
+            f"choose a {', '.join(ARCHITECTURES)}, or export it as a folder"
         )
     if coded := [parameter for parameter, x in model.params.items() if isinstance(x, Quantised)]:
         raise BadInput(f"{coded[0]} is quantised, and is not written so: merge it, or take `dequantise_layers` of all")
