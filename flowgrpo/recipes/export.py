@@ -152,6 +152,10 @@ def export_gguf(
         raise fg.BadInput(
             f"--out={out} names a file, and a folder is written, with a Modelfile: give {out.with_suffix('')}"
         )
+    if isinstance(read_config(folder), pure.Config):
+        raise fg.BadInput(
+            f"the planner of {folder} speaks in whole words, which GGUF has no form for: leave out --format"
+        )
     model, facts = _whole_model(folder, out, which, licence)
     facts = facts._replace(gguf=tensor_type)
     temperature = getattr(facts.config, "temperature", None)
