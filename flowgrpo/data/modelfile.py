@@ -124,9 +124,9 @@ def _render(text: Text, messages: Messages, *, invite: bool = True) -> str | Non
 
 
 def _without_bos(text: Text, written: str) -> str:
-    bos = text.tokenizer.bos_token
-    adds = bos is not None and text.tokenizer("x")["input_ids"][:1] == [text.tokenizer.bos_token_id]
-    return written.removeprefix(bos) if adds else written
+    bos: str | None = text.tokenizer.bos_token
+    adds = text.tokenizer("x")["input_ids"][:1] == [text.tokenizer.bos_token_id]
+    return written.removeprefix(bos) if bos and adds else written
 
 
 def _holds_once(rendered: str, *markers: str) -> bool:

@@ -220,7 +220,7 @@ def _values(model: Model, tensors: list[_Tensor]) -> Iterator[np.ndarray]:
     architecture = ARCHITECTURES[str(model.source["model_type"])]
     for tensor in tensors:
         if tensor.name == ROPE_FACTORS:
-            yield rope_factors(model.config)
+            yield np.asarray(rope_factors(model.config))
             continue
         value = model.params[tensor.parameter]
         if tensor.layer is not None:  # a traced index, so that one program serves all layers
