@@ -150,7 +150,7 @@ def _adds_space(text: Text, backend: Any) -> bool:
                 f"the tokenizer of {text.source} splits text before it merges, which GGUF has no form for: {ELSE}"
             )
         puts.add(words == [SPACE + plain])
-    return puts == {True}
+    return True in puts  # some put it before a text alone that has none yet, where llama.cpp always does
 
 
 # All kinds ----------------------------------------------------------------------------------------------

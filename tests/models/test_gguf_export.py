@@ -23,7 +23,7 @@ from tokenizers import models as tokenizer_models
 
 import flowgrpo as fg
 from flowgrpo.data.gguf_file import read_header
-from flowgrpo.data.gguf_tokenizer import CUTS
+from flowgrpo.data.gguf_tokenizer import CUTS, build_tokenizer
 from flowgrpo.data.gguf_vocabulary import vocabulary
 from flowgrpo.data.tokenizer import start
 from flowgrpo.models.config import rope_frequencies
@@ -113,6 +113,20 @@ def test_published_forms_of_the_rules_are_found():
         words = vocabulary(text_of(fast(backend, STYLES["qwen2.5"], None)), 400)
         assert words["tokenizer.ggml.pre"] == name
         assert words["tokenizer.ggml.tokens"][-1] == "[PAD399]"
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_M5_sentencepiece_is_read_back_from_its_scores(prefix):
+    """M5: the order of merges survives as scores, with a space before a text and without."""
+    backend = sentencepiece()
+    if prefix:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), backend.normalizer])
+    tokenizer = fast(backend, STYLES["mistral"], None, unk_token="<unk>")
+    words = vocabulary(text_of(tokenizer), 400)
+    assert words["tokenizer.ggml.add_space_prefix"] is prefix
+    again = build_tokenizer(Path("x.gguf"), words)
+    for text in [*TEXTS, "x [INST] y</s>", " a"]:
+        assert again.encode(text, add_special_tokens=False) == tokenizer.encode(text, add_special_tokens=False)
 
 
 def broken(change) -> object:
