@@ -89,10 +89,14 @@ def _next_steps(out: Path) -> list[tuple[str, str]]:
     """Each command that takes in what was written, and what it is for."""
     if _ADAPTER.value:
         return []
-    if _FORMAT.value == "hf":
-        return [(command("chat", model=out), "talks to it")] if can_chat(out) else []
-    name = shlex.quote(out.resolve().name)
-    return [(f"ollama create {name} -f {shlex.quote(str(out / 'Modelfile'))}", f"takes it in: ollama run {name}")]
+    name = out.resolve().name
+    is_gguf = _FORMAT.value == "gguf"
+    model = out / f"{name}.gguf" if is_gguf else out
+    steps = [(command("chat", model=model), "talks to it")] if can_chat(model) else []
+    if is_gguf:
+        create = f"ollama create {shlex.quote(name)} -f {shlex.quote(str(out / 'Modelfile'))}"
+        steps.append((create, f"takes it in, for ollama run {shlex.quote(name)}"))
+    return steps
 
 
 if __name__ == "__main__":

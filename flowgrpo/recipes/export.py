@@ -209,5 +209,8 @@ def _check_out(config: RunConfig, folder: Path, out: Path) -> None:
     """Raise `BadInput` where a run is, or the model that it goes on from: what is written replaces a whole folder."""
     if (out / RUN).exists():
         raise fg.BadInput(f"--out={out} is the folder of a run: give another one, such as {out / 'model'}")
-    if isinstance(config, PlannerConfig) and Path(base(config, folder)).resolve() == out.resolve():
+    if not isinstance(config, PlannerConfig):
+        return
+    began = Path(base(config, folder)).resolve()
+    if out.resolve() in (began, began.parent if began.is_file() else began):
         raise fg.BadInput(f"--out={out} is the model that the run began with: give another folder")

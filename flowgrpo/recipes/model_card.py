@@ -79,9 +79,9 @@ def model_card(facts: CardFacts) -> str:
 
 
 def base_id(config: RunConfig) -> str | None:
-    """The hub id that a run began with; None for a folder, or a model that was made for the run."""
+    """The hub id that a run began with; None for a folder or a file, or a model that was made for the run."""
     model = config.model if isinstance(config, PlannerConfig) else None
-    return model if model and HUB_ID.fullmatch(model) and not Path(model).is_dir() else None
+    return model if model and HUB_ID.fullmatch(model) and not Path(model).exists() else None
 
 
 def training_command(recipe: str, config: RunConfig) -> str:

@@ -221,6 +221,13 @@ def test_the_command_writes_gguf_and_says_what_is_wrong(run, of_words, tmp_path,
     done = command("export", *flags, "--format=gguf", "--gguf_type=q8_0")
     assert last_line(done)["gguf_type"] == "q8_0"
     assert f"ollama create planner -f {out}/Modelfile" in done.stdout
+    assert f"chat --model={out}/planner.gguf" in done.stdout
+    (began := tmp_path / "next").mkdir()
+    write_run(began, replace(HOSTED, model=str(out / "planner.gguf")), model.params, trained=[model.params])
+    with pytest.raises(BadInput, match="is the model that the run began with: give another folder"):
+        export_gguf(began, out)
+    export_gguf(began, tmp_path / "next model")
+    assert "which began as `planner.gguf`" in (tmp_path / "next model" / "README.md").read_text()
     assert load_model(out / "planner.gguf").config.num_layers == model.config.num_layers
     check_refused(
         command("export", *flags, "--format=gguf", "--adapter", check=False), "alone: leave it out, or --format"
