@@ -1,7 +1,9 @@
-"""The planner of a run as a model folder in the Hugging Face format, which transformers and inference servers open.
+"""The planner of a run as a model folder: in the Hugging Face format, or as GGUF for llama.cpp and Ollama.
 
     python -m experiments.export --workdir=runs/agentflow-0 --out=models/planner
     python -m experiments.export --workdir=runs/agentflow-0 --out=models/planner --which=last
+    python -m experiments.export --workdir=runs/agentflow-0 --out=models/planner --format=gguf
+    python -m experiments.export --workdir=runs/agentflow-0 --out=models/planner --format=gguf --gguf_type=q8_0
     python -m experiments.export --workdir=runs/agentflow-0 --out=models/adapter --adapter
     python -m experiments.export --workdir=runs/agentflow-0 --out=models/planner --push_to_hub=USER/NAME --private
 
@@ -12,22 +14,36 @@ folder is a small Llama with a tokenizer of whole words, and without a chat temp
 replaced, with all its files, when the new one is whole; a folder that holds anything else is refused. Takes seconds,
 plus what it takes to write the weights. Prints what was written, and one JSON line.
 
+--format=gguf writes planner.gguf, named as the folder, with the tokenizer and the chat template in it, and a Modelfile,
+by which Ollama takes it in: ollama create planner -f models/planner/Modelfile. Matrices are float16, or what
+--gguf_type says; q8_0 takes half the room. The words of a quickstart have no form in it.
+
 A model card lies beside the weights, as README.md: base model, algorithm, settings, figures, command, licence.
 --push_to_hub uploads the folder to the Hugging Face Hub, with the token of HF_TOKEN or of `hf auth login`.
 """
 
 import json
+import shlex
 from pathlib import Path
 
 from absl import flags
 
-from flowgrpo.recipes.names import WHICH
+from flowgrpo.recipes.names import GGUF_TYPES, WHICH
 
 from .cli import app
 from .cli.help import flag_heading
 
 flag_heading("What is run")
 _WHICH = flags.DEFINE_enum("which", "best", WHICH, "Best in validation, last, or the start of the training.")
+_FORMAT = flags.DEFINE_enum(
+    "format",
+    "hf",
+    ["hf", "gguf"],
+    "Format: hf (config.json and safetensors), gguf (one file, for llama.cpp and Ollama).",
+)
+_GGUF_TYPE = flags.DEFINE_enum(
+    "gguf_type", "f16", GGUF_TYPES, "Type of the matrices in GGUF; q8_0 has 8 bits and a scale for 32 of them."
+)
 _ADAPTER = flags.DEFINE_bool("adapter", False, "Write the adapter alone, in PEFT's format.")
 _LICENCE = flags.DEFINE_string(
     "licence", None, "Of the weights, as the hub calls it, such as apache-2.0; by default that of the base model."
@@ -40,25 +56,47 @@ _OUT = flags.DEFINE_string("out", None, "The folder to write; a model in it is r
 
 app.read_flags(__name__)
 
-from flowgrpo.recipes.export import can_chat, export, export_adapter
+from flowgrpo.errors import BadInput
+from flowgrpo.recipes.export import can_chat, export, export_adapter, export_gguf
 from flowgrpo.recipes.hub import check_push, push_folder
 from flowgrpo.run.next_steps import command, contents, ending
 
 
 def main() -> None:
     """Write the folder."""
-    folder, out = Path(_WORKDIR.value), Path(_OUT.value)
+    folder, out, is_gguf = Path(_WORKDIR.value), Path(_OUT.value), _FORMAT.value == "gguf"
+    if _ADAPTER.value and is_gguf:
+        raise BadInput("--adapter is written in PEFT's format alone: leave it out, or --format=gguf")
+    if _GGUF_TYPE.present and not is_gguf:
+        raise BadInput(f"--gguf_type={_GGUF_TYPE.value} is of --format=gguf: add it")
     if _PUSH.value is not None:
         check_push(_PUSH.value)
-    written = (export_adapter if _ADAPTER.value else export)(folder, out, which=_WHICH.value, licence=_LICENCE.value)
+    if is_gguf:
+        written = export_gguf(folder, out, tensor_type=_GGUF_TYPE.value, which=_WHICH.value, licence=_LICENCE.value)
+    else:
+        write = export_adapter if _ADAPTER.value else export
+        written = write(folder, out, which=_WHICH.value, licence=_LICENCE.value)
     print(f"{_WHICH.value} planner of {folder}, update {written['update']}")
-    talks = not _ADAPTER.value and can_chat(out)
     if _PUSH.value is not None:
         message = f"Update {written['update']}, by flowgrpo"
         written["url"] = push_folder(out, _PUSH.value, private=_PRIVATE.value, message=message)
         print(f"uploaded to {written['url']}")
-    print(ending(f"written to {out}: {contents(out)}", [(command("chat", model=out), "talks to it")] if talks else []))
+    print(ending(f"written to {out}: {contents(out)}", _next_steps(out)))
     print(json.dumps(written))
+
+
+def _next_steps(out: Path) -> list[tuple[str, str]]:
+    """Each command that takes in what was written, and what it is for."""
+    if _ADAPTER.value:
+        return []
+    name = out.resolve().name
+    is_gguf = _FORMAT.value == "gguf"
+    model = out / f"{name}.gguf" if is_gguf else out
+    steps = [(command("chat", model=model), "talks to it")] if can_chat(model) else []
+    if is_gguf:
+        create = f"ollama create {shlex.quote(name)} -f {shlex.quote(str(out / 'Modelfile'))}"
+        steps.append((create, f"takes it in, for ollama run {shlex.quote(name)}"))
+    return steps
 
 
 if __name__ == "__main__":

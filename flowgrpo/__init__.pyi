@@ -73,6 +73,7 @@ from .models import LoraConfig as LoraConfig
 from .models import Model as Model
 from .models import load_model as load_model
 from .models import make_policy as make_policy
+from .models import save_gguf as save_gguf
 from .models import save_model as save_model
 from .models import small_config as small_config
 from .recipes.own_agent import train_agent as train_agent

@@ -77,7 +77,9 @@ def write_whole(path: Path, content: str | Callable[[Path], Any]) -> None:
             beside.write_text(content, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        raise BadInput(f"{path} could not be written ({error.strerror}): make room, or choose another place") from None
+        raise BadInput(
+            f"{path} could not be written ({error.strerror or error}): make room, or choose another place"
+        ) from None
     finally:
         with suppress(OSError):  # it is in its place, or can't have been made
             beside.unlink()

@@ -28,6 +28,9 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.data.foreign_files import check_files, check_tokenizer
+from flowgrpo.data.gguf_file import is_gguf, read_header
+from flowgrpo.data.gguf_tokenizer import build_tokenizer, generation_config
+from flowgrpo.data.named_models import find_gguf
 from flowgrpo.data.templates import ENDLESS, render
 from flowgrpo.data.templates import start as start_rendering
 from flowgrpo.files import parse_json
@@ -48,7 +51,7 @@ UNWRITTEN = re.compile("[\x7f-\x9f\u2028\u2029]")  # what JSON leaves as it is, 
 class Text:
     """A tokenizer with its chat template. `options` go to the template, e.g. `{"enable_thinking": False}`."""
 
-    source: str  # folder or hub id, for messages
+    source: str  # folder, GGUF file or hub id, for messages
     tokenizer: Any  # of transformers
     special: re.Pattern[str]  # spells of the special tokens
     vocab_size: int  # ids the tokenizer knows; a model's embedding may have more rows
@@ -158,19 +161,23 @@ def split_all(text: Text) -> Text:
 
 
 def load_text(path: str | PathLike[str], template: str | None = None, options: Mapping[str, Any] | None = None) -> Text:
-    """The tokenizer of a model folder or hub id; `template` (Jinja) replaces its chat template."""
+    """The tokenizer of a model folder, GGUF file, or hub id; `template` (Jinja) replaces its chat template."""
     start_rendering()  # which takes as long as the tokenizer
-    folder = _folder(path)
-    tokenizer = _load_tokenizer(str(path), folder)
+    if (file := find_gguf(path)) is not None:
+        metadata = read_header(file).metadata
+        tokenizer, ends = build_tokenizer(file, metadata), generation_config(metadata)
+    else:
+        folder = _folder(path)
+        tokenizer, ends = _load_tokenizer(str(path), folder), _read_generation_config(folder)
     if template is not None:
         tokenizer.chat_template = template
     text = Text(
-        source=str(path),
+        source=str(file or path),
         tokenizer=tokenizer,
         special=any_of(token.content for token in tokenizer.added_tokens_decoder.values() if token.special),
         vocab_size=max(tokenizer.get_vocab().values()) + 1,
         options=dict(options or {}),
-        generation_config=_read_generation_config(folder),
+        generation_config=ends,
     )
     text = replace(text, stop_ids=_find_stop_ids(text))
     return replace(text, pad_id=_find_pad_id(text))
@@ -310,9 +317,8 @@ def _apply(
 ) -> list[tuple[str, str]]:
     """Render beginnings of chats, `wanted` as (chat, how many messages), as `apply_template` does."""
     if not text.tokenizer.chat_template:
-        raise BadInput(
-            f"{text.source} has no chat template: put a chat_template.jinja there, or pass template= to load_text"
-        )
+        place = "take a model that was made to chat" if is_gguf(text.source) else "put a chat_template.jinja there"
+        raise BadInput(f"{text.source} has no chat template: {place}, or pass template= to load_text")
     try:
         template = text.tokenizer.get_chat_template(None, tools)
     except Exception as error:  # of several templates, of which none is the default

@@ -10,6 +10,9 @@ Modules:
     families           The model families: config.json -> `DecoderConfig`, and the names that published tensors go by
     decode_attention   Attention of one token a row over a cache, a kernel for GPUs
     flash_attention    Flash attention over packed rows, a kernel for GPUs
+    free_memory        Whether a model fits into the memory that is free, and what would
+    gguf               How GGUF calls what a Hugging Face folder holds, in both directions
+    gguf_export        Write a model as GGUF, which llama.cpp and Ollama open
     hf                 Read and write checkpoints in the Hugging Face format
     image_files        Read published image-text models, and score images and texts with them
     image_text         Image-text models, CLIP and SigLIP: their shape, their parameters and their scores
@@ -24,6 +27,7 @@ Modules:
 
 from flowgrpo.models.config import DecoderConfig, small_config
 from flowgrpo.models.decoder import make_policy, matrices
+from flowgrpo.models.gguf_export import save_gguf, save_gguf_folder
 from flowgrpo.models.hf import Model, init_model, load_model, save_model
 from flowgrpo.models.image_files import load_image_text
 from flowgrpo.models.lora import Adapted, LoraConfig, init_adapter, lora_policy, merge

@@ -1,6 +1,6 @@
 """Read and write checkpoints in the Hugging Face format.
 
-    folder or hub id -> load_model -> Model(policy, params, text, config, source) -> save_model -> folder
+    folder, GGUF file, hub id -> load_model -> Model(policy, params, text, config, source) -> save_model -> folder
 
 A folder holds config.json, safetensors and a tokenizer. Reading goes parameter by parameter, and a layer or some rows
 at a time within one (`read_array`): beside what is placed already, the host never holds more than the largest shard and
@@ -23,11 +23,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flowgrpo.contracts import Policy
 from flowgrpo.data.foreign_files import check_file, check_files, inside
+from flowgrpo.data.gguf_file import is_gguf, read_header
+from flowgrpo.data.named_models import find_gguf
 from flowgrpo.data.tokenizer import load_text, start
 from flowgrpo.files import parse_json, replace_folder
-from flowgrpo.models import families
+from flowgrpo.models import families, gguf
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import Params, make_policy, matrices, parameters, shape_of
+from flowgrpo.models.free_memory import check_room
 from flowgrpo.models.quantised import Quantised, check_kind, quantise_matrix
 from flowgrpo.types import BadInput, first_line
 
@@ -66,6 +69,9 @@ class Stored(NamedTuple):
             values = file.get_slice(self.name)[start:stop] if self.shape else file.get_tensor(self.name)
         check_finite(values, f"{self.path}: {self.name}")
         return values
+
+
+Tensors = Mapping[str, Stored | gguf.FileTensor]
 
 
 def find_tensors(folder: Path) -> dict[str, Stored]:
@@ -254,7 +260,7 @@ def load_model(
     text: bool = True,
     quantised: str | None = None,
 ) -> Model:
-    """Read a folder or a hub id.
+    """Read a folder, a GGUF file, a model that comes as a package ("smollm2", "gemma3"), or a hub id.
 
     `dtype` is what the parameters are stored in, whatever the files have. `sharding`, one for all or a function
     of a parameter's name and axes, says where each goes as soon as it is complete. `text=False` reads no tokenizer.
@@ -263,10 +269,12 @@ def load_model(
     """
     kind = None if quantised is None else check_kind(quantised)
     folder, source, config = _shape(path)
-    dtype, words = _dtype(dtype), load_text(folder) if text else None
+    dtype = _dtype(dtype)
+    tensors = _tensors(folder, config)
+    if sharding is None:
+        check_room(folder, config, dtype, kind)
+    words = load_text(folder) if text else None
     _check_ids(folder, words, config)
-    tensors = find_tensors(folder)
-    _check_tensors(folder, tensors, config)
     coded = {} if kind is None else dict.fromkeys(matrices(config), kind)
     params = {name: _read(name, tensors, config, dtype, sharding, coded.get(name)) for name in parameters(config)}
     return Model(make_policy(config, dtype=dtype), params, words, config, source)
@@ -278,7 +286,7 @@ def check_model(path: str | Path) -> None:
     text = load_text(folder)
     start(text, [{"role": "user", "content": "x"}])
     _check_ids(folder, text, config)
-    _check_tensors(folder, find_tensors(folder), config)
+    _tensors(folder, config)
 
 
 def init_model(source: Mapping[str, Any], key: jax.Array, *, dtype="float32") -> Model:
@@ -312,13 +320,17 @@ def save_model(path: str | Path, model: Model, *, max_shard_bytes: float = 5e9, 
 
 
 def _folder(path: str | Path) -> Path:
-    """The folder itself, or the local copy of what a hub id names."""
+    """The folder or the GGUF file itself, or the local copy of what a hub id names."""
+    if (file := find_gguf(path)) is not None:
+        return file
     folder = Path(path).expanduser()
     if folder.is_dir():
         check_files(folder)
         return folder
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)):
-        raise BadInput(f"model folder {path} does not exist; give a folder with config.json, or a hub id owner/name")
+        raise BadInput(
+            f"model folder {path} does not exist; give a folder with config.json, a GGUF file, or a hub id owner/name"
+        )
     from huggingface_hub import snapshot_download
 
     try:
@@ -333,8 +345,10 @@ def _shape(
 ) -> tuple[Path, families.Source, DecoderConfig]:
     """Find the folder, and read from it the config.json, which may be adapted, and the shape that it describes."""
     folder = _folder(path)
-    where = str(folder / "config.json")
-    source = families.text_source(adapt(read_json(folder / "config.json"), where), where)
+    is_file = is_gguf(folder)
+    where = str(folder if is_file else folder / "config.json")
+    raw = gguf.read_source(read_header(folder)) if is_file else read_json(folder / "config.json")
+    source = families.text_source(adapt(raw, where), where)
     return folder, source, families.decoder_config(source, where)
 
 
@@ -383,7 +397,16 @@ def _slots(config: DecoderConfig) -> dict[str, _FileSlot]:
     return slots
 
 
-def _check_tensors(folder: Path, tensors: Mapping[str, Stored], config: DecoderConfig) -> None:
+def _tensors(folder: Path, config: DecoderConfig) -> Tensors:
+    """The tensors of a folder or a GGUF file, which are those that the shape asks for."""
+    if is_gguf(folder):
+        return gguf.find_tensors(read_header(folder), config)
+    tensors = find_tensors(folder)
+    _check_tensors(folder, tensors, config)
+    return tensors
+
+
+def _check_tensors(folder: Path, tensors: Tensors, config: DecoderConfig) -> None:
     expected = {name: slot.shape for name, slot in _slots(config).items()}
     tied = [families.TENSORS["unembed"].name] if config.tied else []
     families.check_tensors(f"the tensors in {folder} are not those of its config.json", tensors, expected, spare=tied)
@@ -391,7 +414,7 @@ def _check_tensors(folder: Path, tensors: Mapping[str, Stored], config: DecoderC
 
 def _read(
     name: str,
-    tensors: Mapping[str, Stored],
+    tensors: Tensors,
     config: DecoderConfig,
     dtype,
     sharding: Placing | None,

@@ -1,7 +1,7 @@
 """Read a run again: `read_config` its settings, `read_planner` its checkpoints; `export` writes its planner as a model.
 
-`export_adapter` writes an adapter alone, in PEFT's format. The planner of a pure environment becomes a small Llama
-whose tokenizer has the words of its environment.
+`export_gguf` writes it as GGUF, `export_adapter` an adapter alone, in PEFT's format. The planner of a pure environment
+becomes a small Llama whose tokenizer has the words of its environment, and has no form in GGUF.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +19,7 @@ from flowgrpo.envs.env import END, PAD
 from flowgrpo.models import families
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import make_policy
+from flowgrpo.models.gguf_export import save_gguf_folder
 from flowgrpo.models.hf import Model, load_model, save_model
 from flowgrpo.models.lora import Adapted, merge
 from flowgrpo.models.peft import save_adapter
@@ -138,6 +139,32 @@ def write_words(folder: Path, words: Sequence[str]) -> None:
 
 def export(folder: Path, out: Path, *, which: str = "best", licence: str | None = None) -> dict[str, Any]:
     """Write a run's planner as a whole model, with a model card that names its licence -> what was written."""
+    model, facts = _whole_model(folder, out, which, licence)
+    save_model(out, model, card=model_card(facts))
+    return _written(out, facts, model.params)
+
+
+def export_gguf(
+    folder: Path, out: Path, *, tensor_type: str = "f16", which: str = "best", licence: str | None = None
+) -> dict[str, Any]:
+    """Write a run's planner as GGUF, with a Modelfile and a model card -> what was written."""
+    if out.suffix == ".gguf":
+        raise fg.BadInput(
+            f"--out={out} names a file, and a folder is written, with a Modelfile: give {out.with_suffix('')}"
+        )
+    if isinstance(read_config(folder), pure.Config):
+        raise fg.BadInput(
+            f"the planner of {folder} speaks in whole words, which GGUF has no form for: leave out --format"
+        )
+    model, facts = _whole_model(folder, out, which, licence)
+    facts = facts._replace(gguf=tensor_type)
+    temperature = getattr(facts.config, "temperature", None)
+    save_gguf_folder(out, model, tensor_type=tensor_type, temperature=temperature, card=model_card(facts))
+    return {**_written(out, facts, model.params), "gguf_type": tensor_type}
+
+
+def _whole_model(folder: Path, out: Path, which: str, licence: str | None) -> tuple[Model, CardFacts]:
+    """The planner of a checkpoint with its adapter merged into its base, and what its card tells."""
     config = read_config(folder)
     step, params = read_planner(folder, which)
     _check_out(config, folder, out)
@@ -146,8 +173,11 @@ def export(folder: Path, out: Path, *, which: str = "best", licence: str | None 
     if lora is not None:
         params = merge(Adapted(model.params, params), model.config, lora)
     facts = CardFacts(read_run(folder)["recipe"], config, folder, step, which, licence=licence)
-    save_model(out, model._replace(params=params), card=model_card(facts))
-    return {"out": str(out), "which": which, "update": step, "params_sha256": params_sha256(params)}
+    return model._replace(params=params), facts
+
+
+def _written(out: Path, facts: CardFacts, params: Any) -> dict[str, Any]:
+    return {"out": str(out), "which": facts.which, "update": facts.update, "params_sha256": params_sha256(params)}
 
 
 def export_adapter(folder: Path, out: Path, *, which: str = "best", licence: str | None = None) -> dict[str, Any]:
@@ -163,7 +193,7 @@ def export_adapter(folder: Path, out: Path, *, which: str = "best", licence: str
     named = config.model or str(Path(base(config, folder)).resolve())
     facts = CardFacts(read_run(folder)["recipe"], config, folder, step, which, adapter=True, licence=licence)
     save_adapter(out, adapter, model.config, lora, base_model=named, card=model_card(facts))
-    return {"out": str(out), "which": which, "update": step, "params_sha256": params_sha256(adapter)}
+    return _written(out, facts, adapter)
 
 
 def can_chat(folder: Path) -> bool:
@@ -179,5 +209,8 @@ def _check_out(config: RunConfig, folder: Path, out: Path) -> None:
     """Raise `BadInput` where a run is, or the model that it goes on from: what is written replaces a whole folder."""
     if (out / RUN).exists():
         raise fg.BadInput(f"--out={out} is the folder of a run: give another one, such as {out / 'model'}")
-    if isinstance(config, PlannerConfig) and Path(base(config, folder)).resolve() == out.resolve():
+    if not isinstance(config, PlannerConfig):
+        return
+    began = Path(base(config, folder)).resolve()
+    if out.resolve() in (began, began.parent if began.is_file() else began):
         raise fg.BadInput(f"--out={out} is the model that the run began with: give another folder")

@@ -47,6 +47,7 @@ class CardFacts(NamedTuple):
     update: int  # whose parameters were written
     which: str  # best, last, start
     adapter: bool = False
+    gguf: str | None = None  # the type of its tensors, of a GGUF file
     licence: str | None = None  # of the weights; None: that of the base model, or our own where there is none
 
 
@@ -78,9 +79,9 @@ def model_card(facts: CardFacts) -> str:
 
 
 def base_id(config: RunConfig) -> str | None:
-    """The hub id that a run began with; None for a folder, or a model that was made for the run."""
+    """The hub id that a run began with; None for a folder or a file, or a model that was made for the run."""
     model = config.model if isinstance(config, PlannerConfig) else None
-    return model if model and HUB_ID.fullmatch(model) and not Path(model).is_dir() else None
+    return model if model and HUB_ID.fullmatch(model) and not Path(model).exists() else None
 
 
 def training_command(recipe: str, config: RunConfig) -> str:
@@ -129,12 +130,20 @@ def _public(name: str, value: Any) -> Any:
 
 def _front_matter(facts: CardFacts, base: str | None, algorithm: str) -> Sequence[str]:
     """The metadata, as YAML whose values are JSON."""
-    values: dict[str, Any] = {"library_name": "peft" if facts.adapter else "transformers"}
+    library = "peft" if facts.adapter else "gguf" if facts.gguf else "transformers"
+    values: dict[str, Any] = {"library_name": library}
     values["pipeline_tag"] = "text-generation"
     if base is not None:
         values["base_model"] = base
     values |= _licence(facts, base)
-    values["tags"] = ["flowgrpo", "reinforcement-learning", "agents", "tool-use", algorithm.replace("_", "-")]
+    values["tags"] = [
+        *(["gguf"] if facts.gguf else []),
+        "flowgrpo",
+        "reinforcement-learning",
+        "agents",
+        "tool-use",
+        algorithm.replace("_", "-"),
+    ]
     return ["---", *(f"{name}: {json.dumps(value)}" for name, value in values.items()), "---", ""]
 
 
@@ -154,6 +163,8 @@ def _paragraphs(facts: CardFacts, base: str | None) -> Sequence[str]:
     began = "a small model that was made for the run" if model is None else f"`{base or Path(model).name}`"
     where = f"environment `{config.env}`" if isinstance(config, pure.Config) else f"recipe `{facts.recipe}`"
     kind = "An adapter in PEFT's format, which belongs to" if facts.adapter else "Whole weights, which began as"
+    if facts.gguf:
+        kind = f"Whole weights in GGUF's {facts.gguf.upper()}, for llama.cpp and Ollama, which began as"
     return [
         f"{kind} {began}. The planner of a multi-turn agent was trained inside the running system "
         f"([Flow-GRPO](https://arxiv.org/abs/2510.05592)), {where}, seed {config.seed}. These are the parameters of "

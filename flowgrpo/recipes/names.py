@@ -53,6 +53,7 @@ CHECKS = (  # of `recipes.device_checks.suite`
 )
 CHECK_SIZES = ("small", "full")  # of `recipes.device_checks.bench`
 WHICH = ("best", "last", "start")  # checkpoints of a run: best in validation, last of all, the start of the training
+GGUF_TYPES = ("f16", "bf16", "f32", "q8_0")  # of `models.gguf_export`
 SPLITS = ("train", "validation", "test")  # of `envs.env`
 DTYPES = ("float32", "bfloat16", "float16")
 WHOLE_BASE = "whole"

@@ -18,7 +18,7 @@ from flowgrpo.models.peft import load_adapter
 from flowgrpo.models.trainable import ADAPTER, ActorCritic
 from flowgrpo.recipes import agent_config, pure, pure_config
 from flowgrpo.recipes.agent import START
-from flowgrpo.recipes.export import base_model, can_chat, export, export_adapter, llama
+from flowgrpo.recipes.export import base_model, can_chat, export, export_adapter, export_gguf, llama
 from flowgrpo.recipes.names import BASES
 from flowgrpo.recipes.offline_start import write_model
 from flowgrpo.recipes.planner import load_start, lora_of
@@ -173,6 +173,73 @@ def test_a_quickstart_is_exported_as_a_small_llama_with_a_tokenizer_of_words(of_
     assert not (tmp_path / "none").exists()
     own = command("export", f"--workdir={folder}", f"--out={folder}", check=False)
     check_refused(own, "is the folder of a run: give another one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["none", *BASES])
+def test_M5_a_hosted_run_is_exported_as_gguf(run, tmp_path, base):
+    """M5: the file is the checkpoint that was asked for, with its adapter merged into its base."""
+    pytest.importorskip("gguf")
+    config = HOSTED if base == "none" else replace(HOSTED, lora_rank=3, lora_alpha=6.0, base=base)
+    model, out = load_model(run / START), tmp_path / "planner"
+    if base == "none":
+        whole = moved(model.params, 1)
+        write_run(run, config, model.params, trained=[whole])
+        expected = logits(model.policy, whole)
+    else:
+        model, lora = load_start(run / START, config), lora_of(config)
+        assert lora is not None
+        adapted = Adapted(model.params, moved(init_adapter(jax.random.key(0), model.config, lora), 1))
+        check_run(run, "agent", config.to_json())
+        state = loop.start_run(adapted, optax.sgd(0.1), jax.random.key(0), trained=ADAPTER)
+        part = state.replace(learner=state.learner.replace(params=adapted.adapter))
+        Checkpoints(run).save(1, {"run": part, "start": jax.device_get(adapted.adapter)}, {"validation": 0.5})
+        expected = logits(lora_policy(model.config, lora), adapted)
+    written = export_gguf(run, out, tensor_type="f32")
+    assert (written["update"], written["gguf_type"]) == (1, "f32")
+    assert sorted(path.name for path in out.iterdir()) == ["Modelfile", "README.md", "planner.gguf"]
+    again = load_model(out / "planner.gguf")
+    assert np.abs(logits(again.policy, again.params) - expected).max() < 1e-5
+    assert again.text.encode("one six 12") == model.text.encode("one six 12")
+    messages = [{"role": "user", "content": "one"}]
+    assert again.text.tokenizer.apply_chat_template(messages) == model.text.tokenizer.apply_chat_template(messages)
+    assert again.text.stop_ids == model.text.stop_ids
+    assert f"PARAMETER temperature {config.temperature:g}\n" in (out / "Modelfile").read_text()
+    card = (out / "README.md").read_text()
+    assert 'library_name: "gguf"' in card
+    assert "Whole weights in GGUF's F32, for llama.cpp and Ollama" in card
+    with pytest.raises(BadInput, match="holds Modelfile, which is no part of a model"):
+        export(run, out)
+
+
+@pytest.mark.slow
+def test_the_command_writes_gguf_and_says_what_is_wrong(run, of_words, tmp_path, command):
+    pytest.importorskip("gguf")
+    model, out = load_model(run / START), tmp_path / "planner"
+    write_run(run, HOSTED, model.params, trained=[model.params])
+    flags = (f"--workdir={run}", f"--out={out}")
+    done = command("export", *flags, "--format=gguf", "--gguf_type=q8_0")
+    assert last_line(done)["gguf_type"] == "q8_0"
+    assert f"ollama create planner -f {out}/Modelfile" in done.stdout
+    assert f"chat --model={out}/planner.gguf" in done.stdout
+    (began := tmp_path / "next").mkdir()
+    write_run(began, replace(HOSTED, model=str(out / "planner.gguf")), model.params, trained=[model.params])
+    with pytest.raises(BadInput, match="is the model that the run began with: give another folder"):
+        export_gguf(began, out)
+    export_gguf(began, tmp_path / "next model")
+    assert "which began as `planner.gguf`" in (tmp_path / "next model" / "README.md").read_text()
+    assert load_model(out / "planner.gguf").config.num_layers == model.config.num_layers
+    check_refused(
+        command("export", *flags, "--format=gguf", "--adapter", check=False), "alone: leave it out, or --format"
+    )
+    check_refused(command("export", *flags, "--gguf_type=q8_0", check=False), "is of --format=gguf: add it")
+    unknown = command("export", *flags, "--format=gguf", "--gguf_type=q4_k", check=False)
+    check_refused(unknown, "gguf_type", status=2)
+    with pytest.raises(BadInput, match=r"planner.gguf names a file, and a folder is written"):
+        export_gguf(run, tmp_path / "planner.gguf")
+    with pytest.raises(BadInput, match="speaks in whole words, which GGUF has no form for: leave out --format"):
+        export_gguf(of_words[0], tmp_path / "words")
+    assert not (tmp_path / "words").exists()
 
 
 @pytest.mark.oracle
