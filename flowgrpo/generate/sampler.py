@@ -24,7 +24,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Bool, Float, Int
 
 from flowgrpo.contracts import Cache, Params, Policy, Scores
-from flowgrpo.types import AnyArray, BadInput
+from flowgrpo.types import AnyArray, BadInput, PrefixTree
 
 MAX_KEPT = 64
 COLUMNS = 512  # of the vocabulary, when a token is drawn
@@ -373,24 +373,37 @@ def logprobs(
     banned: tuple[int, ...] = (),
     kept: Array | None = None,
     chunk: int = 256,
-    prompts: tuple[AnyArray, AnyArray] | None = None,
+    tree: PrefixTree | None = None,
 ) -> Scores:
     """Log-probability and entropy of every token given those before it in its segment, both [r s].
 
     The first token of a segment and padding score 0. `kept` [r s k] holds recorded sets; then a token
     without one scores 0 too. The vocabulary is met `chunk` tokens at a time, and again in the backward
-    pass, never as a whole [r, s, v] (M4). With the `prompts` of a `Batch`, every segment goes on from that of its row.
+    pass, never as a whole [r, s, v] (M4). With the `tree` of a `Batch`, every token of a segment is scored,
+    given its context in the tree: what contexts begin with alike is computed once (F10).
     """
     tokens = jnp.asarray(tokens)
     segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
-    if prompts is None:
-        states = policy.hidden(params, tokens, positions, segments, None)[0]
-    elif policy.hidden_after is None:
-        raise BadInput("the rows share prompts, and this policy has no hidden_after: pack without prompts")
-    else:
-        states = policy.hidden_after(params, prompts, tokens, positions, segments)
     settings: dict[str, Any] = {"temperature": temperature, "banned": banned, "kept": kept, "chunk": chunk}
+    if tree is not None:
+        real = segments > 0
+        return score_next(policy, params, tree_states(policy, params, tree, real), tokens, real, **settings)
+    states = policy.hidden(params, tokens, positions, segments, None)[0]
     return score_states(policy, params, states, tokens, segments, **settings)
+
+
+def tree_states(policy: Policy, params: Params, tree: PrefixTree, real_rs: AnyArray) -> Array:
+    """Hidden states [r s d] before each token of rows, from their trees; what is not real has that of some token."""
+    if policy.hidden_tree is None:
+        raise BadInput("the rows share prefixes, and this policy has no hidden_tree: pack plain rows")
+    states_rud = policy.hidden_tree(params, tree.tokens, tree.positions, tree.ends)
+    return before_tokens(states_rud, tree, real_rs)
+
+
+def before_tokens(x_ru: Array, tree: PrefixTree, real_rs: AnyArray) -> Array:
+    """What a tree's tokens have [r u ...], at the token before each of a row's: [r s ...]."""
+    after_rs = jnp.where(jnp.asarray(real_rs), jnp.asarray(tree.after), 0)
+    return jax.vmap(lambda x_u, after_s: x_u[after_s])(x_ru, after_rs)
 
 
 def score_states(

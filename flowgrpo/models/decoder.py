@@ -9,24 +9,21 @@ parameters; `make_policy` splits it once, and from there on everything is a pure
 arrays.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx, struct
+from flax import nnx
 from jax import Array
-from jax.custom_derivatives import SymbolicZero
 
 from flowgrpo.contracts import Cache, Params, Policy
-from flowgrpo.models.attention import PRECISE, Attend, Kernels, Sight, attend, attend_cache
+from flowgrpo.models.attention import Attend, Kernels, Sight, attend, attend_cache
 from flowgrpo.models.config import DecoderConfig, Rope, check_config, rope_frequencies
 from flowgrpo.models.kv_cache import (
     Held,
-    Shared,
     View,
     block,
     block_sizes,
@@ -36,9 +33,8 @@ from flowgrpo.models.kv_cache import (
     slots_of,
     write_cache,
 )
-from flowgrpo.models.quantised import Quantised, times_quantised
-
-PIECE, DIVIDED = 192, 4096  # terms of a sum in one piece, and of the longest sum that is divided
+from flowgrpo.models.products import divide as divide_sums
+from flowgrpo.models.products import leave_whole, multiply, times, wide_product
 
 
 class Settle(NamedTuple):
@@ -134,99 +130,6 @@ def rotate(x: Array, cosine: Array, sine: Array) -> Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-class Divided(struct.PyTreeNode):
-    """A matrix in the pieces that `product` sums over, each in memory of its own."""
-
-    pieces: tuple[Array, ...]  # [terms, outputs] each
-    shape: tuple[int, ...] = struct.field(pytree_node=False)  # of the whole, with all its axes
-
-
-def multiply(x: Array, layer: Params, name: str, *, inputs: int = 1) -> Array:
-    """`x W`, with the bias where there is one; and `+ x A B`, in their dtype, where there is an adapter of that name.
-
-    The first `inputs` axes of W are summed over: [r s inputs] -> [r s outputs]. It is done on matrices, because XLA's
-    gradient of a product with more axes is twice as slow on a CPU.
-    """
-    w, bias = layer[name], layer.get(f"{name}_bias")
-    flat = x.reshape(-1, math.prod(w.shape[:inputs]))
-    out = _times(flat, w).astype(x.dtype)
-    if f"{name}_a" in layer:
-        a, b = layer[f"{name}_a"], layer[f"{name}_b"]
-        low = _matmul(flat.astype(a.dtype), a.reshape(flat.shape[1], -1))
-        change = _matmul(low, b.reshape(len(b), -1))
-        out = (out.astype(change.dtype) + change).astype(out.dtype)
-    out = out.reshape(*x.shape[:2], *w.shape[inputs:])
-    return out if bias is None else out + bias[None, None]
-
-
-_matmul = partial(jnp.matmul, precision=PRECISE)
-
-
-@jax.custom_jvp
-def product(x_ab: Array, w_bc: Array) -> Array:
-    """`x w` in their type; of float32, a row's bits are the same among any two rows or more (F7, E3).
-
-    On a CPU a long sum goes in an order that depends on rows and threads, and a deep model enlarges the difference a
-    hundredfold: it is made of pieces, within which the order never changes.
-    """
-    if x_ab.dtype != jnp.float32 or not PIECE < x_ab.shape[1] <= DIVIDED:
-        return _whole_product(x_ab, w_bc)
-    return jax.lax.platform_dependent(x_ab, w_bc, cpu=_product_by_pieces, default=_whole_product)
-
-
-def _product_by_pieces(x_ab: Array, w_bc: Array) -> Array:
-    return _sum_pieces(x_ab, _pieces(w_bc))
-
-
-def _sum_pieces(x_ab: Array, pieces: Sequence[Array]) -> Array:
-    ends = np.cumsum([0, *(len(piece) for piece in pieces)])
-    terms = zip(ends, ends[1:], pieces, strict=False)
-    return reduce(jnp.add, [_matmul(x_ab[:, start:end], piece) for start, end, piece in terms])
-
-
-def _pieces(w_bc: Array) -> tuple[Array, ...]:
-    return tuple(w_bc[start : start + PIECE] for start in range(0, len(w_bc), PIECE))
-
-
-def _times(x_ab: Array, w: Array | Divided | Quantised) -> Array:
-    """`product`, whose second factor may lie in pieces, be quantised, or have more axes than two."""
-    if isinstance(w, Quantised):
-        return times_quantised(x_ab, w, product if x_ab.dtype == jnp.float32 else wide_product)
-    return _sum_pieces(x_ab, w.pieces) if isinstance(w, Divided) else product(x_ab, w.reshape(x_ab.shape[1], -1))
-
-
-def _whole_product(x_ab: Array, w_bc: Array) -> Array:
-    return _matmul(x_ab, w_bc) if x_ab.dtype == jnp.float32 else jnp.matmul(x_ab, w_bc)
-
-
-@partial(product.defjvp, symbolic_zeros=True)
-def _product_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    """A gradient may be summed in any order, and is faster in one piece; what is frozen has none."""
-    (x, w), (dx, dw) = primals, tangents
-    out: Array = product(x, w)
-    changes = [_whole_product(a, b) for a, b, d in ((dx, w, dx), (x, dw, dw)) if not isinstance(d, SymbolicZero)]
-    return out, reduce(jnp.add, changes) if changes else jnp.zeros_like(out)
-
-
-@jax.custom_vjp
-def wide_product(x_ab: Array, w_bc: Array) -> Array:
-    """`product` in float32, of factors in a narrower type, in which its gradient is computed, too."""
-    return jnp.matmul(x_ab, w_bc, preferred_element_type=jnp.float32)
-
-
-def _wide_product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
-    return wide_product(x, w), (x, w)
-
-
-def _wide_product_backward(factors: tuple[Array, Array], d_out: Array) -> tuple[Array, Array]:
-    x, w = factors
-    d_out = d_out.astype(x.dtype)
-    return jnp.matmul(d_out, w.T), jnp.matmul(x.T, d_out)
-
-
-wide_product.defvjp(_wide_product_forward, _wide_product_backward)
-
-
 def attention(x: Array, layer: Params, held: Held | None, view: View, config: DecoderConfig, attend: Attend) -> tuple:
     """Attention of one layer over its own tokens, or over the cache after they are written to it."""
     q, k, v = (multiply(x, layer, name) for name in ("q", "k", "v"))
@@ -236,8 +139,8 @@ def attention(x: Array, layer: Params, held: Held | None, view: View, config: De
     q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
     if held is None or view.slots is None:
         q, k, v = (jnp.swapaxes(y, 1, 2) for y in (q, k, v))
-        attend_rows = _attend_whole if view.shared is None else partial(_attend_shared, shared=view.shared)
-        mixed = attend_rows(q, k, v, layer["window"], view, config, attend)
+        sight = Sight(view.positions, view.k_positions, view.segments, view.k_segments, layer["window"], view.k_ends)
+        mixed = attend(q, k, v, sight, config)
     else:
         held = write_cache(held, (k, v), layer, view)
         mixed = _attend_held(jnp.swapaxes(q, 1, 2), held, layer, view, config, attend)
@@ -260,42 +163,6 @@ def _attend_held(q: Array, held: Held, layer: Params, view: View, config: Decode
     if own == wide:
         return by_blocks(q, held, size=own)
     return jax.lax.platform_dependent(q, held, cpu=partial(by_blocks, size=own), default=partial(by_blocks, size=wide))
-
-
-def _attend_whole(q: Array, k: Array, v: Array, window, view: View, config: DecoderConfig, attend: Attend) -> Array:
-    sight = Sight(view.positions, view.k_positions, view.segments, view.k_segments, window)
-    return attend(q, k, v, sight, config)
-
-
-def _attend_shared(
-    q: Array, k: Array, v: Array, window, view: View, config: DecoderConfig, attend: Attend, *, shared: Shared
-) -> Array:
-    """Attention within prompts, and of rows to themselves and to the prompt before them; all lie in one row."""
-    (q_p, q_r), (k_p, k_r), (v_p, v_r) = (_heads_apart(x, shared) for x in (q, k, v))
-    (position_pu, position_rs), (segment_pu, segment_rs) = (_apart(x, shared) for x in (view.positions, view.segments))
-    before = partial(jnp.repeat, repeats=shared.rows // shared.prompts, axis=0)
-    of_prompts = attend(q_p, k_p, v_p, Sight(position_pu, position_pu, segment_pu, segment_pu, window), config)
-    keys, values = (jnp.concatenate([before(x), y], axis=2) for x, y in ((k_p, k_r), (v_p, v_r)))
-    positions = jnp.concatenate([before(position_pu), position_rs], axis=1)
-    segments = jnp.concatenate([jnp.zeros_like(before(segment_pu)), segment_rs], axis=1)
-    of_all = jnp.concatenate([before(segment_pu) > 0, jnp.zeros(segment_rs.shape, bool)], axis=1)
-    of_rows = attend(q_r, keys, values, Sight(position_rs, positions, segment_rs, segments, window, of_all), config)
-    flat = [jnp.moveaxis(x, 0, 1).reshape(config.h, -1, config.e) for x in (of_prompts, of_rows)]
-    return jnp.concatenate(flat, axis=1)[None]
-
-
-def _apart(x: Array, shared: Shared) -> tuple[Array, Array]:
-    """[1 tokens ...] -> those of prompts [p u ...], those of rows [r s ...]."""
-    edge = shared.prompts * shared.length
-    shapes = (shared.prompts, shared.length), (shared.rows, shared.tokens)
-    of_prompts, of_rows = x[0, :edge], x[0, edge:]
-    return of_prompts.reshape(*shapes[0], *x.shape[2:]), of_rows.reshape(*shapes[1], *x.shape[2:])
-
-
-def _heads_apart(x: Array, shared: Shared) -> tuple[Array, Array]:
-    """[1 h tokens e] -> those of prompts [p h u e], those of rows [r h s e]."""
-    of_prompts, of_rows = _apart(jnp.swapaxes(x, 1, 2), shared)
-    return jnp.swapaxes(of_prompts, 1, 2), jnp.swapaxes(of_rows, 1, 2)
 
 
 def feed_forward(x: Array, layer: Params, config: DecoderConfig) -> Array:
@@ -331,19 +198,19 @@ def hidden(
     adapter=None,
     settle: Settle | None = None,
     spread: Callable[[Attend], Attend] | None = None,
-    shared: Shared | None = None,
+    ends=None,
 ):
     """Final hidden states [r s d], and the cache with these tokens in it.
 
     By default every token is real (segment 1), and positions count on from what the cache holds. The arrays of
     an `adapter` (see `lora`) are stacked over the layers, and names and axes are those that `multiply` reads.
-    On several devices `settle` says where parameters come from, and `spread` divides attention. `shared` is for
-    `hidden_after` alone.
+    On several devices `settle` says where parameters come from, and `spread` divides attention. With `ends` rows are
+    trees, and `segments` number their tokens, as `Sight` has it; see `hidden_tree`.
     """
     tokens = jnp.asarray(tokens)
     segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
     cache, view = extend_cache(tokens, positions, segments, cache, config)
-    view = view._replace(angles=_angles(view.positions, config), shared=shared)
+    view = view._replace(angles=_angles(view.positions, config), k_ends=ends)
     looked_up = params["embed"][tokens] if settle is None else settle.lookup(params["embed"], tokens)
     x = looked_up * jnp.asarray(config.embed_scale, looked_up.dtype)
     x = jnp.where(segments[:, :, None] > 0, x, jnp.zeros((), x.dtype))
@@ -363,19 +230,15 @@ def hidden(
     return x, None if cache is None or held is None else cache.replace(keys=held[0], values=held[1])
 
 
-def hidden_after(hidden: Callable, params: Any, prompts: tuple, tokens, positions, segments) -> Array:
-    """Final hidden states [r s d] of rows that share prompts (tokens_pu, length_p), each of which is computed once.
+def hidden_tree(hidden: Callable, params: Any, tokens, positions, ends, **settings) -> Array:
+    """Final hidden states [r u d] of the trees of a `Batch`: contexts that share prefixes, each token computed once.
 
-    Rows come in p blocks, and every segment of a block goes on from its prompt; `positions` count the prompt's tokens.
-    `hidden` meets all tokens in one row, where they are multiplied together, and attention takes them apart.
+    Tokens are in depth-first order, so those that see token j are j and what follows until `ends[j]`; 0 is padding. A
+    token's state depends on the tokens before it in its context alone, and contexts that begin alike share it.
     """
-    tokens_pu, tokens_rs = jnp.asarray(prompts[0]), jnp.asarray(tokens)
-    place_pu = jnp.broadcast_to(jnp.arange(tokens_pu.shape[1]), tokens_pu.shape)
-    real_pu = (place_pu < jnp.asarray(prompts[1])[:, None]).astype(jnp.int32)
-    pairs = ((tokens_pu, tokens_rs), (place_pu, positions), (real_pu, segments))
-    flat = [jnp.concatenate([jnp.asarray(x).reshape(1, -1) for x in pair], axis=1) for pair in pairs]
-    states, _ = hidden(params, *flat, None, shared=Shared(*tokens_pu.shape, *tokens_rs.shape))
-    return states[0, tokens_pu.size :].reshape(*tokens_rs.shape, -1)
+    ends = jnp.asarray(ends)
+    number_ru = jnp.where(ends > 0, jnp.arange(1, ends.shape[1] + 1, dtype=jnp.int32), 0)
+    return hidden(params, tokens, positions, number_ru, None, ends=ends, **settings)[0]
 
 
 def _step(carry, layer: Params, *, view: View, config: DecoderConfig, attend: Attend, settle: Settle | None):
@@ -427,7 +290,7 @@ def unstack_layers(params: Params, *, config: DecoderConfig, divide: Callable[..
     """
     if isinstance(params["q"], tuple):
         return params
-    divide = _divide if divide is None else divide
+    divide = divide_sums if divide is None else divide
     declared, factors = parameters(config), matrices(config)
     unembedding = params["embed"].T if config.tied else params["unembed"]
     laid: dict[str, Any] = {"embed": params["embed"], "norm": params["norm"], "unembed": divide(unembedding, 1)}
@@ -438,23 +301,11 @@ def unstack_layers(params: Params, *, config: DecoderConfig, divide: Callable[..
     return laid
 
 
-def _leave_whole(w: Array, _inputs: int) -> Array:
-    return w
-
-
-def _divide(w: Array | Quantised, inputs: int) -> Array | Divided | Quantised:
-    """A matrix in pieces, where `product` sums over these; its first so many axes are summed over."""
-    if isinstance(w, Quantised):
-        return w
-    flat = w.reshape(math.prod(w.shape[:inputs]), -1)
-    return w if w.dtype != jnp.float32 or len(flat) > DIVIDED else Divided(_pieces(flat), w.shape)
-
-
 def unembed(params: Params, hidden: Array, *, config: DecoderConfig) -> Array:
     """Logits in float32: [... d] -> [... v]."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     w = params["unembed"] if "unembed" in params else params["embed"].T
-    logits = _times(flat, w) if hidden.dtype == jnp.float32 else wide_product(flat, w)
+    logits = times(flat, w) if hidden.dtype == jnp.float32 else wide_product(flat, w)
     logits = logits.reshape(*hidden.shape[:-1], -1)
     cap = config.logit_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap)
@@ -479,7 +330,7 @@ def make_policy(
         unembed=partial(unembed, config=config),
         make_cache=partial(make_cache, config=config, dtype=dtype, stacked=unroll is not True),
         unstack_layers=_layout(config, unroll, attend),
-        hidden_after=partial(hidden_after, states),
+        hidden_tree=partial(hidden_tree, states),
     )
 
 
@@ -487,7 +338,7 @@ def _layout(config: DecoderConfig, unroll: bool | int, attend: Attend) -> Callab
     """Choose how parameters lie for many small steps: apart where layers are compiled apart, and on a GPU."""
     if unroll is True:
         return partial(unstack_layers, config=config)
-    return partial(unstack_layers, config=config, divide=_leave_whole) if isinstance(attend, Kernels) else None
+    return partial(unstack_layers, config=config, divide=leave_whole) if isinstance(attend, Kernels) else None
 
 
 def _init(key: Array, *, config: DecoderConfig, dtype) -> Params:

@@ -27,7 +27,6 @@ from tiny_learner import (
 )
 
 import flowgrpo as fg
-from flowgrpo.batching.packing import pack_after_prompts
 from flowgrpo.generate.sampler import decode, prefill, sampling, start_rows
 from flowgrpo.learner.update import check_mini_batches, in_dtype, make_score, make_update, score_reference, visit
 from flowgrpo.models.config import DecoderConfig, Rope
@@ -84,31 +83,17 @@ def test_F3_sequences_over_rows_and_devices_have_the_unsplit_gradient(algorithm,
     check_unsplit(algorithm, rows_of(algorithm, sampled_case(12)[1], "by_trajectory"), **settings)
 
 
-def begun_alike(trajectories: fg.Trajectories) -> fg.Trajectories:
-    """The trajectories with contexts that begin alike within a group; in one that appends they have three words."""
-    slot_l, group_n = np.arange(trajectories.tokens.shape[2]), trajectories.group
-    chosen_ntl = trajectories.chosen & (slot_l >= 3)
-    said_ntl = slot_l + np.abs(group_n)[:, None, None] % 80
-    tokens_ntl = np.where(np.cumsum(chosen_ntl, axis=2) == 0, said_ntl, trajectories.tokens).astype(np.int32)
-    begins_nt = trajectories.begins & (group_n != group_n.min())[:, None]
-    return trajectories.replace(tokens=tokens_ntl, chosen=chosen_ntl, begins=begins_nt)
-
-
 @pytest.mark.slow
 def test_F3_layouts_give_a_decoder_the_same_parameters():
-    """In micro-batches of 5: packed, shuffled, padded, one trajectory or turn per row; two rows after each prompt."""
+    """In micro-batches of 5: packed, shuffled, padded, one trajectory or turn per row."""
     policy = make_policy(DecoderConfig(v=97, d=16, h=2, k=1, e=8, f=16, windows=(None,), ropes=(Rope(),)))
     params = policy.init(jax.random.key(0))
-    trajectories = near(begun_alike(make_case(11).trajectories), jax.jit(make_score(policy, **SETTINGS)), params, 0.1)
+    trajectories = near(make_case(11).trajectories, jax.jit(make_score(policy, **SETTINGS)), params, 0.1)
     algorithm = fg.flow_grpo(beta=0.05, entropy_bonus=0.01)
     update = compiled(algorithm, policy=policy, micro_rows=5)
     packed = rows_of(algorithm, trajectories, rows=48)
     order = np.random.default_rng(0).permutation(48)
     layouts = [rows_of(algorithm, trajectories, layout, rows=48) for layout in ("by_trajectory", "by_turn")]
-    credit = algorithm.advantages(trajectories), algorithm.weights(trajectories)
-    sizes = {"row_length": 48, "prompt_length": 3, "rows": 48, "block": 2}
-    layouts.append(pack_after_prompts(jax.device_get(trajectories), *credit, **sizes))
-    assert layouts[-1].prompt_length.max() > 1
     expected, metrics = update(fresh(params), packed)
     assert float(metrics["clip_low_fraction"] + metrics["clip_high_fraction"]) > 0
     for batch in (jax.tree.map(lambda x_rs: x_rs[order], packed), *layouts):
@@ -212,14 +197,6 @@ def test_micro_batches_are_as_many_as_the_wanted_rows_fill(count):
 
 
 # Scores -----------------------------------------------------------------------------------------------
-
-
-def test_prompts_are_refused_by_a_policy_that_does_not_know_them():
-    params, trajectories = sampled_case(16)
-    batch = rows_of(PLAIN, trajectories)
-    batch = batch.replace(prompt_tokens=jnp.zeros((2, 3), jnp.int32), prompt_length=jnp.zeros(2, jnp.int32))
-    with pytest.raises(fg.BadInput, match="the rows share prompts, and this policy has no hidden_after"):
-        make_score(BIGRAMS)(params, batch)
 
 
 def test_scoring_visits_only_rows_with_an_action():
