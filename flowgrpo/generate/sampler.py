@@ -374,22 +374,24 @@ def logprobs(
     kept: Array | None = None,
     chunk: int = 256,
     tree: PrefixTree | None = None,
+    wanted: AnyArray | None = None,
 ) -> Scores:
     """Log-probability and entropy of every token given those before it in its segment, both [r s].
 
-    The first token of a segment and padding score 0. `kept` [r s k] holds recorded sets; then a token
-    without one scores 0 too. The vocabulary is met `chunk` tokens at a time, and again in the backward
-    pass, never as a whole [r, s, v] (M4). With the `tree` of a `Batch`, every token of a segment is scored,
-    given its context in the tree: what contexts begin with alike is computed once (F10).
+    The first token of a segment and padding score 0, and so does what is not `wanted` [r s], whose logits are not
+    computed. `kept` [r s k] holds recorded sets; then a token without one scores 0 too. The vocabulary is met `chunk`
+    tokens at a time, and again in the backward pass, never as a whole [r, s, v] (M4). With the `tree` of a `Batch`,
+    every token of a segment is scored, given its context in the tree: what contexts begin with alike is computed
+    once (F10).
     """
     tokens = jnp.asarray(tokens)
     segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
     settings: dict[str, Any] = {"temperature": temperature, "banned": banned, "kept": kept, "chunk": chunk}
     if tree is not None:
-        real = segments > 0
+        real = segments > 0 if wanted is None else (segments > 0) & jnp.asarray(wanted)
         return score_next(policy, params, tree_states(policy, params, tree, real), tokens, real, **settings)
     states = policy.hidden(params, tokens, positions, segments, None)[0]
-    return score_states(policy, params, states, tokens, segments, **settings)
+    return score_states(policy, params, states, tokens, segments, wanted=wanted, **settings)
 
 
 def tree_states(policy: Policy, params: Params, tree: PrefixTree, real_rs: AnyArray) -> Array:
