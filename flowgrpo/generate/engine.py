@@ -200,7 +200,7 @@ class Engine:
             raise BadInput("the policy has no make_cache, and decoding needs one")
         self.programs = make_programs(policy, steps=steps, banned=banned, width=kept, mixed=mixed)
         self.slot_length, self.chunk, self.at_swap = slot_length, chunk, at_swap
-        self.kept, self.mixed = kept, mixed
+        self.kept, self.mixed, self.banned = kept, mixed, banned
         self.text_of = text_of
         self.lost = Ledger()  # tokens that reached nobody; add it to the ledger of what was delivered
         self.recomputed = Recomputed()

@@ -1,4 +1,4 @@
-"""Filling slots for requests that enter together: a trie over slots, each distinct piece of which is computed once.
+"""Slots filled for requests that enter together: a trie over slots, whose every piece is computed once.
 
 The first request with some beginning computes it in its own slot; one that goes on from it begins with a copy and
 computes what is its own. `Fill` says what a slot begins with and what it still lacks, `waves` in which order that can
