@@ -47,9 +47,7 @@ from flowgrpo.generate.sampler import (
     Sampled,
     decode,
     prefill,
-    put_rows,
     start_rows,
-    take_rows,
 )
 from flowgrpo.types import BadInput, Fate, Ledger, check_range
 
@@ -124,13 +122,13 @@ def _extend(policy, params, rows: Rows, slot_p, start_p, tokens_pc, size_p) -> R
 def _force(policy, params, rows: Rows, index_w, tokens_wc, size_w) -> Rows:
     """The first `size` tokens, which were sampled before, fed again to each of these slots (None: of all), in decode
     steps of their width."""
-    some = rows if index_w is None else take_rows(rows, index_w)
+    some = rows if index_w is None else _pick_rows(rows, index_w)
 
     def step(i, cache):
         return prefill(policy, params, cache, tokens_wc[:, i][:, None], (i < size_w)[:, None])
 
     some = some.replace(cache=jax.lax.fori_loop(0, size_w.max(), step, some.cache))
-    return some if index_w is None else put_rows(rows, index_w, some)
+    return some if index_w is None else _return_rows(rows, index_w, some)
 
 
 @jax.jit
@@ -143,11 +141,23 @@ def _enter(token, key, count, budget, active, row, entry: Entry) -> tuple:
 @partial(jax.jit, static_argnums=0, static_argnames=("steps", "banned", "width", "mixed"), donate_argnums=2)
 def _decode(policy, params, rows: Rows, index_w, going_w, settings, stop_ids, leave, *, steps, banned, width, mixed):
     """A stretch of decoding in the rows that are still wanted: of all, or of these alone (None: all)."""
-    own = rows if index_w is None else take_rows(rows, index_w)
+    own = rows if index_w is None else _pick_rows(rows, index_w)
     own = own.replace(active=own.active & going_w)
     how = {"steps": steps, "leave": leave, "banned": banned, "width": width, "mixed": mixed}
     own, sampled = decode(policy, params, own, settings, stop_ids, **how)
-    return (own if index_w is None else put_rows(rows, index_w, own)), sampled
+    return (own if index_w is None else _return_rows(rows, index_w, own)), sampled
+
+
+def _pick_rows(rows: Rows, index_w) -> Rows:
+    """These rows alone, whose caches stay where they lie."""
+    cache = rows.cache.replace(rows=index_w, next=rows.cache.next[index_w])
+    return Rows(cache, **{name: getattr(rows, name)[index_w] for name in EACH})
+
+
+def _return_rows(rows: Rows, index_w, some: Rows) -> Rows:
+    """All rows, with what has become of those that were picked."""
+    cache = some.cache.replace(rows=None, next=rows.cache.next.at[index_w].set(some.cache.next))
+    return Rows(cache, **{name: getattr(rows, name).at[index_w].set(getattr(some, name)) for name in EACH})
 
 
 AtSwap = Literal["recompute", "keep"]
