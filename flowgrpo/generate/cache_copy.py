@@ -27,7 +27,8 @@ def copy_rows(cache: Cache, source_n: Array, target_n: Array, held_n: Array, cou
     labels = jax.lax.fori_loop(0, count, label, (cache.positions, cache.segments, cache.next))
     held_n = jnp.where((jnp.arange(len(source_n)) < count) & (source_n != target_n), held_n, 0)
     copy = partial(_copy_layers, source_n=source_n, target_n=target_n, held_n=held_n)
-    return Cache(copy(cache.keys), copy(cache.values), *labels, cache.rows)
+    positions, segments, following = labels
+    return Cache(copy(cache.keys), copy(cache.values), positions, segments, following)
 
 
 def _copy_layers(layers, *, source_n: Array, target_n: Array, held_n: Array):
@@ -47,24 +48,20 @@ def _copy_layers(layers, *, source_n: Array, target_n: Array, held_n: Array):
 
 def _copy_slots(x: Array, *, source_n: Array, target_n: Array, held_n: Array) -> Array:
     """The first `held` slots, rounded up to blocks, of each row [r k c e] or [n r k c e]."""
-    row_axis, slot_axis = x.ndim - 4, x.ndim - 2
-    capacity = x.shape[slot_axis]
+    layers, _, heads, capacity, width = (1, *x.shape)[-5:]  # a layer on its own is a stack of one
     size = BLOCK if capacity % BLOCK == 0 else capacity
-    sizes = tuple(1 if axis == row_axis else size if axis == slot_axis else n for axis, n in enumerate(x.shape))
+    sizes = (layers, 1, heads, size, width)
     blocks_n = -(-jnp.clip(held_n, 0, capacity) // size)
     order_n = jnp.argsort(blocks_n == 0, stable=True)  # those that copy anything, in their order
 
-    def copy_row(i, x: Array) -> Array:
-        row = order_n[i]
+    def copy_row(number, x: Array) -> Array:
+        i = order_n[number]
 
-        def copy_block(number, x: Array) -> Array:
-            at = [0] * x.ndim
-            at[slot_axis] = number * size
-            at[row_axis] = source_n[row]
-            part = jax.lax.dynamic_slice(x, at, sizes)
-            at[row_axis] = target_n[row]
-            return jax.lax.dynamic_update_slice(x, part, at)
+        def copy_block(block, x: Array) -> Array:
+            part = jax.lax.dynamic_slice(x, (0, source_n[i], 0, block * size, 0), sizes)
+            return jax.lax.dynamic_update_slice(x, part, (0, target_n[i], 0, block * size, 0))
 
-        return jax.lax.fori_loop(0, blocks_n[row], copy_block, x)
+        return jax.lax.fori_loop(0, blocks_n[i], copy_block, x)
 
-    return jax.lax.fori_loop(0, (blocks_n > 0).sum(), copy_row, x)
+    stacked = x.reshape(layers, *x.shape[-4:])
+    return jax.lax.fori_loop(0, (blocks_n > 0).sum(), copy_row, stacked).reshape(x.shape)

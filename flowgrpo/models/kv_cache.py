@@ -198,15 +198,16 @@ def block(index: Array | int, *, held: Held, layer: Params, view: View, size: in
 
 def _pick_block(layers: Layers, index, start: Array | int, size: int, rows: Array | None) -> Array:
     """So many slots of a layer, of all rows or of these; where they are all, as they lie."""
-    own = layers
     if isinstance(layers, tuple):
-        own = layers[index]
-        if isinstance(own, tuple):
+        layer = layers[index]
+        if isinstance(layer, tuple):
             assert isinstance(start, int)
-            own, start = own[start // size], 0
-        if rows is None and own.shape[2] == size:
-            return own
-        own, index = own[None], 0
+            layer, start = layer[start // size], 0
+        if rows is None and layer.shape[2] == size:
+            return layer
+        own, index = layer[None], 0
+    else:
+        own = layers
     sizes = (1, 1 if rows is not None else own.shape[1], own.shape[2], size, own.shape[4])
     if rows is None:
         return jax.lax.dynamic_slice(own, (index, 0, 0, start, 0), sizes)[0]
