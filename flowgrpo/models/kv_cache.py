@@ -70,8 +70,8 @@ class View(NamedTuple):
     filled: Array | None = None  # r: slots of the cache that are filled; none of a row without real tokens
     apart: int = 0  # how many blocks of a layer are arrays of their own
     shared: Shared | None = None  # where rows go on from prompts that they share
-    rows: Array | None = None  # r: of the cache, where the call is not for all of them in their order
     angles: tuple[Array, ...] = ()  # cosine and sine of each rope's angles, [ropes r s 1 e/2]
+    rows: Array | None = None  # r: of the cache, where the call is not for all of them in their order
 
 
 Layer = Array | tuple[Array, ...]  # keys or values of a layer, [r k c e], or an array for each block
