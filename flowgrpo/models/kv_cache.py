@@ -143,19 +143,19 @@ def _within(slots: Array, number: int) -> Array:
 
 
 def _write(own: Array, x: Array, index: tuple, slots: Array, rows: Array | None) -> Array:
-    rows = jnp.arange(len(slots)) if rows is None else rows
-    scatter = partial(_scatter, index=index)
+    scatter = partial(_scatter, index=index, rows=rows)
     if len(slots) > ROW_BY_ROW:
-        return scatter(own, x, slots, rows)
-    by_row = partial(_write_row_by_row, index=index)
-    return jax.lax.platform_dependent(own, x, slots, rows, tpu=by_row, default=scatter)
+        return scatter(own, x, slots)
+    by_row = partial(_write_row_by_row, index=index, rows=rows)
+    return jax.lax.platform_dependent(own, x, slots, tpu=by_row, default=scatter)
 
 
-def _scatter(own: Array, x: Array, slots: Array, rows: Array, *, index: tuple) -> Array:
-    return own.at[(*index, rows[:, None], slice(None), slots)].set(x.astype(own.dtype), mode="drop")
+def _scatter(own: Array, x: Array, slots: Array, *, index: tuple, rows: Array | None) -> Array:
+    rows = (jnp.arange(len(slots)) if rows is None else rows)[:, None]
+    return own.at[(*index, rows, slice(None), slots)].set(x.astype(own.dtype), mode="drop")
 
 
-def _write_row_by_row(own: Array, x: Array, slots: Array, rows: Array, *, index: tuple) -> Array:
+def _write_row_by_row(own: Array, x: Array, slots: Array, *, index: tuple, rows: Array | None) -> Array:
     """Change an aligned stretch of each row's slots, in which its tokens' are."""
     capacity, new = own.shape[-2], x.shape[1]
     width = min(capacity, ALIGNED if new == 1 else -(-new // ALIGNED) * ALIGNED + ALIGNED)
@@ -167,7 +167,8 @@ def _write_row_by_row(own: Array, x: Array, slots: Array, rows: Array, *, index:
     # At most one token goes to a slot, and a product with 1 is exact.
     placed = jnp.einsum("rws,rske->rkwe", taken_rws.astype(own.dtype), known, precision=PRECISE)
     for i in range(len(slots)):
-        at = (*index, rows[i], 0, first_r[i], 0)  # of a row that isn't there: another, which stays as it is
+        # A row that isn't there is another one here, which stays as it is.
+        at = (*index, i if rows is None else rows[i], 0, first_r[i], 0)
         was = jax.lax.dynamic_slice(own, at, sizes)
         now = jnp.where(taken_rws[i].any(axis=1)[None, :, None], placed[i], was)
         own = jax.lax.dynamic_update_slice(own, now.reshape(sizes), at)
