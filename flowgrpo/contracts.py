@@ -113,6 +113,8 @@ class Cache(struct.PyTreeNode):
     """Keys and values of the tokens so far, c slots a row; the slots from `next` on are free (n is the layer).
 
     Or an array for each layer, or for each of its blocks; the keys of one may be [r k e c] (`models.kv_cache`).
+    In a call for some of its rows alone, `rows` says which, and `next` where each of these goes on; one that isn't
+    there drops what is written to it.
     """
 
     keys: Float[Array, "n r k c e"] | tuple[Array | tuple[Array, ...], ...]
@@ -120,6 +122,7 @@ class Cache(struct.PyTreeNode):
     positions: Int[Array, "r c"]
     segments: Int[Array, "r c"]
     next: Int[Array, "r"]
+    rows: Int[Array, "r"] | None = None  # of the cache, that a call is for; None: all in their order
 
 
 class Settled(NamedTuple):

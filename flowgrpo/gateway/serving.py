@@ -234,9 +234,11 @@ class Served:
                 f"the request has {len(prompt)} tokens, which must be less than {self.context_tokens}",
                 code="context_length_exceeded",
             )
-        scored = await asyncio.to_thread(self._scores, prompt) if asked.echo and asked.logprobs is not None else None
+        echoes = asked.echo and asked.logprobs is not None
+        scored, banned_mass = await asyncio.to_thread(self._scores, prompt) if echoes else (None, ())
+        more: dict[str, Any] = {"scored": scored, "banned": self.engine.banned, "banned_mass": banned_mass}
         if most == 0:
-            empty = Answer(content="", finish_reason="length", tokens=(), prompt=prompt, logprobs=(), scored=scored)
+            empty = Answer(content="", finish_reason="length", tokens=(), prompt=prompt, logprobs=(), **more)
             return [empty] * asked.n
         key = jax.random.key(chance() if asked.seed is None else asked.seed % (1 << 63))
         cuts = asked.temperature == 0 or (asked.top_p is not None and asked.top_p < 1)
@@ -252,7 +254,7 @@ class Served:
         finally:  # a client that has left frees its slots
             for future in futures:
                 future.cancel()
-        return [replace(self._answer(asked, prompt, one), scored=scored) for one in completions]
+        return [replace(self._answer(asked, prompt, one), **more) for one in completions]
 
     def _prompt(self, asked: Asked) -> tuple[int, ...]:
         """The ids of a request."""
@@ -288,25 +290,29 @@ class Served:
         answer, _ = answer_of(self.text, self._form, asks, completion.tokens, prompt, turn=0)
         return with_scores(answer, completion)
 
-    def _scores(self, prompt: tuple[int, ...]) -> list[tuple[float | None, dict[int, float]]]:
-        """Of each token of a prompt its log-probability and the likeliest token in its place; of the first, none."""
+    def _scores(
+        self, prompt: tuple[int, ...]
+    ) -> tuple[list[tuple[float | None, dict[int, float]]], list[float | None]]:
+        """Of each token of a prompt its log-probability among all ids and the likeliest token in its place, and the
+        probability there of ids that are never sampled; of the first, none."""
         tokens = (
             jnp.zeros((1, -(-len(prompt) // SCORED) * SCORED), jnp.int32)
             .at[0, : len(prompt)]
             .set(jnp.array(prompt, jnp.int32))
         )
-        own, best, most = jax.device_get(_score(self.policy, self.params, tokens))
+        banned = self.engine.banned
+        own, best, most, mass = jax.device_get(_score(self.policy, self.params, tokens, banned))
         found: list[tuple[float | None, dict[int, float]]] = [(None, {})]
         for place in range(len(prompt) - 1):
             top = {prompt[place + 1]: float(own[place])}
             found.append((float(own[place]), {int(best[place]): float(most[place])} | top))
-        return found
+        return found, [None, *map(float, mass[: len(prompt) - 1])]
 
 
-@partial(jax.jit, static_argnums=0)
-def _score(policy: Policy, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(log-probability of the next token, the likeliest id in its place, its log-probability), of every token but
-    the last; the vocabulary is met `SCORED` tokens at a time."""
+@partial(jax.jit, static_argnums=(0, 3))
+def _score(policy: Policy, params: Any, tokens: jax.Array, banned: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """(log-probability of the next token, the likeliest id in its place, its log-probability, the probability of the
+    `banned` ids), of every token but the last; the vocabulary is met `SCORED` tokens at a time."""
     hidden = policy.hidden(params, tokens, None, None, None)[0][0]
     following = jnp.append(tokens[0, 1:], 0)
 
@@ -314,7 +320,8 @@ def _score(policy: Policy, params: Any, tokens: jax.Array) -> tuple[jax.Array, j
         hidden_sd, next_s = given
         logp_sv = jax.nn.log_softmax(policy.unembed(params, hidden_sd[None])[0].astype(jnp.float32))
         own_s = jnp.take_along_axis(logp_sv, next_s[:, None], axis=-1)[:, 0]
-        return own_s, logp_sv.argmax(axis=-1), logp_sv.max(axis=-1)
+        mass_s = jnp.exp(logp_sv[:, jnp.array(banned, jnp.int32)]).sum(axis=-1)
+        return own_s, logp_sv.argmax(axis=-1), logp_sv.max(axis=-1), mass_s
 
     parts = jax.lax.map(part, (hidden.reshape(-1, SCORED, hidden.shape[-1]), following.reshape(-1, SCORED)))
     return tuple(x.reshape(-1) for x in parts)  # type: ignore[return-value]

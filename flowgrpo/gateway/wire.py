@@ -82,6 +82,8 @@ class Answer:
     version: tuple[int, ...] = ()
     reused: int = 0  # tokens of the prompt whose cache was found
     scored: Sequence[tuple[float | None, Mapping[int, float]]] | None = None  # of an echoed prompt, by token
+    banned: tuple[int, ...] = ()  # ids that sampling leaves out: what is sampled is scored without them
+    banned_mass: Sequence[float | None] = ()  # their probability in the place of each token of an echoed prompt
 
     @property
     def message(self) -> dict[str, Any]:
@@ -312,7 +314,7 @@ def _chat_logprobs(asked: Asked, answer: Answer, spell: Spell) -> dict[str, Any]
         text = spell([token])
         own = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
         content.append(own | {"top_logprobs": [own] if asked.logprobs else []})
-    return {"content": content}
+    return _banned(answer, asked, len(content)) | {"content": content}
 
 
 def text_body(
@@ -344,6 +346,18 @@ def text_chunks(
         yield {**whole, "choices": []}
 
 
+def _banned(answer: Answer, asked: Asked, sampled: int) -> dict[str, Any]:
+    """What log-probabilities of sampled tokens leave out, which those of other engines don't; empty where nothing is.
+
+    A sampled token is scored among the ids that may be sampled, an echoed one among all, as other engines do. Their
+    difference is `-log(1 - banned_mass)` of the token's place.
+    """
+    if not answer.banned:
+        return {}
+    echoed = {"banned_mass": [*answer.banned_mass, *[None] * sampled]} if asked.echo and answer.scored else {}
+    return {"banned_token_ids": list(answer.banned)} | echoed
+
+
 def _text_logprobs(asked: Asked, answer: Answer, spell: Spell) -> dict[str, Any] | None:
     if asked.logprobs is None or answer.logprobs is None:
         return None
@@ -353,7 +367,7 @@ def _text_logprobs(asked: Asked, answer: Answer, spell: Spell) -> dict[str, Any]
         tokens, scored = [*answer.prompt, *tokens], [*answer.scored, *own]
     texts = [spell([token]) for token in tokens]
     offsets = [0, *accumulate(map(len, texts))][: len(texts)]
-    return {
+    return _banned(answer, asked, len(own)) | {
         "tokens": texts,
         "token_logprobs": [logprob for logprob, _ in scored],
         "top_logprobs": [

@@ -7,9 +7,9 @@ slots that ended are answered, requests enter, deadlines and cancellations act, 
 keeping the version of the weights that chose it. What a request gets depends on its key alone (E3). Between rollouts
 `release` gives the memory of all slots back, and the next request makes them again.
 
-Four programs of fixed shape do it all (`make_programs`): `extend` compiles once for each width of a piece, the others
-once, whatever requests come, because a slot is an index and not a shape. Engines of one policy and one shape share what
-was compiled.
+A few programs of fixed shape do it all (`make_programs`): `extend` compiles once for each shape of a batch of pieces,
+the others once, whatever requests come, because a slot is an index and not a shape. Engines of one policy and one shape
+share what was compiled. Requests that enter together share what they have in common (`prefill`).
 """
 
 import logging
@@ -28,28 +28,26 @@ import numpy as np
 
 from flowgrpo.contracts import Completion, EngineClosed, Policy, Request
 from flowgrpo.generate.admission import Admission, Recomputed
+from flowgrpo.generate.cache_copy import copy_rows
 from flowgrpo.generate.kv_slots import (
     Slot,
     TokenSpan,
-    cut,
     decode_inputs,
     held_by,
     narrower,
-    rest,
     slots_to_decode,
     widths,
 )
+from flowgrpo.generate.prefill import ROWS, Batch, Fill, Prefilled, Round, batches, empty_batch
 from flowgrpo.generate.requests import Job, TextOf, make_job
 from flowgrpo.generate.sampler import (
+    EACH,
     MAX_KEPT,
     Rows,
     Sampled,
     decode,
     prefill,
-    put_rows,
-    row_axis,
     start_rows,
-    take_rows,
 )
 from flowgrpo.types import BadInput, Fate, Ledger, check_range
 
@@ -68,8 +66,10 @@ class Programs(NamedTuple):
 
     lay: Any  # params -> the same, laid out for many small steps
     start: Any  # (slots, slot_length) -> rows
-    extend: Any  # (params, rows, source, target, held, tokens [c], size, entry) -> rows
-    force: Any  # (params, rows, index_w, row, tokens [c], size) -> rows
+    copy: Any  # (rows, source_r, target_r, held_r, count) -> rows
+    extend: Any  # (params, rows, slot_p, start_p, tokens_pc, size_p) -> rows
+    force: Any  # (params, rows, index_w, tokens_wc, size_w) -> rows
+    enter: Any  # (token_r, key_r, count_r, budget_r, active_r, row, entry) -> these five
     decode: Any  # (params, rows, index_w, going_w, settings, stop_ids, leave) -> (rows, sampled)
 
 
@@ -78,8 +78,10 @@ def make_programs(policy: Policy, *, steps: int, banned: tuple[int, ...], width:
     return Programs(
         lay=partial(_lay, policy),
         start=partial(_start, policy),
+        copy=_copy,
         extend=partial(_extend, policy),
         force=partial(_force, policy),
+        enter=_enter,
         decode=partial(_decode, policy, steps=steps, banned=banned, width=width, mixed=mixed),
     )
 
@@ -101,54 +103,61 @@ def _start(policy, slots: int, slot_length: int) -> Rows:
     return start_rows(policy.make_cache(slots, slot_length), nothing_r, keys, nothing_r)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _extend(policy, params, rows: Rows, source, target, held, tokens, size, entry: Entry) -> Rows:
-    """The first `held` tokens of one slot, and `size` of these after them, in another, whose row decodes from there.
-
-    The tokens are given ones, computed as a batch of one whichever slot it is; without any, this is a copy. Source and
-    target may be the same.
-    """
-    one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, source, 1, row_axis(x)), rows.cache)
-    kept_c = jnp.arange(one.segments.shape[1]) < held
-    one = one.replace(segments=jnp.where(kept_c[None], one.segments, 0), next=jnp.full_like(one.next, held))
-    if len(tokens):
-        one = prefill(policy, params, one, tokens[None], (jnp.arange(len(tokens)) < size)[None])
-    return Rows(
-        cache=jax.tree.map(partial(_put, slot=target), rows.cache, one),
-        token=rows.token.at[target].set(entry.token),
-        key=rows.key.at[target].set(entry.key),
-        count=rows.count.at[target].set(entry.count),
-        budget=rows.budget.at[target].set(entry.budget),
-        active=rows.active.at[target].set(entry.budget > 0),
-    )
+@partial(jax.jit, donate_argnums=0)
+def _copy(rows: Rows, source, target, held, count) -> Rows:
+    """The first `held` tokens of one slot as those of another, for the first `count` of these, one after the other."""
+    return rows.replace(cache=copy_rows(rows.cache, source, target, held, count))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _force(policy, params, rows: Rows, index_w, row, tokens, size) -> Rows:
-    """The first `size` tokens, which were sampled before, fed again to a row of these slots (None: of all), in decode
+def _extend(policy, params, rows: Rows, slot_p, start_p, tokens_pc, size_p) -> Rows:
+    """The first `size` tokens of each piece in its slot, which has `start` tokens or is given them in this call."""
+    real_pc = jnp.arange(tokens_pc.shape[1])[None] < size_p[:, None]
+    some = prefill(policy, params, rows.cache.replace(rows=slot_p, next=start_p), tokens_pc, real_pc)
+    following = rows.cache.next.at[slot_p].max(some.next, mode="drop")
+    return rows.replace(cache=some.replace(rows=None, next=following))
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _force(policy, params, rows: Rows, index_w, tokens_wc, size_w) -> Rows:
+    """The first `size` tokens, which were sampled before, fed again to each of these slots (None: of all), in decode
     steps of their width."""
-    some = rows if index_w is None else take_rows(rows, index_w)
-    own_w = jnp.arange(len(some.token)) == row
+    some = rows if index_w is None else _pick_rows(rows, index_w)
 
     def step(i, cache):
-        return prefill(policy, params, cache, jnp.where(own_w, tokens[i], 0)[:, None], own_w[:, None])
+        return prefill(policy, params, cache, tokens_wc[:, i][:, None], (i < size_w)[:, None])
 
-    some = some.replace(cache=jax.lax.fori_loop(0, size, step, some.cache))
-    return some if index_w is None else put_rows(rows, index_w, some)
+    some = some.replace(cache=jax.lax.fori_loop(0, size_w.max(), step, some.cache))
+    return some if index_w is None else _return_rows(rows, index_w, some)
+
+
+@jax.jit
+def _enter(token, key, count, budget, active, row, entry: Entry) -> tuple:
+    """What each row goes on from, where one begins anew."""
+    new = (*entry, entry.budget > 0)
+    return tuple(x.at[row].set(y) for x, y in zip((token, key, count, budget, active), new, strict=True))
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("steps", "banned", "width", "mixed"), donate_argnums=2)
 def _decode(policy, params, rows: Rows, index_w, going_w, settings, stop_ids, leave, *, steps, banned, width, mixed):
     """A stretch of decoding in the rows that are still wanted: of all, or of these alone (None: all)."""
-    own = rows if index_w is None else take_rows(rows, index_w)
+    own = rows if index_w is None else _pick_rows(rows, index_w)
     own = own.replace(active=own.active & going_w)
     how = {"steps": steps, "leave": leave, "banned": banned, "width": width, "mixed": mixed}
     own, sampled = decode(policy, params, own, settings, stop_ids, **how)
-    return (own if index_w is None else put_rows(rows, index_w, own)), sampled
+    return (own if index_w is None else _return_rows(rows, index_w, own)), sampled
 
 
-def _put(x, row, *, slot):
-    return jax.lax.dynamic_update_slice_in_dim(x, row, slot, row_axis(x))
+def _pick_rows(rows: Rows, index_w) -> Rows:
+    """These rows alone, whose caches stay where they lie."""
+    cache = rows.cache.replace(rows=index_w, next=rows.cache.next[index_w])
+    return Rows(cache, **{name: getattr(rows, name)[index_w] for name in EACH})
+
+
+def _return_rows(rows: Rows, index_w, some: Rows) -> Rows:
+    """All rows, with what has become of those that were picked."""
+    cache = some.cache.replace(rows=None, next=rows.cache.next.at[index_w].set(some.cache.next))
+    return Rows(cache, **{name: getattr(rows, name).at[index_w].set(getattr(some, name)) for name in EACH})
 
 
 AtSwap = Literal["recompute", "keep"]
@@ -201,10 +210,11 @@ class Engine:
             raise BadInput("the policy has no make_cache, and decoding needs one")
         self.programs = make_programs(policy, steps=steps, banned=banned, width=kept, mixed=mixed)
         self.slot_length, self.chunk, self.at_swap = slot_length, chunk, at_swap
-        self.kept, self.mixed = kept, mixed
+        self.kept, self.mixed, self.banned = kept, mixed, banned
         self.text_of = text_of
         self.lost = Ledger()  # tokens that reached nobody; add it to the ledger of what was delivered
         self.recomputed = Recomputed()
+        self.prefilled = Prefilled()
         self._params, self._version, self._swap = params, version, None
         self._laid: Any = None  # these parameters, laid out; made and released with the slots
         self._weights = 0  # counts swaps, since a version may come twice
@@ -217,6 +227,7 @@ class Engine:
         self._filled = False  # since the last stretch, whose time then says nothing of its steps
         self._blocked = False  # requests wait for slots that conversations hold
         self._entered: set[Job] = set()  # in this round of admission
+        self._round = Round()  # of slots that are to be filled
         self._warned = False
         self._clock = 0
         self._rows: Any = None  # made with the first request, and again after each release
@@ -333,13 +344,13 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Run every program once without a token, so that all are compiled by the first request and none later."""
-        program, entry = self.programs, Entry(0, jax.random.key(0), 0, 0)
         self._make_slots()
-        params = self._laid
+        self._copy([])
         for width in widths(self.chunk):
-            nothing = np.zeros(width, np.int32)
-            self._rows = program.extend(params, self._rows, 0, 0, 0, nothing, 0, entry)
-        self._rows = program.force(params, self._rows, *self._company(0), nothing, 0)
+            for rows in ROWS:
+                self._extend(empty_batch(rows, width, len(self._slots)))
+        self._force([])
+        self._enter_row(0, Entry(0, jax.random.key(0), 0, 0))
         for width in self._widths:
             self._rows, _ = self._decode(list(range(width)), leave=False)
 
@@ -392,7 +403,8 @@ class Engine:
         """Compute the caches of all requests in flight again."""
         for index, slot in enumerate(self._slots):
             if slot.job is not None:
-                self._fill(index, slot.job, self._held(slot.job))
+                self._plan(index, slot.job, self._held(slot.job))
+        self._fill()
 
     def _end_late(self) -> None:
         """End requests that were cancelled or are past their deadline, queued or decoding."""
@@ -422,6 +434,7 @@ class Engine:
             if not free or (job not in self._entered and not self._enter(job, free, self._admission.place, now)):
                 break
         self._entered.clear()
+        self._fill()
         with self._wake:
             self._blocked = bool(free and self._queue)
 
@@ -439,7 +452,8 @@ class Engine:
             self._queue.remove(job)
         free.remove(index)
         self._entered.add(job)
-        job.reused = self._fill(index, job, held_r)
+        job.reused = self._plan(index, job, held_r).held
+        self._count(prompt_tokens=len(job.tokens) - 1)
         return True
 
     @property
@@ -469,36 +483,60 @@ class Engine:
                 "conversations under way"
             )
 
-    def _fill(self, index: int, job: Job, held_r: list[int]) -> int:
-        """Bring all tokens but the last into the slot's cache, so that its row can go on; returns how many one held."""
-        source = max(range(len(self._slots)), key=lambda i: (held_r[i], i == index))
-        done = held = held_r[source]
-        entry = Entry(job.tokens[-1], job.request.key, len(job.sampled), job.room)
-        pieces = rest(cut(job.chosen, chunk=self.chunk), held, chunk=self.chunk)
-        if not pieces or pieces[0].stepwise:
-            pieces.insert(0, TokenSpan(held, held, False))  # copies what is held, and lets the row go on
-        for start, end, stepwise in pieces:
-            fitting = [width for width in widths(self.chunk) if width >= end - start]
-            tokens = np.zeros(self.chunk if stepwise else fitting[0], np.int32)
-            tokens[: end - start] = job.tokens[start:end]
-            if stepwise:
-                self._rows = self.programs.force(self._laid, self._rows, *self._company(index), tokens, end - start)
-            else:
-                part = (source, index, done, tokens, end - start)
-                self._rows = self.programs.extend(self._laid, self._rows, *part, entry)
-            source, done = index, end
+    def _plan(self, index: int, job: Job, held_r: list[int]) -> Fill:
+        """Plan to bring all tokens but the last into a slot, which holds them from here on for all that come later."""
+        fill = self._round.add(index, job, held_r, self.chunk)
         self._slots[index].record(job, self.chunk)
         self._slots[index].weights = self._weights
-        self._filled = True
-        return held
+        return fill
 
-    def _company(self, index: int) -> tuple[np.ndarray | None, int]:
-        """The fewest slots that are computed together, this one among them (None: all), and its place there."""
+    def _fill(self) -> None:
+        """Fill the slots that were planned to be, so that their rows can go on."""
+        filling, self._round = self._round, Round()
+        for copies, pieces in filling.waves():
+            self._copy(copies)
+            prefills = [(fill, piece) for fill, piece in pieces if not piece.stepwise]
+            for batch in batches(prefills, chunk=self.chunk, slots=len(self._slots)):
+                self._extend(batch)
+            forced, width = [pair for pair in pieces if pair[1].stepwise], self._widths[-1]
+            for start in range(0, len(forced), width):
+                self._force(forced[start : start + width])
+            self._count(computed=sum(piece.end - piece.start for _, piece in pieces))
+        for index, fill in filling.fills.items():
+            job = fill.job
+            self._enter_row(index, Entry(job.tokens[-1], job.request.key, len(job.sampled), job.room))
+        self._filled |= bool(filling.fills)
+
+    def _copy(self, fills: Sequence[Fill]) -> None:
+        """Have slots hold the beginnings that they are filled from, in this order, and nothing else."""
+        source_r, target_r, held_r = np.zeros((3, len(self._slots)), np.int32)
+        for i, fill in enumerate(fills):
+            source_r[i], target_r[i], held_r[i] = fill.source, fill.slot, fill.held
+        self._rows = self.programs.copy(self._rows, source_r, target_r, held_r, len(fills))
+
+    def _extend(self, batch: Batch) -> None:
+        self._rows = self.programs.extend(self._laid, self._rows, *batch)
+
+    def _force(self, pieces: Sequence[tuple[Fill, TokenSpan]]) -> None:
+        """Feed tokens that were sampled before, in the fewest slots that are computed together, these among them."""
         width = self._widths[-1]
-        if width == len(self._slots):
-            return None, index
-        first = min(index, len(self._slots) - width)
-        return np.arange(first, first + width, dtype=np.int32), index - first
+        forced = [fill.slot for fill, _ in pieces]
+        others = (index for index in range(len(self._slots)) if index not in forced)
+        index_w = sorted([*forced, *islice(others, width - len(forced))])
+        tokens_wc, size_w = np.zeros((width, self.chunk), np.int32), np.zeros(width, np.int32)
+        for fill, (start, end, _) in pieces:
+            row = index_w.index(fill.slot)
+            tokens_wc[row, : end - start], size_w[row] = fill.job.tokens[start:end], end - start
+        index = None if width == len(self._slots) else np.array(index_w, np.int32)
+        self._rows = self.programs.force(self._laid, self._rows, index, tokens_wc, size_w)
+
+    def _enter_row(self, index: int, entry: Entry) -> None:
+        columns = self.programs.enter(*(getattr(self._rows, name) for name in EACH), index, entry)
+        self._rows = self._rows.replace(**dict(zip(EACH, columns, strict=True)))
+
+    def _count(self, *, prompt_tokens: int = 0, computed: int = 0) -> None:
+        known = self.prefilled
+        self.prefilled = Prefilled(known.prompt_tokens + prompt_tokens, known.computed + computed)
 
     def _stretch(self) -> None:
         """Decode until a row ends while others wait, or for the set number of steps; take in what came."""

@@ -65,8 +65,8 @@ def rest(pieces: list[TokenSpan], held: int, *, chunk: int) -> list[TokenSpan]:
 
 
 def widths(chunk: int) -> list[int]:
-    """The sizes that pieces are padded to, each to the first that holds it: none, a quarter, a half, the whole."""
-    return [0, -(-chunk // 4), -(-chunk // 2), chunk]
+    """The sizes that pieces are padded to, each to the first that holds it: a quarter, a half, the whole."""
+    return sorted({-(-chunk // 4), -(-chunk // 2), chunk})
 
 
 @dataclass(eq=False)

@@ -24,6 +24,7 @@ from flowgrpo.contracts import Completion, Request, RequestFailed
 from flowgrpo.generate.admission import Recomputed
 from flowgrpo.generate.openai_client import Remote
 from flowgrpo.generate.openai_wire import TextCompletion, TextRequest, failure_message
+from flowgrpo.generate.prefill import Prefilled
 from flowgrpo.types import BadInput, Ledger
 
 Save = Callable[[Any, Path], Any]  # (params, folder): writes a model folder
@@ -51,6 +52,7 @@ class RemoteEngine:
         self._version, self._held, self.banned = version, None, tuple(banned)
         self.lost = Ledger()  # what a server decodes for nobody is not told
         self.recomputed = Recomputed()  # nor what it computes again
+        self.prefilled = Prefilled()  # nor of prompts at all
 
     def submit(self, request: Request) -> Future:
         """A future of the request's `Completion`; it raises `RequestFailed` where the server gives none."""

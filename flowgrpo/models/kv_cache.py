@@ -3,6 +3,9 @@
 A row's tokens fill its slots from the first on, whatever padding stands between them. Attention reads the slots in
 blocks, of which only those that are filled in some row are met. Blocks are larger on accelerators, where a step costs
 more than the slots it reads. A TPU writes row by row: it would lay the whole cache out anew for a scatter.
+
+A call may be for some rows alone (`Cache.rows`), each of which goes on from where it says; they are read and written
+where they lie, and only as far as they are filled. Such a row may be named twice, for tokens that follow each other.
 """
 
 from functools import partial
@@ -59,6 +62,7 @@ class View(NamedTuple):
     apart: int = 0  # how many blocks of a layer are arrays of their own
     k_ends: Array | None = None  # r c: of the keys' subtrees, where the row is a tree of contexts
     angles: tuple[Array, ...] = ()  # cosine and sine of each rope's angles, [ropes r s 1 e/2]
+    rows: Array | None = None  # r: of the cache, where the call is not for all of them in their order
 
 
 Layer = Array | tuple[Array, ...]  # keys or values of a layer, [r k c e], or an array for each block
@@ -74,16 +78,20 @@ def extend_cache(tokens, positions, segments, cache: Cache | None, config: Decod
         positions = count if positions is None else jnp.asarray(positions)
         return None, View(positions, segments, positions, segments)
     positions = count + cache.next[:, None] if positions is None else jnp.asarray(positions)
+    rows, capacity = cache.rows, cache.positions.shape[1]
+    positions = count + cache.next[:, None] if positions is None else jnp.asarray(positions)
     # Real tokens move up to the first free slots, whatever padding stands between them; padding goes nowhere.
-    slots = jnp.where(real, cache.next[:, None] + count, cache.positions.shape[1])
-    rows = jnp.arange(len(tokens))[:, None]
-    k_positions = cache.positions.at[rows, slots].set(positions, mode="drop")
-    k_segments = cache.segments.at[rows, slots].set(segments, mode="drop")
+    slots = jnp.where(real, cache.next[:, None] + count, capacity)
+    at = (jnp.arange(len(tokens)) if rows is None else rows)[:, None], slots
+    k_positions = cache.positions.at[at].set(positions, mode="drop")
+    k_segments = cache.segments.at[at].set(segments, mode="drop")
     held = cache.next + real.sum(axis=1, dtype=jnp.int32)
-    filled = jnp.minimum(jnp.where(real.any(axis=1), held, 0), cache.positions.shape[1])
     cache = cache.replace(positions=k_positions, segments=k_segments, next=held)
-    apart = _blocks_apart(cache.positions.shape[1]) if isinstance(cache.keys, tuple) else 0
-    return cache, View(positions, segments, k_positions, k_segments, slots, filled, apart)
+    if rows is not None:
+        k_positions, k_segments = (x.at[rows].get(mode="clip") for x in (k_positions, k_segments))
+    filled = jnp.minimum(jnp.where(real.any(axis=1), held, 0), capacity)
+    apart = _blocks_apart(capacity) if isinstance(cache.keys, tuple) else 0
+    return cache, View(positions, segments, k_positions, k_segments, slots, filled, apart, rows=rows)
 
 
 def block_sizes(view: View) -> tuple[int, int]:
@@ -104,20 +112,20 @@ def count_blocks(view: View, size: int) -> Array | int:
 def write_cache(held: Held, new: tuple[Array, Array], layer: Params, view: View) -> Held:
     """The tokens' keys and values [r s k e] in their slots of a layer, in place where the cache is donated."""
     assert view.slots is not None
-    write = partial(_write_layer, index=layer["index"], slots=view.slots)
+    write = partial(_write_layer, index=layer["index"], slots=view.slots, rows=view.rows)
     return write(held[0], new[0]), write(held[1], new[1])
 
 
-def _write_layer(layers: Layers, x: Array, *, index, slots: Array) -> Layers:
+def _write_layer(layers: Layers, x: Array, *, index, slots: Array, rows: Array | None) -> Layers:
     if isinstance(layers, tuple):
         own = layers[index]
         if isinstance(own, tuple):
             parts = enumerate(own)
-            own = tuple(_write(part, x, (), _within(slots, number)) for number, part in parts)
+            own = tuple(_write(part, x, (), _within(slots, number), rows) for number, part in parts)
         else:
-            own = _write(own, x, (), slots)
+            own = _write(own, x, (), slots, rows)
         return *layers[:index], own, *layers[index + 1 :]
-    return _write(layers, x, (index,), slots)
+    return _write(layers, x, (index,), slots, rows)
 
 
 def _within(slots: Array, number: int) -> Array:
@@ -125,19 +133,20 @@ def _within(slots: Array, number: int) -> Array:
     return jnp.where(slots // BLOCK == number, slots % BLOCK, BLOCK)
 
 
-def _write(own: Array, x: Array, index: tuple, slots: Array) -> Array:
-    scatter = partial(_scatter, index=index)
+def _write(own: Array, x: Array, index: tuple, slots: Array, rows: Array | None) -> Array:
+    scatter = partial(_scatter, index=index, rows=rows)
     if len(slots) > ROW_BY_ROW:
         return scatter(own, x, slots)
-    return jax.lax.platform_dependent(own, x, slots, tpu=partial(_write_row_by_row, index=index), default=scatter)
+    by_row = partial(_write_row_by_row, index=index, rows=rows)
+    return jax.lax.platform_dependent(own, x, slots, tpu=by_row, default=scatter)
 
 
-def _scatter(own: Array, x: Array, slots: Array, *, index: tuple) -> Array:
-    rows = jnp.arange(len(slots))[:, None]
+def _scatter(own: Array, x: Array, slots: Array, *, index: tuple, rows: Array | None) -> Array:
+    rows = (jnp.arange(len(slots)) if rows is None else rows)[:, None]
     return own.at[(*index, rows, slice(None), slots)].set(x.astype(own.dtype), mode="drop")
 
 
-def _write_row_by_row(own: Array, x: Array, slots: Array, *, index: tuple) -> Array:
+def _write_row_by_row(own: Array, x: Array, slots: Array, *, index: tuple, rows: Array | None) -> Array:
     """Change an aligned stretch of each row's slots, in which its tokens' are."""
     capacity, new = own.shape[-2], x.shape[1]
     width = min(capacity, ALIGNED if new == 1 else -(-new // ALIGNED) * ALIGNED + ALIGNED)
@@ -148,17 +157,20 @@ def _write_row_by_row(own: Array, x: Array, slots: Array, *, index: tuple) -> Ar
     known = jnp.where(real_rs[:, :, None, None], x, jnp.zeros((), x.dtype)).astype(own.dtype)
     # At most one token goes to a slot, and a product with 1 is exact.
     placed = jnp.einsum("rws,rske->rkwe", taken_rws.astype(own.dtype), known, precision=PRECISE)
-    for row in range(len(slots)):
-        at = (*index, row, 0, first_r[row], 0)
+    for i in range(len(slots)):
+        # A row that isn't there is another one here, which stays as it is.
+        at = (*index, i if rows is None else rows[i], 0, first_r[i], 0)
         was = jax.lax.dynamic_slice(own, at, sizes)
-        now = jnp.where(taken_rws[row].any(axis=1)[None, :, None], placed[row], was)
+        now = jnp.where(taken_rws[i].any(axis=1)[None, :, None], placed[i], was)
         own = jax.lax.dynamic_update_slice(own, now.reshape(sizes), at)
     return own
 
 
 def slots_of(held: Held, layer: Params, view: View) -> Slots | None:
-    """The slots of a layer as they lie, in the cache of all layers or alone; None where blocks are arrays."""
+    """The slots of a layer as they lie, in the cache of all layers or alone; None of blocks apart, or of some rows."""
     assert view.filled is not None
+    if view.rows is not None:
+        return None
     k, v, index = *held, layer["index"]
     if isinstance(k, tuple) or isinstance(v, tuple):
         k, v, index = k[index], v[index], 0
@@ -171,18 +183,24 @@ def slots_of(held: Held, layer: Params, view: View) -> Slots | None:
 def block(index: Array | int, *, held: Held, layer: Params, view: View, size: int) -> Part:
     """Keys and values of one block of a layer's slots, as they lie, and who sees them."""
     pick = partial(jax.lax.dynamic_slice_in_dim, start_index=index * size, slice_size=size)
-    k, v = (_pick_block(layers, layer["index"], index * size, size) for layers in held)
+    k, v = (_pick_block(layers, layer["index"], index * size, size, view.rows) for layers in held)
     k_positions, k_segments = pick(view.k_positions, axis=1), pick(view.k_segments, axis=1)
     return k, v, visible(view.positions, k_positions, view.segments, k_segments, layer["window"])
 
 
-def _pick_block(layers: Layers, index, start: Array | int, size: int) -> Array:
-    """So many slots of a layer; where they are all, as they lie."""
+def _pick_block(layers: Layers, index, start: Array | int, size: int, rows: Array | None) -> Array:
+    """So many slots of a layer, of all rows or of these; where they are all, as they lie."""
     if isinstance(layers, tuple):
-        own = layers[index]
-        if isinstance(own, tuple):
+        layer = layers[index]
+        if isinstance(layer, tuple):
             assert isinstance(start, int)
-            return own[start // size]
-        return own if own.shape[2] == size else jax.lax.dynamic_slice_in_dim(own, start, size, 2)
-    sizes = (1, *layers.shape[1:3], size, layers.shape[4])
-    return jax.lax.dynamic_slice(layers, (index, 0, 0, start, 0), sizes)[0]
+            layer, start = layer[start // size], 0
+        if rows is None and layer.shape[2] == size:
+            return layer
+        own, index = layer[None], 0
+    else:
+        own = layers
+    sizes = (1, 1 if rows is not None else own.shape[1], own.shape[2], size, own.shape[4])
+    if rows is None:
+        return jax.lax.dynamic_slice(own, (index, 0, 0, start, 0), sizes)[0]
+    return jax.vmap(lambda row: jax.lax.dynamic_slice(own, (index, row, 0, start, 0), sizes)[0, 0])(rows)

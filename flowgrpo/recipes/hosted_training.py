@@ -135,7 +135,7 @@ class HostedWork(TestedWork):
     def roll_out(self, run: loop.Run, told: RolloutCallbacks) -> JudgedRollout:
         """The trajectories of all groups at once, recorded; the engine's losses are a matter of clocks."""
         setup, update, lost = self.setup, int(run.update), self.setup.engine.lost
-        recomputed = self.setup.engine.recomputed.tokens
+        recomputed, prefilled = self.setup.engine.recomputed.tokens, self.setup.engine.prefilled
         setup.engine.swap(setup.planner.serve(run.learner.params), int(run.learner.version))
         tasks = training_tasks(setup, update)
 
@@ -153,6 +153,8 @@ class HostedWork(TestedWork):
         now = setup.engine.lost.fates
         more = {f"engine_{fate.name.lower()}": size - lost.fates.get(fate, 0) for fate, size in now.items()}
         more["engine_recomputed"] = setup.engine.recomputed.tokens - recomputed
+        more["prompt_tokens"] = setup.engine.prefilled.prompt_tokens - prefilled.prompt_tokens
+        more["prefilled_tokens"] = setup.engine.prefilled.computed - prefilled.computed
         return learned_from(setup, run, played, {"judging_seconds": played.seconds["judging"], **more})
 
 

@@ -95,6 +95,12 @@ def test_a_prompt_is_scored_where_it_is_echoed(url):
     likeliest = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][1:]]
     assert np.all(np.array(likeliest) >= np.array(choice["logprobs"]["token_logprobs"][1:]))
     assert choice["logprobs"]["text_offset"][:2] == [0, len(text.decode(ids[:1]))]
+    # As sampling scores them, without ids that it never draws, they are higher by what those would have.
+    sampled = fg.generate.logprobs(model.policy, model.params, np.array([ids]), banned=model.banned).logp[0]
+    assert choice["logprobs"]["banned_token_ids"] == list(model.banned)
+    mass = np.array(choice["logprobs"]["banned_mass"][1:])
+    assert mass.max() > 1e-4
+    np.testing.assert_allclose(np.asarray(expected)[1:] - np.log1p(-mass), np.asarray(sampled)[1:], atol=1e-5)
 
 
 def events(url: str, body) -> list[str]:

@@ -30,7 +30,7 @@ def shared():
         forced, force = [], engine.programs.force
 
         def counted(*arguments):
-            forced.append(int(arguments[-1]))
+            forced.append(int(arguments[-1].sum()))
             return force(*arguments)
 
         engine.programs = engine.programs._replace(force=counted)

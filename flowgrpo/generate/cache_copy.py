@@ -1,0 +1,67 @@
+"""Rows of a cache that begin as others do: the filled part of one is copied to another, in place."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from flowgrpo.contracts import Cache
+
+BLOCK = 128  # slots that are copied at once, of an array that has more
+
+
+def copy_rows(cache: Cache, source_n: Array, target_n: Array, held_n: Array, count: Array | int) -> Cache:
+    """The first `held` tokens of row `source` as all that row `target` holds, for the first `count` of these copies.
+
+    They are made one after the other. A row may be its own source, and then keeps its beginning.
+    """
+    capacity = cache.positions.shape[1]
+
+    def label(i, carry):
+        positions, segments, following = carry
+        seen = jnp.where(jnp.arange(capacity) < held_n[i], segments[source_n[i]], 0)
+        positions = positions.at[target_n[i]].set(positions[source_n[i]])
+        return positions, segments.at[target_n[i]].set(seen), following.at[target_n[i]].set(held_n[i])
+
+    labels = jax.lax.fori_loop(0, count, label, (cache.positions, cache.segments, cache.next))
+    held_n = jnp.where((jnp.arange(len(source_n)) < count) & (source_n != target_n), held_n, 0)
+    copy = partial(_copy_layers, source_n=source_n, target_n=target_n, held_n=held_n)
+    positions, segments, following = labels
+    return Cache(copy(cache.keys), copy(cache.values), positions, segments, following)
+
+
+def _copy_layers(layers, *, source_n: Array, target_n: Array, held_n: Array):
+    """Keys or values of all layers, or of each, or blocks of each one after the other, of which each is an array."""
+    copy = partial(_copy_slots, source_n=source_n, target_n=target_n)
+    if not isinstance(layers, tuple):
+        return copy(layers, held_n=held_n)
+    copied = []
+    for layer in layers:
+        if isinstance(layer, tuple):
+            before = [sum(block.shape[-2] for block in layer[:number]) for number in range(len(layer))]
+            copied.append(tuple(copy(block, held_n=held_n - n) for n, block in zip(before, layer, strict=True)))
+        else:
+            copied.append(copy(layer, held_n=held_n))
+    return tuple(copied)
+
+
+def _copy_slots(x: Array, *, source_n: Array, target_n: Array, held_n: Array) -> Array:
+    """The first `held` slots, rounded up to blocks, of each row [r k c e] or [n r k c e]."""
+    layers, _, heads, capacity, width = (1, *x.shape)[-5:]  # a layer on its own is a stack of one
+    size = BLOCK if capacity % BLOCK == 0 else capacity
+    sizes = (layers, 1, heads, size, width)
+    blocks_n = -(-jnp.clip(held_n, 0, capacity) // size)
+    order_n = jnp.argsort(blocks_n == 0, stable=True)  # those that copy anything, in their order
+
+    def copy_row(number, x: Array) -> Array:
+        i = order_n[number]
+
+        def copy_block(block, x: Array) -> Array:
+            part = jax.lax.dynamic_slice(x, (0, source_n[i], 0, block * size, 0), sizes)
+            return jax.lax.dynamic_update_slice(x, part, (0, target_n[i], 0, block * size, 0))
+
+        return jax.lax.fori_loop(0, blocks_n[i], copy_block, x)
+
+    stacked = x.reshape(layers, *x.shape[-4:])
+    return jax.lax.fori_loop(0, (blocks_n > 0).sum(), copy_row, stacked).reshape(x.shape)
