@@ -23,6 +23,8 @@ GEMMA = {"query_pre_attn_scalar": 64, "sliding_window": 5, "hidden_activation": 
 NEAR = {"rope_type": "default", "rope_theta": 1e4}
 FAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 GEMMA3 = {"rope_parameters": {"full_attention": FAR, "sliding_attention": NEAR}}
+HALVES = {"head_dim": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+HALVES |= {"query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"}
 CASES: dict[str, dict] = {
     "llama": made("llama", WIDE, tie_word_embeddings=True, rope_theta=1e5),
     "llama, biases, llama3": made(
@@ -36,6 +38,8 @@ CASES: dict[str, dict] = {
     "qwen3": made("qwen3", WIDE, HEADS, head_dim=128, num_key_value_heads=1, rope_theta=1e6),
     "gemma": made("gemma", WIDE, tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh"),
     "gemma2": made("gemma2", WIDE, GEMMA, num_hidden_layers=3, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "gemma2, as published": made("gemma2", WIDE, HALVES, sliding_window=5, num_hidden_layers=3),
+    "gemma3, as published": made("gemma3_text", WIDE, HALVES, sliding_window=5, num_hidden_layers=7, rope_theta=1e6),
     "gemma3": made("gemma3_text", WIDE, GEMMA, GEMMA3, num_hidden_layers=7, intermediate_size=512),
 }
 ARCHITECTURE = {"mistral": "llama", "gemma3_text": "gemma3"}
@@ -59,7 +63,7 @@ def encode(values: np.ndarray, kind: str, seed: int = 0) -> np.ndarray:
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (values.size // block, size), dtype=np.uint8)
     for at in SCALES[kind]:
-        scales = random.uniform(1e-3, 4e-3, len(blocks)).astype(np.float16)
+        scales = random.uniform(3e-5, 1e-4, len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
     return blocks.reshape(*values.shape[:-1], -1)
 
@@ -152,7 +156,7 @@ def describe(name: str, model: Model) -> dict[str, Any]:
         f"{name}.attention.layer_norm_rms_epsilon": float(config.norm_eps),
         f"{name}.rope.freq_base": float(rope.theta),
     }
-    if config.e * config.h != config.d:
+    if config.e * config.h != config.d or name.startswith("gemma"):
         entries |= {f"{name}.attention.key_length": config.e, f"{name}.attention.value_length": config.e}
     if rope.kind in ("yarn", "linear"):
         entries |= {f"{name}.rope.scaling.type": rope.kind, f"{name}.rope.scaling.factor": rope.factor}
@@ -160,7 +164,7 @@ def describe(name: str, model: Model) -> dict[str, Any]:
         entries[f"{name}.rope.scaling.original_context_length"] = rope.original_length
     if source.get("sliding_window") and name in ("llama", "gemma2", "gemma3"):
         entries[f"{name}.attention.sliding_window"] = source["sliding_window"]
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if name == "gemma2":
-            entries[f"{name}.{key}"] = float(source[key])
+    if name == "gemma2":
+        entries[f"{name}.attn_logit_softcapping"] = config.attention_softcap
+        entries[f"{name}.final_logit_softcapping"] = config.logit_softcap
     return entries
