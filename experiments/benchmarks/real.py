@@ -105,7 +105,7 @@ app.read_flags(__name__)
 from flowgrpo.models.hf import load_model, save_model
 from flowgrpo.planning.cost_model import count_parameters
 from flowgrpo.report.progress import Progress
-from flowgrpo.report.tables import show_columns, show_lines, significant
+from flowgrpo.report.tables import show_lines, significant
 from flowgrpo.types import BadInput
 
 from . import measuring
@@ -316,8 +316,7 @@ def main() -> None:
     for part in _PARTS.value:
         if lines := [record for record in records if record["part"] == part]:
             _show_part(lines)
-    for line in profile:
-        show_columns([line])
+    _show_part(profile)
     for name, why in failed.items():
         print(f"{name}: failed: {why}\n", flush=True)
     if not (records or profile):
