@@ -138,7 +138,7 @@ class Policy(NamedTuple):
     unembed: Callable[..., Array]  # (params, hidden) -> logits
     make_cache: Callable[..., Cache] | None = None  # (rows, slots) -> an empty cache
     unstack_layers: Callable[[Any], Any] | None = None  # params -> the same, laid out for many small steps
-    hidden_after: Callable[..., Any] | None = None  # (params, prompts, tokens, positions, segments) -> hidden
+    hidden_tree: Callable[..., Array] | None = None  # (params, tokens, positions, ends) of a `PrefixTree` -> hidden
     settled: Settled | None = None  # where a mesh divides parameters (`parallel.sharding.settle`)
     mesh: Any = None  # a DeviceMesh of `parallel.row_sharding`; None: everything runs where it is
 

@@ -7,7 +7,7 @@ of a pytree carries them in its annotation.
 
     n trajectory    t turn        l token of a turn's context + action
     g group         r row         s position in a row
-    p prompt        u position in a prompt that rows share
+    u position in a row's tree: the tokens of its contexts, shared prefixes once
     q token of a hint
     d model         h head        k kv-head (and a kept token, in `kept`)
     e head-dim      f ffn         v vocabulary
@@ -240,12 +240,28 @@ class Trajectories(struct.PyTreeNode):
         return jnp.asarray(BOOTSTRAPS)[self.status]
 
 
+class PrefixTree(NamedTuple):
+    """The contexts of each row as a tree: u distinct tokens, shared prefixes once, in depth-first order.
+
+    A token sees those whose subtree it is in: query i sees key j iff j <= i < ends[j]. So a row of plain segments is
+    the tree in which every token of a segment ends where the segment does.
+    """
+
+    tokens: Int[AnyArray, "r u"]
+    positions: Int[AnyArray, "r u"]  # depth: the token's position in every context that holds it
+    ends: Int[AnyArray, "r u"]  # one past the last token of its subtree; 0 is padding
+    after: Int[AnyArray, "r s"]  # the token of the tree whose hidden state predicts a row's token; -1: there is none
+
+
 class Batch(struct.PyTreeNode):
     """r packed rows of s tokens: all that an update needs to know, per token.
 
     (trajectory, turn, slot) leads from a token back to its place in `Trajectories`; all three, and
     `group`, are -1 on padding. `logp` of any kind at s is that of the token at s, given those before it.
-    With prompts, rows come in p blocks, and every segment of block p goes on from prompt p.
+
+    Without a tree, rows hold whole segments, context and chosen tokens. With one, a row holds the tokens that are
+    scored and nothing else, from slot 0 on, each occurrence of a chosen token once; what comes before them stands in
+    the row's tree, and `segments` numbers the contexts of the row from 1.
     """
 
     tokens: Int[AnyArray, "r s"]
@@ -267,15 +283,18 @@ class Batch(struct.PyTreeNode):
     sequence_count: Float[AnyArray, "r s"] | None = None  # chosen tokens of that sequence
     correction: Float[AnyArray, "r s"] | None = None  # sequence-level pi_old / mu, capped
     version: Int[AnyArray, "r s"] | None = None  # of the weights that chose the token
-    prompt_tokens: Int[AnyArray, "p u"] | None = None  # padding only after them
-    prompt_length: Int[AnyArray, "p"] | None = None
+    tree_tokens: Int[AnyArray, "r u"] | None = None  # the tree's fields, as `PrefixTree` has them
+    tree_positions: Int[AnyArray, "r u"] | None = None
+    tree_ends: Int[AnyArray, "r u"] | None = None
+    after: Int[AnyArray, "r s"] | None = None
 
     @property
-    def prompts(self) -> tuple[AnyArray, AnyArray] | None:
-        """Tokens and lengths of the prompts that rows share, where they do."""
-        if self.prompt_tokens is None or self.prompt_length is None:
+    def tree(self) -> PrefixTree | None:
+        """The contexts of the rows, where each row shares prefixes; None where rows are plain."""
+        tokens, positions, ends, after = self.tree_tokens, self.tree_positions, self.tree_ends, self.after
+        if tokens is None or positions is None or ends is None or after is None:
             return None
-        return self.prompt_tokens, self.prompt_length
+        return PrefixTree(tokens, positions, ends, after)
 
     @property
     def live(self) -> Bool[jax.Array, "r s"]:

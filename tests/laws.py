@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TESTS = Path(__file__).parent
-LAW = re.compile(r"(?<![A-Za-z0-9])([FAERSM][1-9])(?![A-Za-z0-9])")
+LAW = re.compile(r"(?<![A-Za-z0-9])([FAERSM][1-9]\d?)(?![A-Za-z0-9])")
 TIERS = ("quick", "slow", "oracle", "soak")
 LAWS = {
     "F1": "group statistics over trajectories",
@@ -19,6 +19,7 @@ LAWS = {
     "F7": "ratio 1 on policy; one function scores",
     "F8": "no advantage, no gradient; scale and shift change nothing",
     "F9": "the released statistics under their own name",
+    "F10": "shared prefixes are computed once, exactly",
     "A1": "the planner's view is an environment",
     "A2": "state is a value; effects are recorded",
     "A3": "nothing leaks between trajectories",
@@ -40,6 +41,7 @@ LAWS = {
     "M2": "the cache equals the full forward; rows and time don't leak",
     "M3": "write then read, the same bytes",
     "M4": "no array over rows, tokens and vocabulary",
+    "M5": "a GGUF file gives its weights' logits and its tokens",
 }
 
 

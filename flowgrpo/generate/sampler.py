@@ -21,7 +21,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from flowgrpo.contracts import Cache, Params, Policy, Scores
-from flowgrpo.types import AnyArray, BadInput
+from flowgrpo.types import AnyArray, BadInput, PrefixTree
 
 MAX_KEPT = 64
 COLUMNS = 512  # of the vocabulary, when a token is drawn
@@ -370,24 +370,37 @@ def logprobs(
     banned: tuple[int, ...] = (),
     kept: Array | None = None,
     chunk: int = 256,
-    prompts: tuple[AnyArray, AnyArray] | None = None,
+    tree: PrefixTree | None = None,
 ) -> Scores:
     """Log-probability and entropy of every token given those before it in its segment, both [r s].
 
     The first token of a segment and padding score 0. `kept` [r s k] holds recorded sets; then a token
     without one scores 0 too. The vocabulary is met `chunk` tokens at a time, and again in the backward
-    pass, never as a whole [r, s, v] (M4). With the `prompts` of a `Batch`, every segment goes on from that of its row.
+    pass, never as a whole [r, s, v] (M4). With the `tree` of a `Batch`, every token of a segment is scored,
+    given its context in the tree: what contexts begin with alike is computed once (F10).
     """
     tokens = jnp.asarray(tokens)
     segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
-    if prompts is None:
-        states = policy.hidden(params, tokens, positions, segments, None)[0]
-    elif policy.hidden_after is None:
-        raise BadInput("the rows share prompts, and this policy has no hidden_after: pack without prompts")
-    else:
-        states = policy.hidden_after(params, prompts, tokens, positions, segments)
     settings: dict[str, Any] = {"temperature": temperature, "banned": banned, "kept": kept, "chunk": chunk}
+    if tree is not None:
+        real = (segments > 0) & (jnp.asarray(tree.after) >= 0)
+        return score_next(policy, params, tree_states(policy, params, tree, real), tokens, real, **settings)
+    states = policy.hidden(params, tokens, positions, segments, None)[0]
     return score_states(policy, params, states, tokens, segments, **settings)
+
+
+def tree_states(policy: Policy, params: Params, tree: PrefixTree, real_rs: AnyArray) -> Array:
+    """Hidden states [r s d] before each token of rows, from their trees; what is not real has that of some token."""
+    if policy.hidden_tree is None:
+        raise BadInput("the rows share prefixes, and this policy has no hidden_tree: pack plain rows")
+    states_rud = policy.hidden_tree(params, tree.tokens, tree.positions, tree.ends)
+    return before_tokens(states_rud, tree, real_rs)
+
+
+def before_tokens(x_ru: Array, tree: PrefixTree, real_rs: AnyArray) -> Array:
+    """What a tree's tokens have [r u ...], at the token before each of a row's: [r s ...]."""
+    after_rs = jnp.where(jnp.asarray(real_rs), jnp.asarray(tree.after), 0)
+    return jax.vmap(lambda x_u, after_s: x_u[after_s])(x_ru, after_rs)
 
 
 def score_states(
@@ -397,15 +410,42 @@ def score_states(
     tokens: AnyArray,
     segments: AnyArray,
     *,
+    wanted: AnyArray | None = None,
     temperature: AnyArray | float = 1.0,
     banned: tuple[int, ...] = (),
     kept: Array | None = None,
     chunk: int = 256,
 ) -> Scores:
-    """Log-probability and entropy of every token as `logprobs` gives them, from the hidden states [r s d]."""
+    """Log-probability and entropy of every token as `logprobs` gives them, from the hidden states [r s d].
+
+    Where `wanted` [r s] is false a token is not scored, and costs nothing.
+    """
+    segments = jnp.asarray(segments)
+    follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+    if wanted is not None:
+        follows &= jnp.asarray(wanted)[:, 1:]
+    kept = None if kept is None else kept[:, 1:]
+    settings: dict[str, Any] = {"temperature": temperature, "banned": banned, "kept": kept, "chunk": chunk}
+    scores = score_next(policy, params, states[:, :-1], jnp.asarray(tokens)[:, 1:], follows, **settings)
+    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), scores)
+
+
+def score_next(
+    policy: Policy,
+    params: Params,
+    states_rsd: Array,
+    tokens_rs: AnyArray,
+    real_rs: AnyArray,
+    *,
+    temperature: AnyArray | float = 1.0,
+    banned: tuple[int, ...] = (),
+    kept: Array | None = None,
+    chunk: int = 256,
+) -> Scores:
+    """Log-probability and entropy of tokens given the hidden states of the tokens before them, 0 where not `real`."""
     warm = jnp.asarray(temperature, jnp.float32)
     score = partial(_score_rows, temperature=warm, banned=banned, chunk=chunk)
-    rows = (states, jnp.asarray(tokens), jnp.asarray(segments), kept)
+    rows = (states_rsd, jnp.asarray(tokens_rs), jnp.asarray(real_rs), kept)
     # Each device goes through its own rows, so that the gradient of the unembedding is summed over them once.
     if policy.settled is not None:
         return policy.settled.over_rows(score, params, rows)
@@ -413,15 +453,14 @@ def score_states(
 
 
 def _score_rows(unembed, params, rows: tuple, *, temperature: Array, banned, chunk: int) -> Scores:
-    states, tokens, segments, kept = rows
+    states, tokens, real, kept = rows
     chunk = _bounded_chunk(unembed, params, states, chunk)
-    follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-    inputs = (_chunks(states[:, :-1], chunk), _chunks(tokens[:, 1:], chunk))
-    inputs += (None if kept is None else _chunks(kept[:, 1:], chunk, padding=-1),)
+    inputs = (_chunks(states, chunk), _chunks(tokens, chunk))
+    inputs += (None if kept is None else _chunks(kept, chunk, padding=-1),)
     score = partial(_score, unembed, params, temperature, banned)
     _, scores = jax.lax.scan(jax.checkpoint(score), None, inputs)
-    whole = [x.reshape(-1)[: follows.size].reshape(follows.shape) for x in scores]
-    return Scores(*(jnp.pad(jnp.where(follows, x, 0.0), ((0, 0), (1, 0))) for x in whole))
+    whole = [x.reshape(-1)[: real.size].reshape(real.shape) for x in scores]
+    return Scores(*(jnp.where(real, x, 0.0) for x in whole))
 
 
 def _bounded_chunk(unembed, params, states, chunk: int) -> int:

@@ -16,7 +16,7 @@ from jax import Array
 
 from flowgrpo import masked
 from flowgrpo.contracts import Metrics, Params, Policy, Scores
-from flowgrpo.generate.sampler import score_states
+from flowgrpo.generate.sampler import before_tokens, score_next, score_states
 from flowgrpo.learner.update import Score
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.critic import Critic, before, from_policy, init_head, value_head
@@ -30,6 +30,7 @@ class Valuation(NamedTuple):
 
     init: Callable[[Array, Any], Params]  # (key, the policy's parameters) -> the critic's
     look: Callable[..., tuple[Array, Array]]  # (ActorCritic, tokens, positions, segments) -> (hidden, value after each)
+    look_tree: Callable[..., tuple[Array, Array]]  # (ActorCritic, tokens, positions, ends) of a tree -> the same
 
 
 def with_critic(valuation: Valuation | None, key: Array, params: Any) -> Any:
@@ -52,7 +53,13 @@ def own_network(policy: Policy, critic: Critic, *, init: Callable[[Array, Any], 
         states_rsd = policy.hidden(params.policy, tokens, positions, segments, None)[0]
         return states_rsd, critic.apply(params.critic, tokens, positions, segments)
 
-    return Valuation((lambda key, _: critic.init(key)) if init is None else init, look)
+    def look_tree(params: ActorCritic, tokens, positions, ends) -> tuple[Array, Array]:
+        if critic.apply_tree is None:
+            raise BadInput("the rows share prefixes, and this critic has no apply_tree: pack plain rows")
+        states_rud = _trees_of(policy)(params.policy, tokens, positions, ends)
+        return states_rud, critic.apply_tree(params.critic, tokens, positions, ends)
+
+    return Valuation((lambda key, _: critic.init(key)) if init is None else init, look, look_tree)
 
 
 def copied_trunk(config: DecoderConfig) -> Callable[[Array, Any], Params]:
@@ -71,20 +78,35 @@ def shared_trunk(policy: Policy, config: DecoderConfig) -> Valuation:
         states_rsd = policy.hidden(params.policy, tokens, positions, segments, None)[0]
         return states_rsd, masked.fill(value_head(params.critic, states_rsd), segments > 0)
 
-    return Valuation(lambda _key, _params: init_head(config), look)
+    def look_tree(params: ActorCritic, tokens, positions, ends) -> tuple[Array, Array]:
+        states_rud = _trees_of(policy)(params.policy, tokens, positions, ends)
+        return states_rud, masked.fill(value_head(params.critic, states_rud), ends > 0)
+
+    return Valuation(lambda _key, _params: init_head(config), look, look_tree)
+
+
+def _trees_of(policy: Policy) -> Callable[..., Array]:
+    if policy.hidden_tree is None:
+        raise BadInput("the rows share prefixes, and this policy has no hidden_tree: pack plain rows")
+    return policy.hidden_tree
 
 
 def make_value_score(
     policy: Policy, valuation: Valuation, *, temperature=1.0, banned: tuple[int, ...] = (), chunk: int = 1024
 ) -> Score:
     """The `score` of an update with a critic: log-probability, entropy, and the value before each token."""
+    settings: dict[str, Any] = {"temperature": temperature, "banned": banned, "chunk": chunk}
 
     def score(params: ActorCritic, batch: Batch) -> Scores:
-        if batch.prompts is not None:
-            raise BadInput("a critic reads whole rows, and these share prompts: pack without prompts")
         tokens, positions, segments = (jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segments))
+        if (tree := batch.tree) is not None:
+            real = (segments > 0) & (jnp.asarray(tree.after) >= 0)
+            trees = (jnp.asarray(x) for x in (tree.tokens, tree.positions, tree.ends))
+            states_rud, value_ru = valuation.look_tree(params, *trees)
+            states_rsd, value_rs = (before_tokens(x, tree, real) for x in (states_rud, value_ru))
+            scores = score_next(policy, params.policy, states_rsd, tokens, real, **settings)
+            return scores._replace(value=masked.fill(value_rs, real))
         states_rsd, value_rs = valuation.look(params, tokens, positions, segments)
-        settings = {"temperature": temperature, "banned": banned, "chunk": chunk}
         scores = score_states(policy, params.policy, states_rsd, tokens, segments, **settings)
         return scores._replace(value=before(value_rs, segments))
 

@@ -15,7 +15,8 @@ pairs), which `check_mini_batches` looks at on the host: the plain layouts keep 
 Gradient and optimizer are of the part of the parameters that is trained (`trained`), and the rest comes out as it went
 in. What is kept in float32 may be scored in another type: each scoring casts the parameters first, and the gradient is
 that of the float32 values. Only rows that are wanted are visited, in as many micro-batches as they fill; their number
-is data and not shape, so that batches of any fill share one program. `make_update` makes an update, `make_score` the
+is data and not shape, so that batches of any fill share one program. A row may bring a tree of its contexts, and is
+then still a row: nothing here looks into it but the score. `make_update` makes an update, `make_score` the
 function that scores a batch, and `score_batch` applies one in micro-batches. Everything here is pure.
 """
 
@@ -49,7 +50,6 @@ from flowgrpo.parallel.row_sharding import DeviceMesh, lay, map_rows, row_device
 from flowgrpo.report.health import make_sampler_warning
 from flowgrpo.types import BadInput, Batch, check_range
 
-PROMPTS = ("prompt_tokens", "prompt_length")  # fields of a batch that have no axis of rows
 Score = Callable[[Any, Batch], Scores]  # (params, batch) -> what they say of it
 
 
@@ -78,9 +78,8 @@ def accumulate(
 ) -> tuple:
     """`function(shared, micro-batch)` over the wanted rows: it gives (what is summed, what the largest is kept of).
 
-    Each device of a mesh takes `size` rows at a time, or the rows after one prompt where they share prompts.
+    Each device of a mesh takes `size` rows at a time.
     """
-    batch, wanted_r, size = _units(batch, wanted_r, size)
     return sum_rows(partial(_accumulate, function, size * row_devices(mesh), mesh), mesh, shared, batch, wanted_r)
 
 
@@ -101,28 +100,7 @@ def _accumulate(function, size: int, mesh: DeviceMesh, shared, batch: Batch, wan
 
 def score_rows(score: Score, params, batch: Batch, wanted_r: Array, size: int, mesh: DeviceMesh = None) -> Array:
     """Log-probabilities of the wanted rows, 0 in the others; no gradient -> logp_rs."""
-    shape = batch.tokens.shape
-    batch, wanted_r, size = _units(batch, wanted_r, size)
-    score_units = partial(_score_rows, score, size * row_devices(mesh), mesh)
-    return map_rows(score_units, mesh, params, (batch, wanted_r)).reshape(shape)
-
-
-def _units(batch: Batch, wanted_r: Array, size: int) -> tuple[Batch, Array, int]:
-    """The batch by what is visited as a whole, which of it is wanted, and how much of it at a time.
-
-    That is rows as they are; where they share prompts, the rows after each prompt together: [r s] -> [p r/p s].
-    """
-    if batch.prompts is None:
-        return batch, wanted_r, size
-    count = len(batch.prompts[0])
-    return _reshape_rows(batch, count, -1), wanted_r.reshape(count, -1).any(axis=1), 1
-
-
-def _reshape_rows(batch: Batch, *sizes: int) -> Batch:
-    """The batch with its axes of rows in another shape; prompts, which have none, stay as they are."""
-    prompts = {name: getattr(batch, name) for name in PROMPTS}
-    rows = batch.replace(**dict.fromkeys(PROMPTS))
-    return jax.tree.map(lambda x: x.reshape(*sizes, x.shape[-1]), rows).replace(**prompts)
+    return map_rows(partial(_score_rows, score, size * row_devices(mesh), mesh), mesh, params, (batch, wanted_r))
 
 
 def _score_rows(score: Score, size: int, mesh: DeviceMesh, params, pair: tuple[Batch, Array]) -> Array:
@@ -131,7 +109,7 @@ def _score_rows(score: Score, size: int, mesh: DeviceMesh, params, pair: tuple[B
     def fill(index, logp_rs):
         part, row_i = _take(batch, rows, index)
         logp_is = jax.lax.stop_gradient(score(params, lay(part, mesh)).logp).astype(jnp.float32)
-        return logp_rs.at[row_i].set(logp_is.reshape(-1, *logp_rs.shape[1:]), mode="drop")
+        return logp_rs.at[row_i].set(logp_is, mode="drop")
 
     return jax.lax.fori_loop(0, rows.trips, fill, jnp.zeros(batch.tokens.shape, jnp.float32))
 
@@ -141,9 +119,7 @@ def _take(batch: Batch, rows: Visit, index) -> tuple[Batch, Array]:
     row_i = jax.lax.dynamic_slice_in_dim(rows.row_i, index * rows.size, rows.size)
     real_i = index * rows.size + jnp.arange(rows.size) < rows.wanted
     part = jax.tree.map(lambda x_rs: jnp.asarray(x_rs)[row_i], batch)
-    filled = real_i.reshape(-1, *(1,) * (part.segments.ndim - 1))
-    part = _reshape_rows(part.replace(segments=jnp.where(filled, part.segments, 0)), -1)
-    return part, jnp.where(real_i, row_i, len(batch.tokens))
+    return _only(part, real_i), jnp.where(real_i, row_i, len(batch.tokens))
 
 
 Update = Callable[..., tuple[LearnerState, Metrics]]  # (state, batch, ref_params=None) -> (state, metrics)
@@ -215,7 +191,7 @@ def make_score(
 
     def score(params, batch: Batch) -> Scores:
         rows = (batch.tokens, batch.positions, batch.segments)
-        return logprobs(policy, params, *rows, prompts=batch.prompts, **settings)
+        return logprobs(policy, params, *rows, tree=batch.tree, **settings)
 
     return in_dtype(score, compute_dtype)
 

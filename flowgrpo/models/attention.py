@@ -2,15 +2,17 @@
 
     softmax(scale q k^T, under the mask) v        in float32, with grouped heads and an optional soft-cap
 
-`visible` alone decides who sees whom, from positions, segments and window. `attend` (or a kernel of
-`attention_kernels` in its place) works on the tokens of one call; `attend_cache` on a cache, only as far as any row is
-filled. Both go block by block with a running softmax (Dao et al., 2022, arXiv:2205.14135).
+`visible` alone decides who sees whom, from positions, segments and window, or from a tree of contexts that share
+prefixes. `attend` (or a kernel of `attention_kernels` in its place) works on the tokens of one call; `attend_cache` on
+a cache, only as far as any row is filled. Both go block by block with a running softmax (Dao et al., 2022,
+arXiv:2205.14135); of a tree or a long row, pairs of blocks in which nobody sees anything are skipped, forward and
+backward.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +20,30 @@ from jax import Array
 
 from flowgrpo.models.config import DecoderConfig
 
+T = TypeVar("T")
 PRECISE = jax.lax.Precision.HIGHEST  # products of float32 are of float32 on every platform
 BLOCK = 128  # keys that are attended to at once
 COLUMNS = 8  # of a product that is used for a sum; with a single one it would be a product with a vector
 UNROLLED = 8  # so many blocks of a cache are compiled one after the other; more are looped over
-TILED = 4  # so many blocks of a row are compiled one after the other, for each block of queries; more are looped over
+TILED = 4  # so many blocks of a plain row are compiled one after the other, for each block of queries; else a loop
+FAR = 1 << 30  # beyond every position and segment, and so that the difference of two is an int32
 LOWEST = -1e30  # a logit that no visible one comes near to, and that float32 can subtract
 
 Part = tuple[Array, Array, Array]  # keys and values [r k c e] of a block, and who sees them [r s c]
 
 
 class Sight(NamedTuple):
-    """Positions and segments of queries and keys, and how far a query looks back: all that `visible` depends on."""
+    """Positions and segments of queries and keys, and how far a query looks back: all that `visible` depends on.
+
+    In a tree of contexts, which `k_end` makes of it, segments number the tokens of the row from 1 in depth-first order.
+    """
 
     q_position: Array  # r s
     k_position: Array  # r c
     q_segment: Array  # r s: 0 is padding
     k_segment: Array  # r c
     window: Array | int  # of the layer
-    k_shared: Array | None = None  # r c: keys of a prompt, which the queries of all segments see; None: there are none
+    k_end: Array | None = None  # r c: number of the last token that sees the key, 0 of padding; None: there is no tree
 
 
 class Slots(NamedTuple):
@@ -71,23 +78,23 @@ def visible(
     q_segment: Array,
     k_segment: Array,
     window: Array | int,
-    k_shared: Array | None = None,
+    k_end: Array | None = None,
 ) -> Array:
-    """Say if a query sees a key: same segment or shared, no padding, not later, nearer than `window` -> [r q k]."""
+    """Whether a query sees a key: same segment or the key's subtree, not later, nearer than `window` -> [r q k]."""
     distance = q_position[:, :, None] - k_position[:, None, :]
-    same = q_segment[:, :, None] == k_segment[:, None, :]
-    if k_shared is not None:
-        same |= k_shared[:, None, :]
-    return same & (q_segment[:, :, None] > 0) & (distance >= 0) & (distance < window)
+    q_segment, k_segment = q_segment[:, :, None], k_segment[:, None, :]
+    first, last = k_segment, k_segment if k_end is None else k_end[:, None, :]
+    return (first <= q_segment) & (q_segment <= last) & (q_segment > 0) & (distance >= 0) & (distance < window)
 
 
 def attend(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> Array:
     """Plain attention: [r h s e], [r k c e] -> [r h s e]; a query that sees nothing gives zeros.
 
     The queries are the last s of the keys' tokens, and those of a segment stand in the order of their positions, so a
-    block of queries meets no later block of keys. The blocks are those of `attend_cache`, so that what is sampled and
-    what is scored are summed in one order (F7). The backward pass keeps one number a query and computes shares again,
-    block by block: neither logits nor mask are ever [s c] as a whole, and nothing is kept of a block.
+    block of queries meets no later block of keys; in a tree they are all. The blocks are those of `attend_cache`, so
+    that what is sampled and what is scored are summed in one order (F7). The backward pass keeps one number a query and
+    computes shares again, block by block: neither logits nor mask are ever [s c] as a whole, and nothing is kept of a
+    block.
     """
     return _attended(q, k, v, sight, config)
 
@@ -99,19 +106,19 @@ def _attended(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig)
 
 def _attend_forward(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> tuple[Array, tuple]:
     grouped = _group(q, config)
-    if k.shape[2] <= TILED * BLOCK:
+    if _is_tiled(k, sight):
         tiles = [_attend_tile(tile, grouped, k, v, sight, config) for tile in _tiles(q, k)]
         running = jax.tree.map(lambda *x: jnp.concatenate(x, axis=3), *tiles)
     else:
-        add = partial(_add, grouped=grouped, config=config)
-
-        def step(running: _Running, block: tuple) -> tuple[_Running, None]:
-            return add(running, _see_block(block, sight)), None
-
-        running, _ = jax.lax.scan(step, _empty(grouped), _in_blocks(k, v, sight))
+        running = _forward_by_pairs(grouped, k, v, sight, config)
     out = _finish(running, q)
     weight = running.highest + jnp.log(jnp.where(running.total > 0, running.total, 1.0))
     return out, (q, k, v, sight, out, weight)
+
+
+def _is_tiled(k: Array, sight: Sight) -> bool:
+    """Whether all pairs of blocks are compiled one after the other; of a tree most are skipped, which takes a loop."""
+    return sight.k_end is None and k.shape[2] <= TILED * BLOCK
 
 
 def _attend_tile(tile: "_Tile", grouped: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> "_Running":
@@ -129,12 +136,8 @@ def _attend_backward(config: DecoderConfig, kept: tuple, d_out: Array) -> tuple:
     grouped, d_mixed = _group(q, config), _group(d_out, config)
     through = (d_mixed.astype(jnp.float32) * _group(out, config).astype(jnp.float32)).sum(axis=-1)
     given = (grouped, d_mixed, weight, through)
-    if k.shape[2] <= TILED * BLOCK:
-        d_q, d_k, d_v = _backward_by_tiles(given, q, k, v, sight, config)
-    else:
-        back, d_q = partial(_back, given=given, config=config), jnp.zeros(grouped.shape, jnp.float32)
-        d_q, pair = jax.lax.scan(lambda d_q, x: back(d_q, _see_block(x, sight)), d_q, _in_blocks(k, v, sight))
-        d_k, d_v = (_out_of_blocks(x, k.shape[2]) for x in pair)
+    by_blocks = _backward_by_tiles if _is_tiled(k, sight) else _backward_by_pairs
+    d_q, d_k, d_v = by_blocks(given, q, k, v, sight, config)
     return d_q.astype(q.dtype).reshape(q.shape), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
@@ -154,19 +157,24 @@ def _backward_by_tiles(given: tuple, q: Array, k: Array, v: Array, sight: Sight,
 
 
 def _back(d_q: Array, part: Part, *, given: tuple, config: DecoderConfig) -> tuple[Array, tuple[Array, Array]]:
-    """Add one block's share to the gradient of the queries, and compute the gradients of its keys and values."""
+    """Add one block's share to the gradient of the queries, and compute the gradients of its keys and values.
+
+    Logits stand by keys and then queries here: a CPU multiplies by a transposed matrix at half the rate, and so only
+    the queries' gradient needs one.
+    """
     grouped, d_mixed, weight, through = given
     k, v = (x.astype(grouped.dtype) for x in part[:2])
-    seen, product = part[2][:, None, None], partial(jnp.einsum, precision=PRECISE, preferred_element_type=jnp.float32)
-    logits = _logits(grouped, k, part[2], config)
-    shares = jnp.where(seen, jnp.exp(logits - weight[..., None]), 0.0)
-    d_v = product("rkgsc,rkgse->rkce", shares.astype(v.dtype), d_mixed)
-    d_logits = shares * (product("rkgse,rkce->rkgsc", d_mixed, v) - through[..., None])
+    product = partial(jnp.einsum, precision=PRECISE, preferred_element_type=jnp.float32)
+    seen = jnp.swapaxes(part[2], 1, 2)[:, None, :, None]
+    logits = _mask(product("rkce,rkgse->rkcgs", k, grouped), seen, config)
+    shares = jnp.where(seen, jnp.exp(logits - weight[:, :, None]), 0.0)
+    d_v = product("rkcgs,rkgse->rkce", shares.astype(v.dtype), d_mixed)
+    d_logits = shares * (product("rkce,rkgse->rkcgs", v, d_mixed) - through[:, :, None])
     if config.attention_softcap is not None:
         d_logits *= 1.0 - (jnp.where(seen, logits, 0.0) / config.attention_softcap) ** 2
     d_logits = (d_logits * scale_of(config)).astype(k.dtype)
-    d_q = d_q + product("rkgsc,rkce->rkgse", d_logits, k)
-    return d_q, (product("rkgsc,rkgse->rkce", d_logits, grouped), d_v)
+    d_q = d_q + product("rkcgs,rkce->rkgse", d_logits, k)
+    return d_q, (product("rkcgs,rkgse->rkce", d_logits, grouped), d_v)
 
 
 _attended.defvjp(_attend_forward, _attend_backward)
@@ -196,34 +204,122 @@ def _parts(tile: _Tile, k: Array, v: Array, sight: Sight) -> list[Part]:
 
 def _look_at(sight: Sight, part: Callable[[Array], Array]) -> Sight:
     """A part of the keys."""
-    shared = None if sight.k_shared is None else part(sight.k_shared)
-    return sight._replace(k_position=part(sight.k_position), k_segment=part(sight.k_segment), k_shared=shared)
+    end = None if sight.k_end is None else part(sight.k_end)
+    return sight._replace(k_position=part(sight.k_position), k_segment=part(sight.k_segment), k_end=end)
 
 
-def _in_blocks(k: Array, v: Array, sight: Sight) -> tuple:
-    """[r _ c ...] -> [blocks r _ BLOCK ...], what is missing from the last being keys of segment 0."""
-    keys = _look_at(sight, lambda x: _divide(x[:, None])[:, :, 0])
-    return _divide(k), _divide(v), (keys.k_position, keys.k_segment, keys.k_shared)
+# Pairs of blocks that meet ----------------------------------------------------------------------------
 
 
-def _see_block(block: tuple, sight: Sight) -> Part:
-    """One of these blocks, and who sees it."""
-    k, v, (k_position, k_segment, k_shared) = block
-    sight = sight._replace(k_position=k_position, k_segment=k_segment, k_shared=k_shared)
-    return k, v, visible(*sight)
+class _Blocks(NamedTuple):
+    """Queries or keys, and what goes with them, in blocks along the tokens; every array is [blocks r ...]."""
+
+    arrays: tuple[Array, ...]  # blocks r k ... BLOCK ...
+    position: Array  # blocks r BLOCK
+    segment: Array
+    end: Array | None = None  # of keys in a tree
 
 
-def _divide(x: Array) -> Array:
-    blocks = -(-x.shape[2] // BLOCK)
-    short = blocks * BLOCK - x.shape[2]
-    x = jnp.pad(x, [(0, 0), (0, 0), (0, short)] + [(0, 0)] * (x.ndim - 3))
-    return jnp.moveaxis(x.reshape(*x.shape[:2], blocks, BLOCK, *x.shape[3:]), 2, 0)
+def _forward_by_pairs(grouped: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> "_Running":
+    """Block after block of queries, each over the blocks of keys that it meets."""
+    queries, keys = _query_blocks((grouped,), sight), _key_blocks(k, v, sight)
+
+    def attend_block(carry: None, block: tuple[_Blocks, Array, Array]) -> tuple[None, "_Running"]:
+        own, met, count = block
+
+        def add(index: Array, running: "_Running") -> "_Running":
+            part = _pair(own, _pick(keys, met[index]), sight.window)
+            return _add(running, part, grouped=own.arrays[0], config=config)
+
+        return carry, jax.lax.fori_loop(0, count, add, _empty(own.arrays[0]))
+
+    _, running = jax.lax.scan(attend_block, None, (queries, *_met_blocks(queries, keys, sight.window)))
+    return jax.tree.map(lambda x: _join(x, 3, grouped.shape[3]), running)
 
 
-def _out_of_blocks(x: Array, length: int) -> Array:
-    """The inverse, for keys and values: [blocks r k BLOCK e] -> [r k c e]."""
-    x = jnp.moveaxis(x, 0, 2)
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])[:, :, :length]
+def _backward_by_pairs(given: tuple, q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> tuple:
+    """The gradients of queries, keys and values, by the same pairs."""
+    queries, keys = _query_blocks(given, sight), _key_blocks(k, v, sight)
+
+    def back_block(d_pair: tuple[Array, Array], block: tuple[_Blocks, Array, Array]) -> tuple:
+        own, met, count = block
+
+        def add(index: Array, carry: tuple) -> tuple:
+            d_q, d_pair = carry
+            part = _pair(own, _pick(keys, met[index]), sight.window)
+            d_q, more = _back(d_q, part, given=own.arrays, config=config)
+            more = jax.tree.map(jnp.add, _pick(d_pair, met[index]), more)
+            put = partial(jax.lax.dynamic_update_index_in_dim, index=met[index], axis=0)
+            return d_q, jax.tree.map(put, d_pair, more)
+
+        d_q = jnp.zeros(own.arrays[0].shape, jnp.float32)
+        d_q, d_pair = jax.lax.fori_loop(0, count, add, (d_q, d_pair))
+        return d_pair, d_q
+
+    d_k, d_v = (jnp.zeros(x.shape, jnp.float32) for x in keys.arrays)
+    d_pair, d_q = jax.lax.scan(back_block, (d_k, d_v), (queries, *_met_blocks(queries, keys, sight.window)))
+    return _join(d_q, 3, q.shape[2]), *(_join(x, 2, k.shape[2]) for x in d_pair)
+
+
+def _query_blocks(arrays: tuple[Array, ...], sight: Sight) -> _Blocks:
+    """Arrays [r k g s ...] and the queries' sight in blocks."""
+    split = tuple(_split(x, 3) for x in arrays)
+    return _Blocks(split, _split(sight.q_position, 1), _split(sight.q_segment, 1))
+
+
+def _key_blocks(k: Array, v: Array, sight: Sight) -> _Blocks:
+    end = None if sight.k_end is None else _split(sight.k_end, 1)
+    return _Blocks((_split(k, 2), _split(v, 2)), _split(sight.k_position, 1), _split(sight.k_segment, 1), end)
+
+
+def _pick(blocks: T, index: Array) -> T:
+    """One block of every array."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), blocks)
+
+
+def _pair(queries: _Blocks, keys: _Blocks, window: Array | int) -> Part:
+    """One block of keys, and who of a block of queries sees it."""
+    k, v = keys.arrays
+    return k, v, visible(queries.position, keys.position, queries.segment, keys.segment, window, keys.end)
+
+
+def _met_blocks(queries: _Blocks, keys: _Blocks, window: Array | int) -> tuple[Array, Array]:
+    """Sort the blocks of keys, for each block of queries those first in which any row may see something -> [q k];
+    and how many those are -> [q].
+
+    It is decided by the ranges of positions and segments in a block, so that no array of queries by keys is needed.
+    """
+    (q_first, q_last), (q_low, q_high) = _range(queries.segment, queries), _range(queries.position, queries)
+    (k_first, k_last), (k_low, k_high) = _range(keys.segment, keys), _range(keys.position, keys)
+    if keys.end is not None:
+        k_last = keys.end.max(axis=-1)
+    meets = (k_first[None] <= q_last[:, None]) & (q_first[:, None] <= k_last[None])
+    meets &= (k_low[None] <= q_high[:, None]) & (q_low[:, None] - k_high[None] < window)
+    meets = meets.any(axis=-1)
+    return jnp.argsort(~meets, axis=1, stable=True), meets.sum(axis=1, dtype=jnp.int32)
+
+
+def _range(x: Array, blocks: _Blocks) -> tuple[Array, Array]:
+    """Lowest and highest number in each block, without padding; of nothing but padding no number is in the range."""
+    real = blocks.segment > 0
+    return jnp.where(real, x, FAR).min(axis=-1), jnp.where(real, x, -FAR).max(axis=-1)
+
+
+def _split(x: Array, axis: int) -> Array:
+    """Divide an axis into blocks, which come first: [r s ...] -> [blocks r BLOCK ...], zeros filling up the last."""
+    short = -x.shape[axis] % BLOCK
+    x = jnp.pad(x, [(0, short if at == axis else 0) for at in range(x.ndim)])
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, BLOCK, *x.shape[axis + 1 :]), axis, 0)
+
+
+def _join(x: Array, axis: int, length: int) -> Array:
+    """The inverse, of so many tokens."""
+    x = jnp.moveaxis(x, 0, axis)
+    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(x, 0, length, axis=axis)
+
+
+# A cache ----------------------------------------------------------------------------------------------
 
 
 def attend_cache(
@@ -321,10 +417,15 @@ def _group(q: Array, config: DecoderConfig) -> Array:
 
 def _logits(grouped: Array, k: Array, seen: Array, config: DecoderConfig) -> Array:
     """Scaled and capped in float32, `LOWEST` where nothing is seen -> [r k g s c]."""
-    logits = _products("rkgse,rkce->rkgsc", grouped, k) * scale_of(config)
+    return _mask(_products("rkgse,rkce->rkgsc", grouped, k), seen[:, None, None], config)
+
+
+def _mask(products: Array, seen: Array, config: DecoderConfig) -> Array:
+    """Logits from products of queries and keys."""
+    logits = products * scale_of(config)
     if config.attention_softcap is not None:
         logits = config.attention_softcap * jnp.tanh(logits / config.attention_softcap)
-    return jnp.where(seen[:, None, None], logits, LOWEST)
+    return jnp.where(seen, logits, LOWEST)
 
 
 def scale_of(config: DecoderConfig) -> float:

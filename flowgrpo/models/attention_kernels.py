@@ -27,8 +27,8 @@ from flowgrpo.types import BadInput
 
 
 def splash(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> Array:
-    """Attend to whole rows on a TPU; float32, and rows that go on from shared prompts, by the plain formula."""
-    if q.dtype != jnp.bfloat16 or q.shape[2] != k.shape[2] or sight.k_shared is not None:
+    """Attend to whole rows on a TPU; float32 and trees by the plain formula."""
+    if q.dtype != jnp.bfloat16 or q.shape[2] != k.shape[2] or sight.k_end is not None:
         return attend(q, k, v, sight, config)
     from flowgrpo.models.splash_attention import splash_rows  # Pallas takes a second to import
 
@@ -36,8 +36,8 @@ def splash(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) ->
 
 
 def _flash_rows(q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> Array:
-    """Attend on a GPU; float32 by the plain formula."""
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
+    """Attend on a GPU; float32 and trees by the plain formula."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or sight.k_end is not None:
         return attend(q, k, v, sight, config)
     from flowgrpo.models.flash_attention import flash_rows  # Pallas takes a second to import
 

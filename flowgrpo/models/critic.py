@@ -33,18 +33,26 @@ class Critic(NamedTuple):
 
     init: Callable[[Array], Params]  # key -> params
     apply: Callable[..., Array]  # (params, tokens, positions, segments) -> value_rs after each token
+    apply_tree: Callable[..., Array] | None = None  # (params, tokens, positions, ends) of a `PrefixTree` -> the same
 
 
 def make_critic(config: DecoderConfig, *, dtype=jnp.float32, remat: bool = False) -> Critic:
     """A critic over a decoder of this shape; `dtype` is that of the trunk."""
     policy = make_policy(trunk_config(config), dtype=dtype, remat=remat)
 
+    def trunk_of(params: Params) -> Params:
+        return {name: value for name, value in params.items() if name != HEAD}
+
     def apply(params: Params, tokens, positions=None, segments=None) -> Array:
-        trunk = {name: value for name, value in params.items() if name != HEAD}
-        value_rs = value_head(params, policy.hidden(trunk, tokens, positions, segments, None)[0])
+        value_rs = value_head(params, policy.hidden(trunk_of(params), tokens, positions, segments, None)[0])
         return value_rs if segments is None else masked.fill(value_rs, jnp.asarray(segments) > 0)
 
-    return Critic(init=lambda key: policy.init(key) | init_head(config), apply=apply)
+    def apply_tree(params: Params, tokens, positions, ends) -> Array:
+        assert policy.hidden_tree is not None
+        value_ru = value_head(params, policy.hidden_tree(trunk_of(params), tokens, positions, ends))
+        return masked.fill(value_ru, jnp.asarray(ends) > 0)
+
+    return Critic(lambda key: policy.init(key) | init_head(config), apply, apply_tree)
 
 
 def trunk_config(config: DecoderConfig) -> DecoderConfig:

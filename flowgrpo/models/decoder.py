@@ -26,7 +26,6 @@ from flowgrpo.models.attention import PRECISE, Attend, Kernels, Sight, attend, a
 from flowgrpo.models.config import DecoderConfig, Rope, check_config, rope_frequencies
 from flowgrpo.models.kv_cache import (
     Held,
-    Shared,
     View,
     block,
     block_sizes,
@@ -236,8 +235,8 @@ def attention(x: Array, layer: Params, held: Held | None, view: View, config: De
     q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
     if held is None or view.slots is None:
         q, k, v = (jnp.swapaxes(y, 1, 2) for y in (q, k, v))
-        attend_rows = _attend_whole if view.shared is None else partial(_attend_shared, shared=view.shared)
-        mixed = attend_rows(q, k, v, layer["window"], view, config, attend)
+        sight = Sight(view.positions, view.k_positions, view.segments, view.k_segments, layer["window"], view.k_ends)
+        mixed = attend(q, k, v, sight, config)
     else:
         held = write_cache(held, (k, v), layer, view)
         mixed = _attend_held(jnp.swapaxes(q, 1, 2), held, layer, view, config, attend)
@@ -260,42 +259,6 @@ def _attend_held(q: Array, held: Held, layer: Params, view: View, config: Decode
     if own == wide:
         return by_blocks(q, held, size=own)
     return jax.lax.platform_dependent(q, held, cpu=partial(by_blocks, size=own), default=partial(by_blocks, size=wide))
-
-
-def _attend_whole(q: Array, k: Array, v: Array, window, view: View, config: DecoderConfig, attend: Attend) -> Array:
-    sight = Sight(view.positions, view.k_positions, view.segments, view.k_segments, window)
-    return attend(q, k, v, sight, config)
-
-
-def _attend_shared(
-    q: Array, k: Array, v: Array, window, view: View, config: DecoderConfig, attend: Attend, *, shared: Shared
-) -> Array:
-    """Attention within prompts, and of rows to themselves and to the prompt before them; all lie in one row."""
-    (q_p, q_r), (k_p, k_r), (v_p, v_r) = (_heads_apart(x, shared) for x in (q, k, v))
-    (position_pu, position_rs), (segment_pu, segment_rs) = (_apart(x, shared) for x in (view.positions, view.segments))
-    before = partial(jnp.repeat, repeats=shared.rows // shared.prompts, axis=0)
-    of_prompts = attend(q_p, k_p, v_p, Sight(position_pu, position_pu, segment_pu, segment_pu, window), config)
-    keys, values = (jnp.concatenate([before(x), y], axis=2) for x, y in ((k_p, k_r), (v_p, v_r)))
-    positions = jnp.concatenate([before(position_pu), position_rs], axis=1)
-    segments = jnp.concatenate([jnp.zeros_like(before(segment_pu)), segment_rs], axis=1)
-    of_all = jnp.concatenate([before(segment_pu) > 0, jnp.zeros(segment_rs.shape, bool)], axis=1)
-    of_rows = attend(q_r, keys, values, Sight(position_rs, positions, segment_rs, segments, window, of_all), config)
-    flat = [jnp.moveaxis(x, 0, 1).reshape(config.h, -1, config.e) for x in (of_prompts, of_rows)]
-    return jnp.concatenate(flat, axis=1)[None]
-
-
-def _apart(x: Array, shared: Shared) -> tuple[Array, Array]:
-    """[1 tokens ...] -> those of prompts [p u ...], those of rows [r s ...]."""
-    edge = shared.prompts * shared.length
-    shapes = (shared.prompts, shared.length), (shared.rows, shared.tokens)
-    of_prompts, of_rows = x[0, :edge], x[0, edge:]
-    return of_prompts.reshape(*shapes[0], *x.shape[2:]), of_rows.reshape(*shapes[1], *x.shape[2:])
-
-
-def _heads_apart(x: Array, shared: Shared) -> tuple[Array, Array]:
-    """[1 h tokens e] -> those of prompts [p h u e], those of rows [r h s e]."""
-    of_prompts, of_rows = _apart(jnp.swapaxes(x, 1, 2), shared)
-    return jnp.swapaxes(of_prompts, 1, 2), jnp.swapaxes(of_rows, 1, 2)
 
 
 def feed_forward(x: Array, layer: Params, config: DecoderConfig) -> Array:
@@ -331,19 +294,19 @@ def hidden(
     adapter=None,
     settle: Settle | None = None,
     spread: Callable[[Attend], Attend] | None = None,
-    shared: Shared | None = None,
+    ends=None,
 ):
     """Final hidden states [r s d], and the cache with these tokens in it.
 
     By default every token is real (segment 1), and positions count on from what the cache holds. The arrays of
     an `adapter` (see `lora`) are stacked over the layers, and names and axes are those that `multiply` reads.
-    On several devices `settle` says where parameters come from, and `spread` divides attention. `shared` is for
-    `hidden_after` alone.
+    On several devices `settle` says where parameters come from, and `spread` divides attention. With `ends` rows are
+    trees, and `segments` number their tokens, as `Sight` has it; see `hidden_tree`.
     """
     tokens = jnp.asarray(tokens)
     segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
     cache, view = extend_cache(tokens, positions, segments, cache, config)
-    view = view._replace(angles=_angles(view.positions, config), shared=shared)
+    view = view._replace(angles=_angles(view.positions, config), k_ends=ends)
     looked_up = params["embed"][tokens] if settle is None else settle.lookup(params["embed"], tokens)
     x = looked_up * jnp.asarray(config.embed_scale, looked_up.dtype)
     x = jnp.where(segments[:, :, None] > 0, x, jnp.zeros((), x.dtype))
@@ -363,19 +326,15 @@ def hidden(
     return x, None if cache is None or held is None else cache.replace(keys=held[0], values=held[1])
 
 
-def hidden_after(hidden: Callable, params: Any, prompts: tuple, tokens, positions, segments) -> Array:
-    """Final hidden states [r s d] of rows that share prompts (tokens_pu, length_p), each of which is computed once.
+def hidden_tree(hidden: Callable, params: Any, tokens, positions, ends, **settings) -> Array:
+    """Final hidden states [r u d] of the trees of a `Batch`: contexts that share prefixes, each token computed once.
 
-    Rows come in p blocks, and every segment of a block goes on from its prompt; `positions` count the prompt's tokens.
-    `hidden` meets all tokens in one row, where they are multiplied together, and attention takes them apart.
+    Tokens are in depth-first order, so those that see token j are j and what follows until `ends[j]`; 0 is padding. A
+    token's state depends on the tokens before it in its context alone, and contexts that begin alike share it.
     """
-    tokens_pu, tokens_rs = jnp.asarray(prompts[0]), jnp.asarray(tokens)
-    place_pu = jnp.broadcast_to(jnp.arange(tokens_pu.shape[1]), tokens_pu.shape)
-    real_pu = (place_pu < jnp.asarray(prompts[1])[:, None]).astype(jnp.int32)
-    pairs = ((tokens_pu, tokens_rs), (place_pu, positions), (real_pu, segments))
-    flat = [jnp.concatenate([jnp.asarray(x).reshape(1, -1) for x in pair], axis=1) for pair in pairs]
-    states, _ = hidden(params, *flat, None, shared=Shared(*tokens_pu.shape, *tokens_rs.shape))
-    return states[0, tokens_pu.size :].reshape(*tokens_rs.shape, -1)
+    ends = jnp.asarray(ends)
+    number_ru = jnp.where(ends > 0, jnp.arange(1, ends.shape[1] + 1, dtype=jnp.int32), 0)
+    return hidden(params, tokens, positions, number_ru, None, ends=ends, **settings)[0]
 
 
 def _step(carry, layer: Params, *, view: View, config: DecoderConfig, attend: Attend, settle: Settle | None):
@@ -479,7 +438,7 @@ def make_policy(
         unembed=partial(unembed, config=config),
         make_cache=partial(make_cache, config=config, dtype=dtype, stacked=unroll is not True),
         unstack_layers=_layout(config, unroll, attend),
-        hidden_after=partial(hidden_after, states),
+        hidden_tree=partial(hidden_tree, states),
     )
 
 

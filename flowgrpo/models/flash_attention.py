@@ -71,15 +71,11 @@ class _Laid(NamedTuple):
 
 
 def _lay(sight: Sight, rows: int, block: int) -> _Laid:
-    k_segment = sight.k_segment
-    if sight.k_shared is not None:
-        k_segment = jnp.where(sight.k_shared, OF_ALL, k_segment)
-
     def lay(x: Array) -> Array:
         x = jnp.broadcast_to(x, (rows, x.shape[1])).astype(jnp.int32)
         return jnp.pad(x, [(0, 0), (0, -x.shape[1] % block)])
 
-    of_tokens = [lay(x) for x in (sight.q_position, sight.k_position, sight.q_segment, k_segment)]
+    of_tokens = [lay(x) for x in (sight.q_position, sight.k_position, sight.q_segment, sight.k_segment)]
     return _Laid(*of_tokens, jnp.asarray(sight.window, jnp.int32).reshape(1))  # pyright: ignore[reportCallIssue]
 
 

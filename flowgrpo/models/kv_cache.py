@@ -47,15 +47,6 @@ def _blocks_apart(slots: int) -> int:
     return count if 1 < count <= UNROLLED else 0
 
 
-class Shared(NamedTuple):
-    """Sizes of prompts and of the rows that follow them, where all their tokens lie in one row."""
-
-    prompts: int  # p
-    length: int  # u
-    rows: int  # r
-    tokens: int  # s
-
-
 class View(NamedTuple):
     """Positions and segments of queries and keys, and slots in a cache: a layer's inputs beside its parameters."""
 
@@ -66,7 +57,7 @@ class View(NamedTuple):
     slots: Array | None = None  # r s: of the cache, where there is one, that the tokens go to
     filled: Array | None = None  # r: slots of the cache that are filled; none of a row without real tokens
     apart: int = 0  # how many blocks of a layer are arrays of their own
-    shared: Shared | None = None  # where rows go on from prompts that they share
+    k_ends: Array | None = None  # r c: of the keys' subtrees, where the row is a tree of contexts
     angles: tuple[Array, ...] = ()  # cosine and sine of each rope's angles, [ropes r s 1 e/2]
 
 

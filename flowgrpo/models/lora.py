@@ -23,7 +23,7 @@ from jax import Array
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.models.attention import Attend, attend
 from flowgrpo.models.config import DecoderConfig
-from flowgrpo.models.decoder import hidden_after, make_policy
+from flowgrpo.models.decoder import hidden_tree, make_policy
 from flowgrpo.models.families import TENSORS, check_tensors
 from flowgrpo.models.quantised import dequantise_layers
 from flowgrpo.types import BadInput, check_range
@@ -83,7 +83,7 @@ def lora_policy(
     def unembed(params: Adapted, states: Array) -> Array:
         return policy.unembed(stop(params.base), states)
 
-    return Policy(init, hidden, unembed, policy.make_cache, hidden_after=partial(hidden_after, hidden))
+    return Policy(init, hidden, unembed, policy.make_cache, hidden_tree=partial(hidden_tree, hidden))
 
 
 def init_adapter(key: Array, config: DecoderConfig, lora: LoraConfig, *, dtype=jnp.float32) -> Params:

@@ -228,7 +228,7 @@ class _Settling:
             hidden=self.hidden,
             unembed=self.unembed,
             unstack_layers=laid,
-            hidden_after=None,
+            hidden_tree=None if self.policy.hidden_tree is None else self.hidden_tree,
             settled=Settled(self.policy._replace(mesh=None), self.over_rows, self.in_dtype),
         )
 
@@ -245,6 +245,18 @@ class _Settling:
             return self.policy.hidden(gather.named(params, "norm"), *rows, settle=settle, spread=spread)
 
         return self.dealt(own, params, (jnp.asarray(tokens), positions, segments, cache), (jnp.asarray(tokens), cache))
+
+    def hidden_tree(self, params, tokens, positions, ends) -> Array:
+        """Compute hidden states of trees, on each device those of its own rows."""
+        gather = _Gather(self.divided(params), self.dtype)
+
+        def own(params, *trees) -> Array:
+            assert self.policy.hidden_tree is not None
+            settle, spread = Settle(gather.lookup, gather.layer), partial(divide_attention, mesh=self.mesh)
+            return self.policy.hidden_tree(gather.named(params, "norm"), *trees, settle=settle, spread=spread)
+
+        trees = tuple(jnp.asarray(x) for x in (tokens, positions, ends))
+        return self.dealt(own, params, trees, trees[0])
 
     def unembed(self, params, hidden: Array) -> Array:
         """Compute logits, on each device those of its own rows."""

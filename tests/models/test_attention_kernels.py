@@ -93,32 +93,6 @@ def test_F6_neither_padding_nor_other_segments_leak(name):
             assert not jnp.where(own, 0, gradient).any()
 
 
-@pytest.mark.slow
-def test_rows_that_go_on_from_a_shared_prompt_are_the_plain_formula():
-    """Two segments and padding that see a prompt, whose last places are padding; fewer queries than keys."""
-    q, k, v, *_ = packed([LENGTH])
-    q = q[:, :, 12:]
-    q_segment = jnp.repeat(jnp.array([[1, 2, 0]], jnp.int32), jnp.array([15, 9, 4]), axis=1, total_repeat_length=28)
-    q_position = 8 + jnp.where(q_segment == 1, jnp.arange(28), jnp.arange(28) - 15)
-    real = jnp.arange(12)[None] < 8
-    sight = Sight(
-        q_position,
-        jnp.concatenate([jnp.arange(12)[None], q_position], axis=1),
-        q_segment,
-        jnp.concatenate([jnp.zeros((1, 12), jnp.int32), q_segment], axis=1),
-        jnp.int32(14),
-        jnp.concatenate([real, jnp.zeros((1, 28), bool)], axis=1),
-    )
-
-    def run(way):
-        out, back = jax.vjp(lambda q, k, v: way(q, k, v, sight, CONFIG), q, k, v)
-        return out, *back(jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape))
-
-    found, expected = (jax.jit(partial(run, ROWS[name]))() for name in ("flash", "attend"))
-    jax.tree.map(partial(np.testing.assert_allclose, atol=3e-6, rtol=0), found, expected)
-    assert not found[2][:, :, 8:12].any()
-
-
 @pytest.mark.parametrize(("way", "platform", "call"), [(flash, "cuda", "triton"), (splash, "tpu", "tpu_custom_call")])
 def test_programs_for_an_accelerator_hold_the_kernel_and_no_array_of_queries_by_keys(way, platform, call):
     q, k, v, positions, segments = packed([30])

@@ -79,41 +79,6 @@ def test_M2_cached_decoding_equals_the_full_forward(name, width, slots, unroll, 
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_M2_rows_after_prompts_equal_whole_ones(name):
-    """Two rows after each prompt; the first holds two segments, the last is padding. The gradient is the same, too."""
-    policy, params = make_policy(CONFIGS[name]), random_params(CONFIGS[name])
-    prompts, length_p = TOKENS_RS[:2, :6], np.array([6, 4], np.int32)
-    rows, at = TOKENS_RS[:, 6:14], np.arange(8)
-    segments_rs = np.array([[1] * 3 + [2] * 5, [1] * 6 + [0] * 2, [3] * 8, [0] * 8], np.int32)
-    positions_rs = np.array([[6, 7, 8, 6, 7, 8, 9, 10], at + 6, at + 4, at], np.int32)
-    wholes = [(0, 0, 0, 3), (0, 0, 3, 8), (0, 1, 0, 6), (1, 2, 0, 8)]  # prompt, row, and what it has of it
-    whole_rs, first_r = np.zeros((4, 14), np.int32), np.array([length_p[prompt] for prompt, *_ in wholes])
-    for whole_s, first, (prompt, row, start, end) in zip(whole_rs, first_r, wholes, strict=True):
-        whole_s[:first], whole_s[first : first + end - start] = prompts[prompt, :first], rows[row, start:end]
-
-    def shared(params):
-        return policy.hidden_after(params, (prompts, length_p), rows, positions_rs, segments_rs)
-
-    def alone(params):
-        states_rsd = policy.hidden(params, whole_rs)[0]
-        found_rsd = jnp.zeros((4, 8, CONFIGS[name].d))
-        for n, (first, (_, row, start, end)) in enumerate(zip(first_r, wholes, strict=True)):
-            found_rsd = found_rsd.at[row, start:end].set(states_rsd[n, first : first + end - start])
-        return found_rsd
-
-    waves = jnp.cos(jnp.arange(4.0 * 8 * CONFIGS[name].d)).reshape(4, 8, -1)
-    found, expected = (
-        jax.jit(jax.value_and_grad(lambda params, way=way: ((way(params) * waves).sum(), way(params)), has_aux=True))(
-            params
-        )
-        for way in (shared, alone)
-    )
-    np.testing.assert_allclose(found[0][1], expected[0][1], **TOLERANCE)
-    for key, slope in expected[1].items():
-        np.testing.assert_allclose(found[1][key], slope, rtol=0, atol=1e-4 * float(jnp.abs(slope).max()), err_msg=key)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
 def test_M2_packed_rows_equal_separate_ones(name):
     """And padding yields zeros."""
     segments_rs = np.array([[1] * 8 + [0] * 2 + [2] + [7] * 7 + [0], [3] * 19, [0] * 19, [4] * 9 + [5] * 10], np.int32)

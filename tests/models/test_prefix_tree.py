@@ -1,0 +1,214 @@
+"""F10: what contexts begin with alike is computed once, and everything is as if each were computed apart."""
+
+from functools import cache
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import FULL, random_params
+from tree_cases import Context, build_trees, plain_rows
+
+import flowgrpo as fg
+from flowgrpo.generate.sampler import before_tokens, logprobs
+from flowgrpo.models import attention
+from flowgrpo.models.attention import Sight, attend
+from flowgrpo.models.config import DecoderConfig, Rope
+from flowgrpo.models.decoder import make_policy
+from flowgrpo.models.lora import LoraConfig, lora_policy
+
+NEAR = DecoderConfig(
+    v=97, d=24, h=4, k=4, e=6, f=20, windows=(5, None), ropes=(Rope(), Rope(kind="linear", factor=2.0))
+)
+CONFIGS = {"full": FULL, "near": NEAR}  # grouped heads, norms, soft-caps and windows; a head for each, and near windows
+ROWS, CONTEXTS, LONGEST, NODES, SLOTS = 2, 4, 20, 96, 90
+BLOCK = 16  # so that a small tree has many blocks, of which some don't meet
+CHUNK = 32
+
+
+@st.composite
+def forests(draw) -> list[list[Context]]:
+    """Rows of contexts; each goes on from a part of an earlier one, and some are alike or begin another."""
+    rows = []
+    for _ in range(ROWS):
+        contexts: list[Context] = []
+        for _ in range(CONTEXTS):
+            earlier = draw(st.sampled_from([(), *(context.tokens for context in contexts)]))
+            start = earlier[: draw(st.integers(0, len(earlier)))]
+            fresh = draw(st.lists(st.integers(0, 3), max_size=LONGEST - len(start)))
+            tokens = (*start, *fresh) or (1,)
+            scored = draw(st.sets(st.integers(1, len(tokens) - 1))) if len(tokens) > 1 else ()
+            contexts.append(Context(tokens, tuple(sorted(scored))))
+        rows.append(contexts)
+    return rows
+
+
+@cache
+def compiled(name: str):
+    """(tree, rows, plain, weights) -> scores and their gradients, by trees and apart, in small blocks."""
+    policy, how = make_policy(CONFIGS[name]), {"temperature": 0.7, "banned": (5,), "chunk": CHUNK}
+
+    def by_trees(params, trees, rows, weight_rs):
+        scores = logprobs(policy, params, *rows, tree=trees, **how)
+        return (weight_rs * (scores.logp + 0.1 * scores.entropy)).sum(), scores.logp
+
+    def apart(params, tokens, segments, weight_rs):
+        scores = logprobs(policy, params, tokens, None, segments, **how)
+        return (weight_rs * (scores.logp + 0.1 * scores.entropy)).sum(), scores.logp
+
+    both = [jax.jit(jax.value_and_grad(function, has_aux=True)) for function in (by_trees, apart)]
+    with mock.patch.object(attention, "BLOCK", BLOCK):
+        trees = build_trees([[]] * ROWS, NODES, SLOTS)
+        given_trees = (trees.tree, (trees.tokens, trees.positions, trees.segments), np.zeros((ROWS, SLOTS), np.float32))
+        rows = np.zeros((ROWS * CONTEXTS, LONGEST), np.int32)
+        params = random_params(CONFIGS[name])
+        return (
+            both[0].lower(params, *given_trees).compile(),
+            both[1].lower(params, rows, rows, rows.astype(np.float32)).compile(),
+        )
+
+
+def scored(name: str, forest, spoil: float | None = None):
+    """((loss, logp by entry), gradient) by trees and apart, with a weight of its own for each scored token."""
+    by_trees, apart = compiled(name)
+    params, trees = random_params(CONFIGS[name]), build_trees(forest, NODES, SLOTS)
+    contexts = [context for row in forest for context in row]
+    weight_rs, weight_cs = np.zeros((ROWS, SLOTS), np.float32), np.zeros((len(contexts), LONGEST), np.float32)
+    places = [(r, slot, *entry) for r, entries in enumerate(trees.entries) for slot, entry in enumerate(entries)]
+    for number, (r, slot, context, position) in enumerate(places):
+        weight_rs[r, slot] = weight_cs[context, position] = np.cos(number) / len(places)
+    if spoil is not None:  # what is padding holds anything
+        real_rs, real_ru = trees.segments > 0, trees.tree.ends > 0
+        garbage = [np.where(real_ru, x, 10**6).astype(np.int32) for x in trees.tree[:2]]
+        after_rs = np.where(real_rs, trees.tree.after, 10**6).astype(np.int32)
+        tree = trees.tree._replace(tokens=garbage[0], positions=garbage[1], after=after_rs)
+        trees = trees._replace(tree=tree, tokens=np.where(real_rs, trees.tokens, 10**6).astype(np.int32))
+    rows = (trees.tokens, trees.positions, trees.segments)
+    (loss, logp_rs), slopes = by_trees(params, trees.tree, rows, weight_rs)
+    assert not np.asarray(logp_rs)[trees.segments == 0].any()
+    (plain_loss, logp_cs), plain_slopes = apart(params, *plain_rows(contexts, LONGEST), weight_cs)
+    found = [np.asarray(logp_rs)[r, slot] for r, slot, _, _ in places]
+    expected = [np.asarray(logp_cs)[context, position] for _, _, context, position in places]
+    return (found, loss, slopes), (expected, plain_loss, plain_slopes)
+
+
+def check_equal(ours, theirs):
+    np.testing.assert_allclose(ours[0], theirs[0], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(ours[1], theirs[1], rtol=0, atol=1e-5)
+    for key, slope in theirs[2].items():
+        bound = 1e-4 * float(jnp.abs(slope).max()) + 1e-7
+        np.testing.assert_allclose(ours[2][key], slope, rtol=0, atol=bound, err_msg=key)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@settings(max_examples=12)
+@given(forests())
+def test_F10_any_trie_of_contexts_scores_as_rows_apart(name, forest):
+    """Log-probabilities to 1e-5, loss and gradient to float tolerance."""
+    check_equal(*scored(name, forest))
+
+
+SAME, LONG = Context((1, 2, 3, 4), (1, 3)), Context(tuple(range(1, 21)), (4, 19))
+AWKWARD = {
+    "alike, and one begins another": [[SAME, SAME, LONG, Context((1, 2), (1,))], [LONG, LONG, LONG, SAME]],
+    "nothing shared, nothing scored": [[SAME, Context((7,), ()), Context((8, 9), ()), Context((2,), ())], [LONG] * 4],
+}
+
+
+@pytest.mark.parametrize("case", AWKWARD)
+def test_F10_contexts_alike_or_within_another(case):
+    check_equal(*scored("full", AWKWARD[case]))
+
+
+@pytest.mark.usefixtures("nan_allowed")
+def test_F6_F10_padding_of_a_tree_may_hold_anything():
+    forest = AWKWARD["alike, and one begins another"]
+    clean, _ = scored("near", forest)
+    dirty, _ = scored("near", forest, spoil=1e30)
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+
+
+def test_F10_an_adapted_policy_reads_trees():
+    lora = LoraConfig(rank=2, targets=("q", "v", "down"))
+    policy = lora_policy(NEAR, lora)
+    params = policy.init(jax.random.key(0))
+    adapter = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), params.adapter)
+    params = params._replace(adapter=adapter)
+    trees = build_trees(AWKWARD["alike, and one begins another"], 24, 12)
+    tree, real_rs = trees.tree, trees.segments > 0
+    states_rud = jax.jit(policy.hidden_tree)(params, tree.tokens, tree.positions, tree.ends)
+    before_rsd = before_tokens(states_rud, tree, real_rs)
+    contexts = [context for row in AWKWARD["alike, and one begins another"] for context in row]
+    apart_csd = jax.jit(policy.hidden)(params, plain_rows(contexts, LONGEST)[0])[0]
+    for r, entries in enumerate(trees.entries):
+        for slot, (context, position) in enumerate(entries):
+            np.testing.assert_allclose(before_rsd[r, slot], apart_csd[context, position - 1], rtol=0, atol=2e-5)
+
+
+def test_a_policy_without_trees_refuses_them():
+    trees = build_trees([[SAME]], 8, 4)
+    rows = (trees.tokens, trees.positions, trees.segments)
+    with pytest.raises(fg.BadInput, match="the rows share prefixes, and this policy has no hidden_tree"):
+        logprobs(make_policy(NEAR)._replace(hidden_tree=None), None, *rows, tree=trees.tree)
+
+
+# Attention --------------------------------------------------------------------------------------------
+
+
+def branching(groups: int, samples: int, shared: int, own: int) -> Sight:
+    """A tree of groups that share a prefix, and samples that share a longer one."""
+    group = shared + samples * own
+    ends, positions = [], []
+    for _ in range(groups):
+        start = len(ends)
+        ends += [start + group] * shared
+        positions += range(shared)
+        for sample in range(samples):
+            ends += [start + shared + (sample + 1) * own] * own
+            positions += range(shared, shared + own)
+    numbers = jnp.arange(1, len(ends) + 1, dtype=jnp.int32)[None]
+    position = jnp.asarray(positions, jnp.int32)[None]
+    return Sight(position, position, numbers, numbers, 1 << 20, jnp.asarray(ends, jnp.int32)[None])
+
+
+def count_pairs(sight: Sight) -> int:
+    """Pairs of blocks that are computed."""
+    arrays = (jnp.zeros((1, 1, 1, sight.q_position.shape[1], 1)),)
+    queries = attention._query_blocks(arrays, sight)
+    keys = attention._key_blocks(arrays[0][:, 0], arrays[0][:, 0], sight)
+    return int(attention._met_blocks(queries, keys, sight.window)[1].sum())
+
+
+def test_blocks_of_other_branches_are_not_computed(monkeypatch):
+    """Exactly the pairs in which somebody sees something, of a tree, of packed segments and under a window."""
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    tree = branching(groups=4, samples=4, shared=16, own=32)
+    numbers = jnp.arange(576)[None]
+    segments = Sight(numbers % 96, numbers % 96, numbers // 96 + 1, numbers // 96 + 1, 1 << 20)
+    causal = Sight(numbers, numbers, jnp.ones_like(numbers), jnp.ones_like(numbers), 1 << 20)
+    for sight, most in ((tree, 100), (tree._replace(window=8), 80), (segments, 126), (causal, 666)):
+        seen = attention.visible(*sight)[0].reshape(36, 16, 36, 16).any(axis=(1, 3)).sum()
+        assert int(seen) <= count_pairs(sight) <= most
+
+
+def test_F10_a_row_of_4096_tokens_makes_no_array_of_queries_by_keys():
+    """Neither for the compiler of a CPU, forward and backward, nor for those of a TPU and a GPU."""
+    sight = branching(groups=8, samples=8, shared=64, own=56)
+    config = DecoderConfig(v=11, d=16, h=4, k=2, e=8, f=16, windows=(None,), ropes=(Rope(),))
+    shapes = [jax.ShapeDtypeStruct((1, heads, 4096, 8), jnp.float32) for heads in (4, 2, 2)]
+
+    def loss(q, k, v):
+        return attend(q, k, v, sight, config).sum()
+
+    step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    for platform in ("cpu", "tpu", "cuda"):
+        text = step.trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+        assert "128x128x" in text
+        assert "4096x4096" not in text
+        assert text.count("stablehlo.dot_general") < 16  # in a loop, and not once for each pair
+    # What is alive at once is a few times what comes in, and not an array of 64 MiB for each head.
+    memory = step.lower(*shapes).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 16 * sum(4 * np.prod(shape.shape) for shape in shapes)
