@@ -4,6 +4,7 @@
     sampled again  it goes on from its caches: prompts that hold those answers, and some tokens after them
     greedy         choices of top_k=1, whose error is how far a better token's logit is above theirs
     scored         the same contexts as rows of `logprobs`, as a trainer has them
+    scored in trees     packed by `pack_tree`, where they share what they begin with
     echoed         prompts that a gateway scores: /v1/completions with echo and no token
 
 Contexts are English text where the model has a tokenizer, else random tokens. `measure_paths` and `compare_paths` run
@@ -19,12 +20,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+import flowgrpo as fg
 from flowgrpo import launch
+from flowgrpo.batching.prefix_tree import pack_tree
 from flowgrpo.contracts import Completion, Request
 from flowgrpo.gateway.serving import Served
 from flowgrpo.gateway.wire import text_request
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.sampler import MAX_KEPT, logprobs
+from flowgrpo.learner.update import make_score
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.report.tables import significant
 
@@ -86,7 +90,8 @@ def measure_paths(name: str, exact: bool, lengths: Sequence[int]) -> list[Scored
         again = _ask(engine, "sampled again", [one.tokens for one in first[::SAMPLES]], seed=1, added=prompts[0])
         greedy = _ask(engine, "greedy", prompts, seed=2, top_k=1)
         echoed = _echo(model, engine, [scored.tokens for scored in again], room)
-    scored = _score(model, [scored.tokens for scored in [*again, *first[1::SAMPLES]]], room)
+    contexts = [one.tokens for pair in zip(again, first[1::SAMPLES], strict=True) for one in pair]
+    scored = [*_score(model, contexts, room), *_score_trees(model, contexts, room)]
     return [*first, *again, *greedy, *scored, *echoed]
 
 
@@ -122,6 +127,32 @@ def _score(model: Model, contexts: Sequence[tuple[int, ...]], room: int) -> list
     return [
         Scored("scored", tokens, 1, tuple(map(float, logp_s[1 : len(tokens)])))
         for tokens, logp_s in zip(contexts, logp_rs, strict=True)
+    ]
+
+
+def _score_trees(model: Model, contexts: Sequence[tuple[int, ...]], room: int) -> list[Scored]:
+    """Score whole contexts in rows of trees: of two that begin alike, the beginning is computed once."""
+    group = []
+    for tokens in contexts:
+        chosen_s = np.arange(len(tokens)) > 0
+        turn = fg.Turn(np.array(tokens, np.int32), chosen_s, np.zeros(len(tokens), np.float32))
+        group.append(fg.Trajectory([turn], outcome=1.0, group=0))
+    trajectories = fg.collate(group)
+    one_nt = np.ones(trajectories.turns.shape, np.float32)
+    weight_ntl = np.asarray(trajectories.chosen, np.float32)
+    batch = pack_tree(trajectories, one_nt, weight_ntl, row_length=2 * room, entries=SAMPLES * room)
+    assert batch.tree is not None
+    assert (batch.tree.ends > 0).sum() < sum(map(len, contexts))  # something is shared
+    score = jax.jit(make_score(model.policy, banned=model.banned))
+    logp = [np.full(len(tokens), np.nan) for tokens in contexts]
+    for r in range(len(batch.tokens)):
+        row = jax.tree.map(lambda x, r=r: x[r : r + 1], batch)
+        logp_s = np.asarray(score(model.params, row).logp)[0]
+        for at in np.flatnonzero(row.chosen[0]):
+            logp[int(row.trajectory[0, at])][int(row.slot[0, at])] = logp_s[at]
+    return [
+        Scored("scored in trees", tokens, 1, tuple(map(float, values[1:])))
+        for tokens, values in zip(contexts, logp, strict=True)
     ]
 
 

@@ -41,7 +41,6 @@ from .real_torch import step_seconds, timed
 from .real_workload import CLIP, RATE, SHORT, Sizes, random_ids, step_prompts
 
 CHUNK = 256  # tokens of a prompt that enter the cache together, as in the agent's recipe
-ROW_LENGTH = 1024  # tokens of a row in which trajectories are packed
 REPEATS = 5  # of a part in a profile, and of a product
 
 # The race -----------------------------------------------------------------------------------------------
@@ -111,9 +110,8 @@ def _step(lane: protocol.Lane, sizes: Sizes, model: Model) -> None:
             hosted_rollout(roll_out, lambda played: rollout_of(played.played, (), turns=1, length=context)),
             banned=(),
             tools=0,
-            row_length=max(ROW_LENGTH, context),
-            rows=trajectories,
-            slots=context,
+            longest=context,
+            trajectories=trajectories,
             residency=residency,
             donates=True,
             release=engine.release,
