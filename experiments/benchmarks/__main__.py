@@ -16,7 +16,7 @@ GROUPS = {
     "Looking": ("viewer",),
     "Rewards": ("answers", "rewards"),
     "Whole iterations": ("iteration", "seeds", "staged", "cluster"),
-    "Other systems": ("peers",),
+    "Other systems": ("peers", "real"),
 }
 
 if __name__ == "__main__":

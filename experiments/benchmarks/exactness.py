@@ -1,8 +1,14 @@
-"""How exact sampling is, and its price: the ratio of an unchanged policy (F7), a request at other widths (E3).
+"""How exact log-probabilities are: every path against float64, the ratio (F7), a request at other widths (E3), a price.
 
-    python -m experiments.benchmarks.exactness
-    python -m experiments.benchmarks.exactness --models=PATH --tokens=2000 --requests=16
+    python -m experiments.benchmarks.exactness --models=smollm2,gemma3
+    python -m experiments.benchmarks.exactness --models=x.gguf --lengths=60,300 --modes=fast
+    python -m experiments.benchmarks.exactness --parts=ratio,widths --models=small --tokens=2000 --requests=16
     python -m experiments.benchmarks.exactness --parts=price --cpu_devices=2
+
+`paths` (`exactness_paths`): log-probabilities of real weights that are sampled (after fresh prompts, copied and
+appended caches), scored as rows, and echoed by a gateway, against a forward pass in NumPy and float64 (`float64`), by
+position; in both modes, each in a process of its own: `fast`, and `exact` as `launch.configure(exact=True)` makes it.
+The bar is 2e-5; what is above it is counted.
 
 F7: requests through the engine at temperature 0.7; then `logprobs` scores every sampled token again in padded rows, as
 a trainer does, in other shapes than the engine's. `max`, `p999` and `mean` are of |log rho|, the difference between the
@@ -15,15 +21,17 @@ near-tie, of a margin below 1e-4; each is listed.
 
 `price` (`exactness_price`): seconds of decoding and of an update over those without each of the means to it, in turn.
 
-Models are random: `small` has 4.07 M parameters and a vocabulary of 512, its init scale raised from 0.02 to 0.14 so
-that it is as sure of its tokens as a trained model is, and its layers unrolled; `tiny` has every feature on, its layers
-are stacked, and the tests decode with it.
+`ratio` and `widths` take random models, too: `small` has 4.07 M parameters and a vocabulary of 512, its init scale
+raised from 0.02 to 0.14 so that it is as sure of its tokens as a trained model is, and its layers unrolled; `tiny` has
+every feature on, its layers are stacked, and the tests decode with it.
 
-Measured on a CPU with AVX2: F7 in float32 over 10,048 tokens 1e-6 with both models, the rounding of the log-probability
-itself; in bfloat16, where sums go in other orders, 0.03 to 0.06. E3: all bits equal, at every width and between widths.
-A single sum in another order would show as 1e-5 and more, since `small` enlarges such an error a hundredfold.
+Measured with those on a CPU with AVX2: F7 in float32 over 10,048 tokens 1e-6 with both models, the rounding of the
+log-probability itself; in bfloat16, where sums go in other orders, 0.03 to 0.06. E3: all bits equal, at every width and
+between widths. A single sum in another order would show as 1e-5 and more, since `small` enlarges such an error a
+hundredfold.
 """
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -33,12 +41,18 @@ from absl import flags
 from ..cli import app
 from ..cli.help import flag_heading
 
-PARTS = ("ratio", "widths", "price")
+PARTS = ("paths", "ratio", "widths", "price")
+MODES = ("fast", "exact")
+RANDOM = ("small", "tiny")
+# Of the user: `launch.configure` adds what suits this process's mode, and not that of others.
+ENVIRONMENT = dict(os.environ)
 
 flag_heading("What is run")
-_PARTS = flags.DEFINE_list("parts", list(PARTS[:-1]), f"Any of {', '.join(PARTS)}.")
-_MODELS = flags.DEFINE_list("models", ["small", "tiny"], "small, tiny, model folders, or hub ids.")
+_PARTS = flags.DEFINE_list("parts", ["paths"], f"Any of {', '.join(PARTS)}.")
+_MODELS = flags.DEFINE_list("models", ["smollm2"], f"Folders, GGUF files, names; {', '.join(RANDOM)} but in `paths`.")
+_MODES = flags.DEFINE_list("modes", list(MODES), f"Of `paths`: any of {', '.join(MODES)}.")
 flag_heading("Sizes")
+_LENGTHS = flags.DEFINE_list("lengths", ["60", "250", "700", "1500"], "Tokens of the contexts of `paths`.")
 _TOKENS = flags.DEFINE_integer("tokens", 10_240, "Tokens sampled for each float32 figure of F7.", lower_bound=1)
 _HALF_TOKENS = flags.DEFINE_integer("half_tokens", 2048, "Tokens for each bfloat16 figure.", lower_bound=0)
 _REQUESTS = flags.DEFINE_integer("requests", 64, "Requests of E3.", lower_bound=1)
@@ -59,9 +73,10 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model, init_model, load_model
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import show_lines, significant
+from flowgrpo.types import BadInput
 
-from . import ceilings, exactness_price, shapes
-from .measuring import check_known, print_result
+from . import ceilings, exactness_paths, exactness_price, shapes
+from .measuring import apart, check_known, print_result, whole_numbers
 
 SCALE, TEMPERATURE, BANNED = 0.14, 0.7, (0,)
 BAR, NEAR = 1e-5, 1e-4  # of log-probabilities, and of the margin of a near-tie
@@ -174,7 +189,17 @@ def _compare(model: Model, request: Request, one: Completion, other: Completion)
 def main() -> None:
     """Measure, print the tables and one JSON line."""
     check_known(_PARTS, PARTS)
-    parts = _PARTS.value
+    check_known(_MODES, MODES)
+    parts, lengths, paths = _PARTS.value, whole_numbers(_LENGTHS), []
+    for name in _MODELS.value if "paths" in parts else []:
+        if name in RANDOM:
+            raise BadInput(f"--models={name} has random weights: give real ones, or --parts=ratio,widths")
+        for mode in with_progress("paths", _MODES.value):
+            asked = (name, mode == "exact", lengths)
+            scored = apart(exactness_paths.measure_paths, *asked, environment=ENVIRONMENT)
+            compared = apart(exactness_paths.compare_paths, name, scored)
+            paths += [{"model": name, "mode": mode} | line for line in compared]
+    show_lines(paths)
     ratios, widths, ties = [], [], []
     counts = {"float32": _TOKENS.value, "bfloat16": _HALF_TOKENS.value}
     cases = [(name, dtype) for name in _MODELS.value for dtype in counts if counts[dtype]]
@@ -189,7 +214,16 @@ def main() -> None:
     show_lines(ties)
     prices = exactness_price.measure(_REPEATS.value) if "price" in parts else []
     show_lines(prices)
-    print_result("exactness", bar=BAR, ratio=ratios, widths=widths, near_ties=ties, price=prices)
+    print_result(
+        "exactness",
+        bar=BAR,
+        float64_bar=exactness_paths.BAR,
+        paths=paths,
+        ratio=ratios,
+        widths=widths,
+        near_ties=ties,
+        price=prices,
+    )
 
 
 if __name__ == "__main__":

@@ -31,10 +31,16 @@ def check_known(flag: flags.FlagHolder, known: Collection[str]) -> None:
             raise BadInput(f"--{flag.name}={','.join(flag.value)} has {value!r}; choose from {', '.join(known)}")
 
 
-def apart(function: Callable, *arguments: Any) -> Any:
-    """The result of a function in a new process."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+def apart(function: Callable, *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
+    """The result of a function in a new process, with this one's variables or those of `environment` alone."""
+    settings: dict[str, Any] = {} if environment is None else {"initializer": _enter, "initargs": (dict(environment),)}
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), **settings) as pool:
         return pool.submit(function, *arguments).result()
+
+
+def _enter(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def medians_in_turn(works: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:

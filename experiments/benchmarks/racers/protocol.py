@@ -10,7 +10,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Never
 
 STEP, END = "step", "end"
@@ -24,6 +26,9 @@ class RacerJob(NamedTuple):
     cores: int  # for the threads of the peers
     devices: int  # of ours
     folder: str  # that may be written to, and is removed after the race
+    model: str = ""  # folder or file of real weights; without one, random weights of `shape`
+    exact: bool = False  # ours: the bits of a row depend on no other row
+    sizes: Mapping[str, int] = MappingProxyType({})  # of the work on real weights, `real_workload.Sizes`
 
 
 class Lane:
@@ -43,9 +48,9 @@ class Lane:
             self._leave(line)
         self._start = time.perf_counter()
 
-    def done(self, tokens: int) -> None:
-        """Stop the clock, and answer with the seconds and with the tokens of this step."""
-        self._answer({"seconds": time.perf_counter() - self._start, "tokens": tokens})
+    def done(self, tokens: int, **figures: float) -> None:
+        """Stop the clock, and answer with the seconds, the tokens of this step, and what it measured of its parts."""
+        self._answer({"seconds": time.perf_counter() - self._start, "tokens": tokens, **figures})
 
     def _answer(self, record: dict[str, Any]) -> None:
         print(json.dumps(record), file=self._answers, flush=True)

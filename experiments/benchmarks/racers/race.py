@@ -4,7 +4,8 @@
     tracks = run_race(racers, warm_up=2, rounds=10)
     records = summarize(tracks, "flowgrpo", warm_up=2, episodes=64)
 
-A process that ends, or that doesn't answer in time, leaves the race with a sentence, and the others go on.
+A process that ends, or that doesn't answer in time, leaves the race with a sentence, and the others go on. What
+interpreters and variables racers have is here, too, for the benchmarks that start them.
 """
 
 import json
@@ -13,8 +14,9 @@ import select
 import signal
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +27,41 @@ from flowgrpo.types import BadInput
 
 from .protocol import END, STEP
 
+ROOT = Path(__file__).parents[3]
+FIND = "import sys, importlib.util as u; print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])"
 SHOWN = 300  # characters of what a process printed last
 GRACE = 10.0  # seconds in which a process ends that was told to
+
+
+def read_interpreters(flag: str, pairs: Sequence[str], systems: Collection[str]) -> dict[str, str]:
+    """The interpreter of each system, from a flag of NAME=PATH; this one where none is named."""
+    pythons = dict.fromkeys(systems, sys.executable)
+    for pair in pairs:
+        name, _, path = pair.partition("=")
+        if name not in pythons or not path:
+            raise BadInput(f"--{flag}={pair} must be NAME=PATH with one of {', '.join(pythons)}")
+        if not (Path(path).is_file() and os.access(path, os.X_OK)):
+            raise BadInput(f"--{flag}={pair}: {path} is no program that can be run")
+        pythons[name] = str(Path(path).absolute())  # not resolved: a virtual environment is found by its link
+    return pythons
+
+
+def racer_environment(before: Mapping[str, str]) -> dict[str, str]:
+    """Variables of every racer: it finds this folder, asks no hub, and its idle threads sleep.
+
+    `before` are the user's: `launch.configure` adds to them what suits this process, and not those of others.
+    """
+    paths = [str(ROOT), *filter(None, [before.get("PYTHONPATH")])]
+    fixed = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
+    chosen = {"OMP_WAIT_POLICY": "PASSIVE", "TRL_EXPERIMENTAL_SILENCE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    chosen["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # large arrays in huge pages, for all alike
+    return {**chosen, **before, **fixed}
+
+
+def missing_packages(python: str, packages: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Packages that an interpreter doesn't have; none is imported."""
+    done = subprocess.run([python, "-c", FIND, *packages], env=environment, capture_output=True, text=True, check=False)
+    return done.stdout.split() if done.returncode == 0 else [*packages]
 
 
 class Racer:

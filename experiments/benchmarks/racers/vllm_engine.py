@@ -14,7 +14,7 @@ from .torch_generate import random_torch_model
 KEPT = 1  # GiB of keys and values
 
 
-def _set_environment(folder: str) -> None:
+def set_environment(folder: str) -> None:
     """Set what vLLM reads when it is imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(KEPT)
@@ -26,7 +26,7 @@ def _set_environment(folder: str) -> None:
 def main() -> None:
     """Generate a block of rows in every step."""
     lane, job = protocol.open_lane()
-    _set_environment(job.folder)
+    set_environment(job.folder)
     rows, tokens = workload.decoding(job.case)
     model = f"{job.folder}/model"
     random_torch_model(job.shape, job.cores).save_pretrained(model)

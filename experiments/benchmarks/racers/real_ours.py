@@ -1,0 +1,291 @@
+"""This framework on real weights, through what its users call: an engine, an update, and a hosted rollout with both.
+
+`ceilings` and `profile` race against nobody: they are what the machine can do on products of the model's shapes, and
+what the parts of a decode step, a prefill and an update take.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+import flowgrpo as fg
+from flowgrpo import launch, loop
+from flowgrpo.batching.layouts import full_batch
+from flowgrpo.contracts import HostEnv, HostStep, Request, Said, Scored
+from flowgrpo.generate.engine import Engine
+from flowgrpo.generate.sampler import decode, draw_token, logprobs, prefill, sampling, start_rows
+from flowgrpo.learner.state import init_learner, make_optimizer
+from flowgrpo.learner.update import make_update
+from flowgrpo.models.config import DecoderConfig
+from flowgrpo.models.hf import Model, load_model
+from flowgrpo.parallel.offload import Residency, places
+from flowgrpo.recipes.hosted import narrowest_rows
+from flowgrpo.recipes.planner import OFFLOAD
+from flowgrpo.rewards.combine import batched
+from flowgrpo.rollout.hosted import Hosted, hosted
+from flowgrpo.rollout.records import rollout_of
+from flowgrpo.staged import hosted_rollout, make_staged
+from flowgrpo.types import Status
+
+from ..measuring import medians_in_turn
+from . import protocol
+from .real_torch import step_seconds, timed
+from .real_workload import CLIP, RATE, SHORT, Sizes, random_ids, step_prompts
+
+CHUNK = 256  # tokens of a prompt that enter the cache together, as in the agent's recipe
+REPEATS = 5  # of a part in a profile, and of a product
+
+# The race -----------------------------------------------------------------------------------------------
+
+
+def _decode(lane: protocol.Lane, sizes: Sizes, model: Model) -> None:
+    """Prefill fresh prompts in an engine, then sample from them and, in a small engine, from one of them."""
+    room: dict[str, Any] = {"slot_length": sizes.prompt + sizes.long, "chunk": CHUNK}
+    with (
+        Engine(model.policy, model.params, slots=sizes.rows, narrowest=narrowest_rows(), **room) as crowd,
+        Engine(model.policy, model.params, slots=1, **room) as alone,
+    ):
+        for seed in count():
+            lane.wait()
+            prompts = random_ids(model.config.v, sizes.rows, sizes.prompt, seed)
+            _generate(alone, prompts[:1], 1)
+            figures = {
+                "prefill": timed(partial(_generate, crowd, prompts, 1)),
+                "rows": step_seconds(partial(_generate, crowd, prompts), sizes),
+                "stream": step_seconds(partial(_generate, alone, prompts[:1]), sizes),
+            }
+            lane.done(sizes.rows * sizes.prompt, **figures)
+
+
+def _generate(engine: Engine, prompts: Sequence[list[int]], length: int) -> None:
+    """Answer prompts with so many tokens each; those that the engine has seen go on from its cache."""
+    keys = jax.random.split(jax.random.key(length), len(prompts))
+    answers = engine.generate([Request(ids, key, length) for ids, key in zip(prompts, keys, strict=True)])
+    assert all(len(answer.tokens) == length for answer in answers)
+
+
+def _update(lane: protocol.Lane, sizes: Sizes, model: Model) -> None:
+    """One update of full rows, a row at a time."""
+    optimizer = make_optimizer(learning_rate=RATE, clip_norm=CLIP)
+    update = jax.jit(make_update(model.policy, fg.grpo(beta=0.0), optimizer, micro_rows=1), donate_argnums=0)
+    batch = full_batch(model.config.v, sizes.update_rows, sizes.update_length)
+    state = init_learner(model.params, optimizer)
+    while True:
+        lane.wait()
+        state, _ = jax.block_until_ready(update(state, batch))
+        lane.done(sizes.update_rows * sizes.update_length)
+
+
+def _step(lane: protocol.Lane, sizes: Sizes, model: Model) -> None:
+    """Whole iterations of the staged system: an engine's rollout, advantages, packing, and an update."""
+    optimizer = make_optimizer(learning_rate=RATE, clip_norm=CLIP)
+    trajectories, context = sizes.queries * sizes.samples, sizes.context
+    room = {"slots": trajectories, "slot_length": context, "chunk": CHUNK, "narrowest": narrowest_rows()}
+    with Engine(model.policy, model.params, **room) as engine, Residency(places(OFFLOAD["none"])) as residency:
+        rollout = hosted(
+            _prompt_env(model.config.v, sizes), engine.submit, reward=batched(_pay), width=trajectories, judges=1
+        )
+
+        def roll_out(run: loop.Run, **callbacks) -> Hosted:
+            update = int(run.update)
+            engine.swap(run.learner.params, int(run.learner.version))
+            tasks = [fg.Task(f"{update} {query}", "", ("1",), "ids") for query in range(sizes.queries)]
+            keys = jax.random.split(jax.random.fold_in(run.key, update), trajectories)
+            each = [task for task in tasks for _ in range(sizes.samples)]
+            return rollout(each, keys, np.repeat(np.arange(sizes.queries), sizes.samples), **callbacks)
+
+        take = make_staged(
+            model.policy,
+            fg.grpo(beta=0.0),
+            optimizer,
+            loop.Settings(queries=sizes.queries, samples=sizes.samples, micro_rows=1),
+            hosted_rollout(roll_out, lambda played: rollout_of(played.played, (), turns=1, length=context)),
+            banned=(),
+            tools=0,
+            longest=context,
+            trajectories=trajectories,
+            residency=residency,
+            donates=True,
+            release=engine.release,
+        )
+        run = loop.start_run(model.params, optimizer, jax.random.key(0))
+        while True:
+            lane.wait()
+            run, metrics = take(run)
+            counts = {name: float(metrics[name]) for name in ("context_tokens", "computed_tokens") if name in metrics}
+            clocks = {stage: metrics["timings"][f"{stage}_seconds"] for stage in ("rollout", "train")}
+            lane.done(sizes.laid_out, **clocks, **counts)
+
+
+def _prompt_env(vocabulary: int, sizes: Sizes) -> HostEnv:
+    """One turn: the prompt of a task, whose id names its update and its query; the answer ends the trajectory."""
+
+    def reset(_key, task: fg.Task, _do) -> tuple[None, Said]:
+        update, query = map(int, task.id.split())
+        return None, Said(step_prompts(vocabulary, sizes, update * sizes.queries)[query])
+
+    def step(state: None, tokens: Sequence[int], _do) -> tuple[None, HostStep]:
+        return state, HostStep(None, True, output=" ".join(map(str, tokens)), status=Status.FINISHED)
+
+    return HostEnv(name="prompts", tools=(), reset=reset, step=step, turns=1, max_tokens=sizes.answer, stop_ids=())
+
+
+def _pay(tasks: Sequence[fg.Task], outputs: Sequence[str]) -> list[Scored]:
+    """Half of the answers are right."""
+    assert len(tasks) == len(outputs)
+    return [Scored(float(zlib.crc32(output.encode()) % 2)) for output in outputs]
+
+
+# What the machine can do ----------------------------------------------------------------------------------
+
+
+def _layer_shapes(config: DecoderConfig) -> list[tuple[int, int]]:
+    """The matrices of a layer, with q, k, v as one and gate, up as one."""
+    d, heads = config.d, config.h * config.e
+    return [(d, heads + 2 * config.k * config.e), (heads, d), (d, 2 * config.f), (config.f, d)]
+
+
+def _products(config: DecoderConfig, rows: int) -> Callable[[], Array]:
+    """All products of the layers with so many rows, and nothing else; each reads a number of the one before."""
+    shapes = _layer_shapes(config)
+    layers = [[jnp.full(shape, 0.01, jnp.float32) for shape in shapes] for _ in range(config.num_layers)]
+    inputs = {size: jnp.ones((rows, size), jnp.float32) for size, _ in shapes}
+
+    @jax.jit
+    def multiply(inputs, layers):
+        before = jnp.zeros((), jnp.float32)
+        for layer in layers:
+            for matrix in layer:
+                before = jnp.matmul(inputs[len(matrix)] + before, matrix)[0, 0] * 1e-9
+        return before
+
+    return partial(multiply, inputs, layers)
+
+
+def _ceilings(lane: protocol.Lane, sizes: Sizes, model: Model) -> None:
+    """Products alone, by rows: a step of one row, of all rows, and of as many as a prefill computes together."""
+    config, tokens = model.config, sizes.update_length
+    works = {name: _products(config, rows) for name, rows in (("stream", 1), ("rows", sizes.rows), ("prefill", tokens))}
+    hidden, embed = (jnp.ones((rows, config.d)) for rows in (sizes.rows, config.v))
+    unembed = jax.jit(lambda hidden, embed: jnp.matmul(hidden, embed.T))
+    works |= {f"unembed {rows}": partial(unembed, hidden[:rows], embed) for rows in (1, sizes.rows)}
+    array = jnp.ones(2**27, jnp.float32)
+    scale = jax.jit(lambda x: x * 0.5, donate_argnums=0)
+    while True:
+        lane.wait()
+        took, copies = medians_in_turn(works, REPEATS), []
+        for _ in range(REPEATS):
+            copied, array = _clocked(partial(scale, array))
+            copies.append(copied)
+        flops = 2 * tokens * config.num_layers * sum(rows * columns for rows, columns in _layer_shapes(config))
+        lane.done(
+            tokens,
+            stream=took["stream"] + took["unembed 1"],
+            rows=took["rows"] + took[f"unembed {sizes.rows}"],
+            products_rate=flops / took["prefill"],
+            bandwidth=2 * array.nbytes / min(copies),
+        )
+
+
+def _clocked(work: Callable[[], Array]) -> tuple[float, Array]:
+    """Seconds of a call, and its result."""
+    results: list[Array] = []
+    return timed(lambda: results.append(jax.block_until_ready(work()))), results[0]
+
+
+# What takes the time ----------------------------------------------------------------------------------------
+
+
+def _profile(lane: protocol.Lane, sizes: Sizes, model: Model) -> None:
+    """Seconds of parts, each measured alone; the rest of a whole is what no part accounts for."""
+    works = _update_works(model, sizes) | _prefill_works(model, sizes)
+    for name, rows in (("stream", 1), ("rows", sizes.rows)):
+        works |= {f"{name} {part}": work for part, work in _step_works(model, sizes, rows).items()}
+    while True:
+        lane.wait()
+        took = medians_in_turn(works, REPEATS)
+        for name in ("stream", "rows"):
+            took[f"{name} whole"] /= SHORT
+        lane.done(0, **took)
+
+
+def _step_works(model: Model, sizes: Sizes, rows: int) -> dict[str, Callable[[], Any]]:
+    """A stretch of decode steps, and the parts of one of them."""
+    policy, config = model.policy, model.config
+    assert policy.make_cache is not None
+    laid = model.params if policy.unstack_layers is None else jax.jit(policy.unstack_layers)(model.params)
+    prompt_rs = jnp.asarray(random_ids(config.v, rows, sizes.prompt, 0), jnp.int32)
+    cache = jax.jit(partial(prefill, policy))(
+        laid, policy.make_cache(rows, sizes.prompt + sizes.long), prompt_rs, jnp.ones(prompt_rs.shape, bool)
+    )
+    begun = start_rows(cache, prompt_rs[:, -1], jax.random.split(jax.random.key(0), rows), jnp.full(rows, SHORT))
+    none_rk = jnp.full((rows, 1), -1, jnp.int32)
+    stretch = jax.jit(lambda params, begun: decode(policy, params, begun, sampling(rows), none_rk, steps=SHORT))
+    hidden_rd, uniform_r = jnp.ones((rows, config.d)), jnp.full(rows, 0.5)
+    unembed = jax.jit(policy.unembed)
+    logits_rv = unembed(laid, hidden_rd)
+    whole: dict[str, Any] = {"banned": (), "width": 0}  # of the distribution
+    draw = jax.jit(lambda logits, uniform: draw_token(logits, uniform, sampling(rows), jnp.ones(rows, bool), **whole))
+    return {
+        "whole": partial(stretch, laid, begun),
+        "products": _products(config, rows),
+        "unembed": partial(unembed, laid, hidden_rd),
+        "draw": partial(draw, logits_rv, uniform_r),
+    }
+
+
+def _prefill_works(model: Model, sizes: Sizes) -> dict[str, Callable[[], Any]]:
+    """The hidden states of rows that nothing is known of, and their products."""
+    tokens_rs = jnp.asarray(random_ids(model.config.v, sizes.rows, sizes.prompt, 0), jnp.int32)
+    hidden = jax.jit(lambda params, tokens: model.policy.hidden(params, tokens, None, None, None)[0])
+    return {
+        "prefill whole": partial(hidden, model.params, tokens_rs),
+        "prefill products": _products(model.config, tokens_rs.size),
+    }
+
+
+def _update_works(model: Model, sizes: Sizes) -> dict[str, Callable[[], Any]]:
+    """Of one row of an update: hidden states, scores after them, gradients of both; and the optimizer's step."""
+    policy, params = model.policy, model.params
+    tokens_rs = jnp.asarray(random_ids(model.config.v, 1, sizes.update_length, 0), jnp.int32)
+
+    def states_sum(params, tokens):
+        return policy.hidden(params, tokens, None, None, None)[0].sum()
+
+    def logp_sum(params, tokens):
+        return logprobs(policy, params, tokens).logp.sum()
+
+    optimizer = make_optimizer(learning_rate=RATE, clip_norm=CLIP)
+    memory = optimizer.init(params)
+
+    def move(gradient, memory, params):
+        change, memory = optimizer.update(gradient, memory, params)
+        return optax.apply_updates(params, change), memory
+
+    works = {"states": states_sum, "scores": logp_sum}
+    forward = {f"update {name}": partial(jax.jit(work), params, tokens_rs) for name, work in works.items()}
+    both = {f"update {name} grad": partial(jax.jit(jax.grad(w)), params, tokens_rs) for name, w in works.items()}
+    products = {"update products": _products(model.config, tokens_rs.size)}
+    return forward | both | products | {"update optimizer": partial(jax.jit(move), params, memory, params)}
+
+
+WORKS = {"decode": _decode, "update": _update, "step": _step, "ceilings": _ceilings, "profile": _profile}
+
+
+def main() -> None:
+    """Open the model and do the work that is asked for."""
+    lane, job = protocol.open_lane()
+    launch.configure(cpu_devices=job.devices, exact=job.exact)
+    WORKS[job.case](lane, Sizes(**job.sizes), load_model(job.model, text=False))
+
+
+if __name__ == "__main__":
+    main()
