@@ -10,12 +10,12 @@ from typing import Any
 import gguf
 import numpy as np
 from model_cases import HEADS, LLAMA3, made
+from tiny_models import random_params
 
 from flowgrpo.models.config import Rope
 from flowgrpo.models.decoder import make_policy, parameters
 from flowgrpo.models.families import decoder_config, tensors_of, text_source, to_file
 from flowgrpo.models.hf import Model
-from tiny_models import random_params
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 300, "rms_norm_eps": 1e-5}
 WIDE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -23,6 +23,8 @@ GEMMA = {"query_pre_attn_scalar": 64, "sliding_window": 5, "hidden_activation": 
 NEAR = {"rope_type": "default", "rope_theta": 1e4}
 FAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 GEMMA3 = {"rope_parameters": {"full_attention": FAR, "sliding_attention": NEAR}}
+HALVES = {"head_dim": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+HALVES |= {"query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"}
 CASES: dict[str, dict] = {
     "llama": made("llama", WIDE, tie_word_embeddings=True, rope_theta=1e5),
     "llama, biases, llama3": made(
@@ -36,6 +38,8 @@ CASES: dict[str, dict] = {
     "qwen3": made("qwen3", WIDE, HEADS, head_dim=128, num_key_value_heads=1, rope_theta=1e6),
     "gemma": made("gemma", WIDE, tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh"),
     "gemma2": made("gemma2", WIDE, GEMMA, num_hidden_layers=3, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "gemma2, as published": made("gemma2", WIDE, HALVES, sliding_window=5, num_hidden_layers=3),
+    "gemma3, as published": made("gemma3_text", WIDE, HALVES, sliding_window=5, num_hidden_layers=7, rope_theta=1e6),
     "gemma3": made("gemma3_text", WIDE, GEMMA, GEMMA3, num_hidden_layers=7, intermediate_size=512),
 }
 ARCHITECTURE = {"mistral": "llama", "gemma3_text": "gemma3"}
@@ -59,7 +63,7 @@ def encode(values: np.ndarray, kind: str, seed: int = 0) -> np.ndarray:
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (values.size // block, size), dtype=np.uint8)
     for at in SCALES[kind]:
-        scales = random.uniform(1e-3, 4e-3, len(blocks)).astype(np.float16)
+        scales = random.uniform(3e-5, 1e-4, len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
     return blocks.reshape(*values.shape[:-1], -1)
 
@@ -105,7 +109,8 @@ def write_gguf(
             data = encode(permute(array, heads) if permuted else array + np.float32(shift), own)
             data = change.get(file_name.replace(".", "_"), data)
             known = gguf.GGMLQuantizationType[own]
-            decoded = gguf.dequantize(data, known).reshape(array.shape) if data.size else array
+            is_whole = file_name.replace(".", "_") not in change
+            decoded = gguf.dequantize(data, known).reshape(array.shape) if is_whole else array
             if permuted:
                 decoded = np.stack([decoded[permute(np.arange(len(array)), heads).argsort()]])[0]
             expected[name] = decoded - np.float32(shift)
@@ -152,7 +157,7 @@ def describe(name: str, model: Model) -> dict[str, Any]:
         f"{name}.attention.layer_norm_rms_epsilon": float(config.norm_eps),
         f"{name}.rope.freq_base": float(rope.theta),
     }
-    if config.e * config.h != config.d:
+    if config.e * config.h != config.d or name.startswith("gemma"):
         entries |= {f"{name}.attention.key_length": config.e, f"{name}.attention.value_length": config.e}
     if rope.kind in ("yarn", "linear"):
         entries |= {f"{name}.rope.scaling.type": rope.kind, f"{name}.rope.scaling.factor": rope.factor}
@@ -160,7 +165,7 @@ def describe(name: str, model: Model) -> dict[str, Any]:
         entries[f"{name}.rope.scaling.original_context_length"] = rope.original_length
     if source.get("sliding_window") and name in ("llama", "gemma2", "gemma3"):
         entries[f"{name}.attention.sliding_window"] = source["sliding_window"]
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if name == "gemma2":
-            entries[f"{name}.{key}"] = float(source[key])
+    if name == "gemma2":
+        entries[f"{name}.attn_logit_softcapping"] = config.attention_softcap
+        entries[f"{name}.final_logit_softcapping"] = config.logit_softcap
     return entries
