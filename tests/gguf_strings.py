@@ -2,9 +2,8 @@
 
 import random
 
-WORDS = (
-    "the cat sat on a mat it's we'll they've I'd can't DON'T lambda print hello Paris naïve café straße Ünïcode".split()
-)
+WORDS = ["the", "cat", "sat", "on", "a mat", "it's", "we'll", "they've", "I'd", "can't", "DON'T", "lambda", "print"]
+WORDS += ["hello", "Paris", "naïve", "café", "straße", "Ünïcode"]
 SCRIPTS = [
     "日本語のテスト",
     "中文字符测试",

@@ -281,9 +281,7 @@ def to_metadata(source: Mapping[str, Any], config: DecoderConfig, context_length
 
 def _divide(d: int, heads: int, name: str) -> int:
     if not isinstance(heads, int) or not isinstance(d, int) or heads < 1 or d % heads:
-        raise BadInput(
-            f"{name}.attention.head_count is {heads!r}, which does not divide {name}.embedding_length {d!r}"
-        )
+        raise BadInput(f"{name}.attention.head_count is {heads!r}, which does not divide {name}.embedding_length {d!r}")
     return d // heads
 
 

@@ -148,6 +148,8 @@ def _check_architecture(model: Model, name: str) -> None:
     for parameter in model.params:
         if parameter.endswith("bias") and name not in BIASES[parameter]:
             raise BadInput(f"llama.cpp adds no {parameter} in a {name}: export the model as a folder")
+    if name in ("gemma", "gemma2") and not config.tied:
+        raise BadInput(f"llama.cpp has no unembedding in a {name} but its embedding: export the model as a folder")
     wide = config.d / config.h if config.num_layers == LARGE_GEMMA.get(name) else config.e
     if config.query_scale is not None and abs(config.query_scale * wide**0.5 - 1) > 1e-6:
         raise BadInput(

@@ -1,5 +1,7 @@
 """Tokenizers from GGUF metadata: ids equal those of the tokenizer that the file was made of (M5)."""
 
+import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +57,6 @@ def train(cut) -> tuple[Tokenizer, dict]:
 
 
 def _merges(tokenizer: Tokenizer) -> list[list[str]]:
-    import json
 
     return json.loads(tokenizer.to_str())["model"]["merges"]
 
@@ -77,7 +78,7 @@ def sentencepiece(string: str, scores: dict[str, float], ids: dict[str, int]) ->
     """Join the pair whose token has the best score, the leftmost first, until there is none; bytes for the rest."""
     parts = list(string.replace(" ", "\u2581"))
     while True:
-        pairs = [(-scores[a + b], i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in scores]
+        pairs = [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in scores]
         if not pairs:
             break
         at = min(pairs)[1]
@@ -129,7 +130,7 @@ def test_a_saved_tokenizer_is_the_same_with_its_templates(tmp_path):
     string = "it's 12 <|im_end|> naïve"
     assert again.encode(string) == found.encode(string)
     ends = generation_config({**metadata, "tokenizer.ggml.eot_token_id": 0})
-    assert ends is not None and b'"eos_token_id": [\n    2,\n    0\n  ]' in ends
+    assert json.loads(ends or b"{}")["eos_token_id"] == [2, 0]
 
 
 BROKEN = {

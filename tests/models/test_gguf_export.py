@@ -277,10 +277,11 @@ def test_M5_transformers_opens_the_export_and_answers_alike(name, tmp_path):
     peer = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="x.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
+    peer.generation_config.eos_token_id = None  # goes on to the end
     for prompt in prompts_of(model):
         with torch.no_grad():
             theirs = peer(torch.tensor([prompt])).logits[0, -1].numpy()
-            whole = peer.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=-1)
+            whole = peer.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False)
         answer = whole[0, len(prompt) :].tolist()
         assert len(answer) == 30
         first, ours = forward(rounded, prompt, answer)

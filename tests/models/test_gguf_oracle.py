@@ -1,6 +1,6 @@
 """GGUF files beside transformers, which dequantises them itself: logits within 1e-4, token ids equal (M5).
 
-Two of the files are real models, of the extras [smollm2] and [gemma3]; where one is not installed, its tests are skipped.
+Two of the files are real models, of the extras [smollm2] and [gemma3]; where one is not installed, its tests skip.
 """
 
 from pathlib import Path
