@@ -1,6 +1,6 @@
 """Price of exactness: seconds of a program over those of the same without one of the means to it.
 
-    sums in pieces      of long products, each within which the order never changes (`decoder.PIECE`)
+    sums in pieces      of long products, each within which the order never changes (`products.PIECE`)
     blocks of keys      attention over so many at a time, in sampling as in scoring (`attention.BLOCK`)
     total by product    of attention's shares, instead of a sum along an axis (`attention.total_of`)
     no fusions          of YNNPACK, of which most kinds are wrong in jaxlib 0.10.2 (`launch.NO_FLAWED_FUSION`)
@@ -25,7 +25,7 @@ from flowgrpo.batching.layouts import full_batch
 from flowgrpo.envs.env import PAD
 from flowgrpo.learner.state import init_learner, make_optimizer
 from flowgrpo.learner.update import make_update
-from flowgrpo.models import attention, decoder, kv_cache
+from flowgrpo.models import attention, kv_cache, products
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.parallel.row_sharding import data_mesh, map_rows, share
 from flowgrpo.report.progress import with_progress
@@ -51,9 +51,9 @@ WORKS = {
 @contextmanager
 def _without(means: str | None) -> Iterator[dict[str, Any]]:
     """Programs that are traced here do without one of the means; what is given are options of their compilation."""
-    pieces, blocks, total = decoder.PIECE, attention.BLOCK, attention.total_of
+    pieces, blocks, total = products.PIECE, attention.BLOCK, attention.total_of
     if means == "sums in pieces":
-        decoder.PIECE = LARGE
+        products.PIECE = LARGE
     if means == "blocks of keys":
         attention.BLOCK = kv_cache.BLOCK = LARGE
     if means == "total by product":
@@ -61,7 +61,7 @@ def _without(means: str | None) -> Iterator[dict[str, Any]]:
     try:
         yield {FUSIONS: ",".join(f"LIBRARY_FUSION_TYPE_{kind}" for kind in KINDS[means])} if means in KINDS else {}
     finally:
-        decoder.PIECE, attention.total_of = pieces, total
+        products.PIECE, attention.total_of = pieces, total
         attention.BLOCK = kv_cache.BLOCK = blocks
 
 

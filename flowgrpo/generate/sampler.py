@@ -11,6 +11,8 @@ A row feeds the token that it sampled last, so `prefill` takes a prompt without 
 cache of a turn that ended can be appended to.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Bool, Float, Int
 
 from flowgrpo.contracts import Cache, Params, Policy, Scores
@@ -371,22 +374,25 @@ def logprobs(
     kept: Array | None = None,
     chunk: int = 256,
     tree: PrefixTree | None = None,
+    wanted: AnyArray | None = None,
 ) -> Scores:
     """Log-probability and entropy of every token given those before it in its segment, both [r s].
 
-    The first token of a segment and padding score 0. `kept` [r s k] holds recorded sets; then a token
-    without one scores 0 too. The vocabulary is met `chunk` tokens at a time, and again in the backward
-    pass, never as a whole [r, s, v] (M4). With the `tree` of a `Batch`, every token of a segment is scored,
-    given its context in the tree: what contexts begin with alike is computed once (F10).
+    The first token of a segment and padding score 0, and so does what is not `wanted` [r s], whose logits are not
+    computed. `kept` [r s k] holds recorded sets; then a token without one scores 0 too. The vocabulary is met `chunk`
+    tokens at a time, and again in the backward pass, never as a whole [r, s, v] (M4). With the `tree` of a `Batch`,
+    every token of a segment is scored, given its context in the tree: what contexts begin with alike is computed
+    once (F10).
     """
     tokens = jnp.asarray(tokens)
     segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
     settings: dict[str, Any] = {"temperature": temperature, "banned": banned, "kept": kept, "chunk": chunk}
     if tree is not None:
-        real = (segments > 0) & (jnp.asarray(tree.after) >= 0)
+        real = (segments > 0) & (jnp.asarray(tree.after) >= 0)  # before a context's first token nothing stands
+        real = real if wanted is None else real & jnp.asarray(wanted)
         return score_next(policy, params, tree_states(policy, params, tree, real), tokens, real, **settings)
     states = policy.hidden(params, tokens, positions, segments, None)[0]
-    return score_states(policy, params, states, tokens, segments, **settings)
+    return score_states(policy, params, states, tokens, segments, wanted=wanted, **settings)
 
 
 def tree_states(policy: Policy, params: Params, tree: PrefixTree, real_rs: AnyArray) -> Array:
@@ -443,49 +449,165 @@ def score_next(
     chunk: int = 256,
 ) -> Scores:
     """Log-probability and entropy of tokens given the hidden states of the tokens before them, 0 where not `real`."""
-    warm = jnp.asarray(temperature, jnp.float32)
-    score = partial(_score_rows, temperature=warm, banned=banned, chunk=chunk)
-    rows = (states_rsd, jnp.asarray(tokens_rs), jnp.asarray(real_rs), kept)
+    # No gradient reaches the temperature.
+    warm = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
+    # Where XLA divides a vocabulary, devices meet within a chunk, and must all come to the same number of them.
+    skips = policy.settled is None or policy.mesh.shape.get("tensor", 1) == 1
+    score = partial(_score_rows, temperature=warm, banned=banned, chunk=chunk, skips=skips)
+    rows = (jnp.asarray(states_rsd), jnp.asarray(tokens_rs), jnp.asarray(real_rs), kept)
     # Each device goes through its own rows, so that the gradient of the unembedding is summed over them once.
     if policy.settled is not None:
         return policy.settled.over_rows(score, params, rows)
     return score(policy.unembed, params, rows)
 
 
-def _score_rows(unembed, params, rows: tuple, *, temperature: Array, banned, chunk: int) -> Scores:
+def _score_rows(unembed, params, rows: tuple, *, temperature: Array, banned, chunk: int, skips: bool) -> Scores:
+    """Scores [r s] of the real tokens of these rows, which come first, chunk by chunk; the others are not computed."""
     states, tokens, real, kept = rows
-    chunk = _bounded_chunk(unembed, params, states, chunk)
-    inputs = (_chunks(states, chunk), _chunks(tokens, chunk))
-    inputs += (None if kept is None else _chunks(kept, chunk, padding=-1),)
-    score = partial(_score, unembed, params, temperature, banned)
-    _, scores = jax.lax.scan(jax.checkpoint(score), None, inputs)
-    whole = [x.reshape(-1)[: real.size].reshape(real.shape) for x in scores]
-    return Scores(*(jnp.where(real, x, 0.0) for x in whole))
+    # What isn't real fills up the last chunk, and whatever stands there must not reach the gradient.
+    states, tokens = jnp.where(real[..., None], states, jnp.zeros((), states.dtype)), jnp.where(real, tokens, 0)
+    chunk = min(_bounded_chunk(unembed, params, states, chunk), max(real.size, 1))
+    order = jnp.argsort(~real.reshape(-1), stable=True)
+    order = jnp.pad(order, (0, -len(order) % chunk))  # what comes twice is behind all that is real, or is cut off
+    chunks = len(order) // chunk
+    trips = (real.sum(dtype=jnp.int32) + chunk - 1) // chunk if skips else jnp.int32(chunks)
+
+    def first(x: Array) -> Array:
+        """[r s ...] -> [chunks, chunk, ...], what is real before what isn't."""
+        return x.reshape(-1, *x.shape[2:])[order].reshape(chunks, chunk, *x.shape[2:])
+
+    logits_of, weights = _weights_read(unembed, params, states)
+    form = _Form(logits_of, tuple(banned))
+    scores = _score_chunks(
+        form, weights, temperature, first(states), first(tokens), kept if kept is None else first(kept), trips
+    )
+    place = order[: real.size]
+    whole = [jnp.zeros(real.size, x.dtype).at[place].set(x.reshape(-1)[: real.size]) for x in scores]
+    return Scores(*(jnp.where(real, x.reshape(real.shape), 0.0) for x in whole))
+
+
+def _weights_read(unembed, params, states: Array) -> tuple[Callable, list[Array]]:
+    """`(logits_of, weights)` with `unembed(params, x) = logits_of(weights, x)`, of the parameters that it reads alone.
+
+    So the gradient of a chunk is that of these, and no zeros are summed for all the others.
+    """
+    leaves, tree = jax.tree.flatten(params)
+
+    def of_leaves(*inputs):
+        return unembed(jax.tree.unflatten(tree, inputs[:-1]), inputs[-1])
+
+    traced = jax.make_jaxpr(of_leaves)(*leaves, jax.ShapeDtypeStruct((1, states.shape[-1]), states.dtype)).jaxpr
+    variables = {id(variable) for equation in traced.eqns for variable in equation.invars}
+    index = [i for i, variable in enumerate(traced.invars[:-1]) if id(variable) in variables]
+
+    def logits_of(weights: list[Array], x: Array) -> Array:
+        inputs: list[Any] = [None] * len(leaves)
+        for i, weight in zip(index, weights, strict=True):
+            inputs[i] = weight
+        return of_leaves(*inputs, x)
+
+    return logits_of, [leaves[i] for i in index]
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """What is static of the distribution of a token."""
+
+    logits_of: Callable[[list[Array], Array], Array]  # (weights, states [c d]) -> [c v]
+    banned: tuple[int, ...]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _score_chunks(form: _Form, weights, temperature, states, tokens, kept, trips) -> tuple[Array, Array]:
+    """Log-probability and entropy [chunks, chunk] of the first `trips` chunks; what comes after them is 0.
+
+    With p the softmax of the logits l over the temperature t, e the one-hot vector of the token, H the entropy:
+
+        d logp / d l = (e - p) / t          d H / d l = - p (log p + H) / t
+
+    The backward pass multiplies a chunk's logits out once more, and keeps one number a token.
+    """
+    return _score_forward(form, weights, temperature, states, tokens, kept, trips)[0]
+
+
+def _score_forward(form: _Form, weights, temperature, states, tokens, kept, trips) -> tuple:
+    def add(i, done: tuple) -> tuple:
+        cooled = cool(form.logits_of(weights, states[i]), jnp.broadcast_to(temperature, tokens.shape[1:]), form.banned)
+        scores = _score(cooled, tokens[i], None if kept is None else kept[i])
+        return tuple(x.at[i].set(y) for x, y in zip(done, scores, strict=True))
+
+    scores = jax.lax.fori_loop(0, trips, add, (jnp.zeros(tokens.shape, jnp.float32),) * 3)
+    return scores[:2], (weights, temperature, states, tokens, kept, trips, *scores[1:])
+
+
+def _score(cooled: Array, tokens: Array, kept: Array | None) -> tuple[Array, Array, Array]:
+    """Log-probability, entropy and log of the sum of exponentials, of one chunk: [c v], [c], [c k]."""
+    if kept is None:
+        top = cooled.max(axis=-1)
+        share = jnp.exp(cooled - top[:, None])
+        total = share.sum(axis=-1)
+        weight = top + jnp.log(total)
+        below = jnp.where(share > 0, cooled - top[:, None], 0.0)  # minus infinity is probability 0
+        return _pick(cooled, tokens) - weight, jnp.log(total) - (share * below).sum(axis=-1) / total, weight
+    recorded = kept[:, 0] >= 0
+    among = jnp.where(recorded[:, None], _among(cooled, kept), 0.0)
+    weight = jax.nn.logsumexp(among, axis=-1)
+    scores = _pick(cooled, tokens) - weight, _entropy(among - weight[:, None])
+    return *(jnp.where(recorded, x, 0.0) for x in scores), weight
+
+
+def _score_backward(form: _Form, saved: tuple, d_scores: tuple) -> tuple:
+    marks, (weights, temperature, states, tokens, kept, trips, entropy, weight) = saved
+    d_logp, d_entropy = (None if isinstance(x, SymbolicZero) else x for x in d_scores)
+    moved = [i for i, mark in enumerate(marks) if mark is not None]  # the weights that have a gradient
+
+    def logits_of(some: list[Array], x: Array) -> Array:
+        every = list(weights)
+        for i, value in zip(moved, some, strict=True):
+            every[i] = value
+        return form.logits_of(every, x)
+
+    def logits_gradient(i, logits: Array) -> Array:
+        warm = jnp.broadcast_to(temperature, tokens.shape[1:])
+        cooled, uncool = jax.vjp(lambda x: cool(x, warm, form.banned), logits)
+        ups = [jnp.zeros(tokens.shape[1:]) if x is None else x[i] for x in (d_logp, d_entropy)]
+        if kept is not None:
+            return uncool(jax.vjp(lambda x: _score(x, tokens[i], kept[i])[:2], cooled)[1](tuple(ups))[0])[0]
+        log_share = cooled - weight[i][:, None]
+        share = jnp.exp(log_share)
+        hit = jnp.arange(cooled.shape[-1])[None] == tokens[i][:, None]
+        change = jnp.where(hit, ups[0][:, None], 0.0) - share * ups[0][:, None]
+        if d_entropy is not None:
+            surprise = jnp.where(share > 0, log_share, 0.0) + entropy[i][:, None]
+            change -= share * surprise * ups[1][:, None]
+        return uncool(change)[0]
+
+    def add(i, done: tuple) -> tuple:
+        d_weights, d_states = done
+        logits, back = jax.vjp(logits_of, [weights[at] for at in moved], states[i])
+        d_some, d_state = back(logits_gradient(i, logits))
+        return [x + y.astype(jnp.float32) for x, y in zip(d_weights, d_some, strict=True)], d_states.at[i].set(d_state)
+
+    start = [jnp.zeros(weights[at].shape, jnp.float32) for at in moved], jnp.zeros(states.shape, states.dtype)
+    d_some, d_states = jax.lax.fori_loop(0, trips, add, start)
+    d_weights: list[Array | None] = [None] * len(weights)
+    for i, value in zip(moved, d_some, strict=True):
+        d_weights[i] = value.astype(weights[i].dtype)
+    return d_weights, None, d_states, None, None, None
+
+
+def _score_marked(form: _Form, *inputs) -> tuple:
+    """The forward pass of a gradient, which keeps which of the weights have one."""
+    marks = [jnp.zeros(()) if weight.perturbed else None for weight in inputs[0]]
+    values = jax.tree.map(lambda x: x.value, inputs, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
+    scores, saved = _score_forward(form, *values)
+    return scores, (marks, saved)
+
+
+_score_chunks.defvjp(_score_marked, _score_backward, symbolic_zeros=True)
 
 
 def _bounded_chunk(unembed, params, states, chunk: int) -> int:
     """At most `chunk` tokens, and so few that their logits stay below `LOGITS`: several copies are alive at once."""
     v = jax.eval_shape(unembed, params, jax.ShapeDtypeStruct((1, states.shape[-1]), states.dtype)).shape[-1]
     return min(chunk, max(LOGITS // v, LEAST_CHUNK))
-
-
-def _chunks(x: Array, chunk: int, padding: int = 0) -> Array:
-    """[r s ...] -> [chunks, chunk, ...]."""
-    flat = x.reshape(-1, *x.shape[2:])
-    short = -len(flat) % chunk
-    whole = jnp.pad(flat, [(0, short)] + [(0, 0)] * (flat.ndim - 1), constant_values=padding)
-    return whole.reshape(-1, chunk, *flat.shape[1:])
-
-
-def _score(unembed, params, temperature, banned, carry, inputs):
-    """Scores of one chunk: states [c d], tokens [c], kept [c k]."""
-    states, tokens, kept = inputs
-    cooled = cool(unembed(params, states), jnp.broadcast_to(temperature, tokens.shape), banned)
-    if kept is None:
-        logp = jax.nn.log_softmax(cooled, axis=-1)
-        return carry, (_pick(logp, tokens), _entropy(logp))
-    recorded = kept[:, 0] >= 0
-    among = jnp.where(recorded[:, None], _among(cooled, kept), 0.0)
-    logp = _pick(cooled, tokens) - jax.nn.logsumexp(among, axis=-1)
-    entropy = _entropy(jax.nn.log_softmax(among, axis=-1))
-    return carry, (jnp.where(recorded, logp, 0.0), jnp.where(recorded, entropy, 0.0))

@@ -109,7 +109,7 @@ def make_value_score(
             scores = score_next(policy, params.policy, states_rsd, tokens, real, **settings)
             return scores._replace(value=masked.fill(value_rs, real))
         states_rsd, value_rs = valuation.look(params, tokens, positions, segments)
-        scores = score_states(policy, params.policy, states_rsd, tokens, segments, **settings)
+        scores = score_states(policy, params.policy, states_rsd, tokens, segments, wanted=batch.chosen, **settings)
         return scores._replace(value=before(value_rs, segments))
 
     return score

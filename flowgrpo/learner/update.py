@@ -184,14 +184,14 @@ def make_update(
 def make_score(
     policy: Policy, *, temperature=1.0, banned: tuple[int, ...] = (), chunk: int = 1024, compute_dtype: Any = None
 ) -> Score:
-    """`logprobs` of a batch under the distribution that was sampled from."""
+    """`logprobs` of the chosen tokens of a batch under the distribution that was sampled from, 0 at all others."""
     settings = {"temperature": temperature, "banned": banned, "chunk": chunk}
     if compute_dtype is not None and policy.settled is not None:
         policy, compute_dtype = policy.settled.in_dtype(compute_dtype), None
 
     def score(params, batch: Batch) -> Scores:
         rows = (batch.tokens, batch.positions, batch.segments)
-        return logprobs(policy, params, *rows, tree=batch.tree, **settings)
+        return logprobs(policy, params, *rows, tree=batch.tree, wanted=batch.chosen, **settings)
 
     return in_dtype(score, compute_dtype)
 

@@ -12,7 +12,8 @@ from tiny_models import FULL, random_params
 from flowgrpo.models import kv_cache
 from flowgrpo.models.attention import visible
 from flowgrpo.models.config import DecoderConfig, Rope
-from flowgrpo.models.decoder import make_policy, parameters, product
+from flowgrpo.models.decoder import make_policy, parameters
+from flowgrpo.models.products import product
 
 NEAR = DecoderConfig(v=97, d=24, h=4, k=4, e=6, f=20, windows=(3, 2), ropes=(Rope(), Rope(kind="linear", factor=2.0)))
 CONFIGS = {"full": FULL, "near": NEAR}
