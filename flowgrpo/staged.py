@@ -285,7 +285,7 @@ def _trajectory_scorer(
     if loop.shares_prefixes(policy) and needs == {"logp_ref"}:
         score_trees = make_score_trees(policy, packing, **scoring)
         return lambda _params, reference, trajectories: {"logp_ref": score_trees(acting(reference), trajectories)}
-    sizes = {"micro_rows": settings.micro_rows, "slots": longest}
+    sizes: dict[str, Any] = {"micro_rows": settings.micro_rows, "slots": longest}
     score_trajectories = make_score_trajectories(policy, critic=critic, needs=needs, **scoring, **sizes)
     # Every process reads all of it, where there are several.
     mesh = policy.mesh

@@ -391,9 +391,8 @@ def logprobs(
     segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
     settings: dict[str, Any] = {"temperature": temperature, "banned": banned, "kept": kept, "chunk": chunk}
     if tree is not None:
-        real = (segments > 0) & (jnp.asarray(tree.after) >= 0)
-        if wanted is not None:
-            real &= jnp.asarray(wanted)
+        real = (segments > 0) & (jnp.asarray(tree.after) >= 0)  # before a context's first token nothing stands
+        real = real if wanted is None else real & jnp.asarray(wanted)
         return score_next(policy, params, tree_states(policy, params, tree, real), tokens, real, **settings)
     states = policy.hidden(params, tokens, positions, segments, None)[0]
     return score_states(policy, params, states, tokens, segments, wanted=wanted, **settings)
@@ -458,7 +457,7 @@ def score_next(
     # Where XLA divides a vocabulary, devices meet within a chunk, and must all come to the same number of them.
     skips = policy.settled is None or policy.mesh.shape.get("tensor", 1) == 1
     score = partial(_score_rows, temperature=warm, banned=banned, chunk=chunk, skips=skips)
-    rows = (states_rsd, jnp.asarray(tokens_rs), jnp.asarray(real_rs), kept)
+    rows = (jnp.asarray(states_rsd), jnp.asarray(tokens_rs), jnp.asarray(real_rs), kept)
     # Each device goes through its own rows, so that the gradient of the unembedding is summed over them once.
     if policy.settled is not None:
         return policy.settled.over_rows(score, params, rows)
@@ -468,6 +467,8 @@ def score_next(
 def _score_rows(unembed, params, rows: tuple, *, temperature: Array, banned, chunk: int, skips: bool) -> Scores:
     """Scores [r s] of the real tokens of these rows, which come first, chunk by chunk; the others are not computed."""
     states, tokens, real, kept = rows
+    # What isn't real fills up the last chunk, and whatever stands there must not reach the gradient.
+    states, tokens = jnp.where(real[..., None], states, jnp.zeros((), states.dtype)), jnp.where(real, tokens, 0)
     chunk = min(_bounded_chunk(unembed, params, states, chunk), max(real.size, 1))
     order = jnp.argsort(~real.reshape(-1), stable=True)
     order = jnp.pad(order, (0, -len(order) % chunk))  # what comes twice is behind all that is real, or is cut off

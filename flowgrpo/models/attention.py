@@ -24,6 +24,7 @@ T = TypeVar("T")
 PRECISE = jax.lax.Precision.HIGHEST  # products of float32 are of float32 on every platform
 BLOCK = 128  # keys that are attended to at once
 COLUMNS = 8  # of a product that is used for a sum; with a single one it would be a product with a vector
+BRANCH = 64  # queries and keys of a block in a tree, whose branches are short; on a CPU it halves the time
 UNROLLED = 8  # so many blocks of a cache are compiled one after the other; more are looped over
 TILED = 4  # so many blocks of a plain row are compiled one after the other, for each block of queries; else a loop
 FAR = 1 << 30  # beyond every position and segment, and so that the difference of two is an int32
@@ -214,15 +215,16 @@ def _look_at(sight: Sight, part: Callable[[Array], Array]) -> Sight:
 class _Blocks(NamedTuple):
     """Queries or keys, and what goes with them, in blocks along the tokens; every array is [blocks r ...]."""
 
-    arrays: tuple[Array, ...]  # blocks r k ... BLOCK ...
-    position: Array  # blocks r BLOCK
+    arrays: tuple[Array, ...]  # blocks r k ... size ...
+    position: Array  # blocks r size
     segment: Array
     end: Array | None = None  # of keys in a tree
 
 
 def _forward_by_pairs(grouped: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> "_Running":
     """Block after block of queries, each over the blocks of keys that it meets."""
-    queries, keys = _query_blocks((grouped,), sight), _key_blocks(k, v, sight)
+    size = _pair_size(sight)
+    queries, keys = _query_blocks((grouped,), sight, size), _key_blocks(k, v, sight, size)
 
     def attend_block(carry: None, block: tuple[_Blocks, Array, Array]) -> tuple[None, "_Running"]:
         own, met, count = block
@@ -239,7 +241,8 @@ def _forward_by_pairs(grouped: Array, k: Array, v: Array, sight: Sight, config: 
 
 def _backward_by_pairs(given: tuple, q: Array, k: Array, v: Array, sight: Sight, config: DecoderConfig) -> tuple:
     """The gradients of queries, keys and values, by the same pairs."""
-    queries, keys = _query_blocks(given, sight), _key_blocks(k, v, sight)
+    size = _pair_size(sight)
+    queries, keys = _query_blocks(given, sight, size), _key_blocks(k, v, sight, size)
 
     def back_block(d_pair: tuple[Array, Array], block: tuple[_Blocks, Array, Array]) -> tuple:
         own, met, count = block
@@ -261,15 +264,22 @@ def _backward_by_pairs(given: tuple, q: Array, k: Array, v: Array, sight: Sight,
     return _join(d_q, 3, q.shape[2]), *(_join(x, 2, k.shape[2]) for x in d_pair)
 
 
-def _query_blocks(arrays: tuple[Array, ...], sight: Sight) -> _Blocks:
+def _pair_size(sight: Sight) -> int:
+    """Queries and keys of a block; of plain rows as of a cache, so that their sums go in its order (F7)."""
+    return BLOCK if sight.k_end is None else BRANCH
+
+
+def _query_blocks(arrays: tuple[Array, ...], sight: Sight, size: int) -> _Blocks:
     """Arrays [r k g s ...] and the queries' sight in blocks."""
-    split = tuple(_split(x, 3) for x in arrays)
-    return _Blocks(split, _split(sight.q_position, 1), _split(sight.q_segment, 1))
+    split = tuple(_split(x, 3, size) for x in arrays)
+    return _Blocks(split, _split(sight.q_position, 1, size), _split(sight.q_segment, 1, size))
 
 
-def _key_blocks(k: Array, v: Array, sight: Sight) -> _Blocks:
-    end = None if sight.k_end is None else _split(sight.k_end, 1)
-    return _Blocks((_split(k, 2), _split(v, 2)), _split(sight.k_position, 1), _split(sight.k_segment, 1), end)
+def _key_blocks(k: Array, v: Array, sight: Sight, size: int) -> _Blocks:
+    """Keys, values and the keys' sight in blocks."""
+    position, segment = _split(sight.k_position, 1, size), _split(sight.k_segment, 1, size)
+    end = None if sight.k_end is None else _split(sight.k_end, 1, size)
+    return _Blocks((_split(k, 2, size), _split(v, 2, size)), position, segment, end)
 
 
 def _pick(blocks: T, index: Array) -> T:
@@ -305,11 +315,11 @@ def _range(x: Array, blocks: _Blocks) -> tuple[Array, Array]:
     return jnp.where(real, x, FAR).min(axis=-1), jnp.where(real, x, -FAR).max(axis=-1)
 
 
-def _split(x: Array, axis: int) -> Array:
-    """Divide an axis into blocks, which come first: [r s ...] -> [blocks r BLOCK ...], zeros filling up the last."""
-    short = -x.shape[axis] % BLOCK
+def _split(x: Array, axis: int, size: int) -> Array:
+    """Divide an axis into blocks, which come first: [r s ...] -> [blocks r size ...], zeros filling up the last."""
+    short = -x.shape[axis] % size
     x = jnp.pad(x, [(0, short if at == axis else 0) for at in range(x.ndim)])
-    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, BLOCK, *x.shape[axis + 1 :]), axis, 0)
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
 
 
 def _join(x: Array, axis: int, length: int) -> Array:

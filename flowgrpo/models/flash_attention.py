@@ -60,9 +60,9 @@ def flash_rows(
 
 
 class _Laid(NamedTuple):
-    """`Sight` as the kernels read it: int32 of every row, in whole blocks; queries from `k_segment` to `k_end` see a key.
+    """`Sight` as the kernels read it: int32 of every row, in whole blocks.
 
-    Without a tree, these are the same segment.
+    Segments from `k_segment` to `k_end` see a key; without a tree, these are the same one.
     """
 
     q_position: Array

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import flowgrpo as fg
 from flowgrpo.batching.prefix_tree import count_tokens, make_packer, pack_tree
+from flowgrpo.types import PrefixTree, check_axes
 
 SEEDS = st.integers(0, 10_000)
 UNPACK = jax.jit(fg.unpack, static_argnums=2)
@@ -82,11 +83,15 @@ def tokens_before(record: fg.Trajectory, row_length: int) -> dict[tuple[int, int
     return before
 
 
-def path_to(batch: fg.Batch, row: int, place: int) -> list[tuple[int, int]]:
+def tree_of(batch: fg.Batch) -> PrefixTree:
+    assert batch.tree is not None
+    return batch.tree
+
+
+def path_to(tree: PrefixTree, row: int, place: int) -> list[tuple[int, int]]:
     """(token, position) of the tokens of the tree that this one sees, itself included; by definition, one by one."""
-    ends = batch.tree_ends[row]
-    seen = [j for j in range(place + 1) if j <= place < ends[j]]
-    return [(int(batch.tree_tokens[row, j]), int(batch.tree_positions[row, j])) for j in seen]
+    seen = [j for j in range(place + 1) if j <= place < tree.ends[row, j]]
+    return [(int(tree.tokens[row, j]), int(tree.positions[row, j])) for j in seen]
 
 
 def trie(paths: list[list[tuple[int, int]]]) -> set[tuple]:
@@ -96,11 +101,11 @@ def trie(paths: list[list[tuple[int, int]]]) -> set[tuple]:
 
 def check(case: Packed, row_length: int, *, skip: bool) -> None:
     """Each trained token of each context is there once, after exactly what it goes on from; no row holds more."""
-    batch, seen, rows = case.batch, [], {}
+    batch, tree, seen, rows = case.batch, tree_of(case.batch), [], {}
     for row, slot in np.argwhere(batch.segments > 0):
         n, t, at = (int(x[row, slot]) for x in (batch.trajectory, batch.turn, batch.slot))
         record = case.records[n]
-        path = path_to(batch, row, batch.after[row, slot]) if batch.after[row, slot] >= 0 else []
+        path = path_to(tree, row, int(tree.after[row, slot]))
         assert path == tokens_before(record, row_length)[t, at]
         assert batch.positions[row, slot] == dict(positions_of(record, row_length))[t, at]
         assert batch.tokens[row, slot] == record.turns[t].tokens[at]
@@ -115,13 +120,13 @@ def check(case: Packed, row_length: int, *, skip: bool) -> None:
     expected = [(n, t, at) for n in taken for t, at in tokens_before(case.records[n], row_length)]
     assert sorted(seen) == sorted(expected)
     for row in range(len(batch.tokens)):
-        real = batch.tree_ends[row] > 0
+        real = tree.ends[row] > 0
         assert real.sum() == len(trie(rows.get(row, []))), "what is shared is there once, and nothing else is"
         assert not real[real.sum() :].any(), "padding comes last"
         own = batch.segments[row] > 0
         assert not own[own.sum() :].any()
         assert (np.diff(batch.segments[row][own]) >= 0).all()
-    assert (batch.tree_ends <= (batch.tree_ends > 0).sum(axis=1, keepdims=True)).all()
+    assert (tree.ends <= (tree.ends > 0).sum(axis=1, keepdims=True)).all()
 
 
 def positions_of(record: fg.Trajectory, row_length: int) -> Iterator[tuple[tuple[int, int], int]]:
@@ -146,7 +151,7 @@ def test_ragged_and_dense_trajectories_give_the_same_trees(seed, settings):
     case = packed(seed, **settings)
     dense = pack_tree(case.dense, case.adv, case.weights, target=case.adv, **{"row_length": 44, **settings})
     assert_same_batch(dense, case.batch)
-    fg.batching.layouts.check_axes(dense)
+    check_axes(dense)
 
 
 @given(SEEDS, SETTINGS)
@@ -158,7 +163,7 @@ def test_tokens_are_counted_as_laid_out_alone_and_as_computed(seed, settings):
         for context in contexts_of(record, settings.get("row_length", 44)):
             chosen = [i for i, (t, at, _) in enumerate(context) if record.turns[t].chosen[at]]
             alone += chosen[-1] if chosen else 0
-    assert count_tokens(case.batch) == (alone, (case.batch.tree_ends > 0).sum())
+    assert count_tokens(case.batch) == (alone, (tree_of(case.batch).ends > 0).sum())
     plain = fg.pack(case.records, case.adv, case.weights, row_length=44)
     assert count_tokens(plain) == ((plain.segments > 0).sum(),) * 2
 
@@ -178,8 +183,7 @@ def test_ranks_hold_whole_trajectories_equally_many_and_rows_suffice_without_sha
     for micro_rows in (1, 3):
         sizes = {"longest": 44, "trajectories": len(case.records), "turns": 4, "micro_rows": micro_rows, "ranks": ranks}
         again = make_packer(True, **sizes)(case.records, case.adv, case.weights, skip_no_signal=skip)
-        assert again.tree is not None
-        assert again.tree.tokens.shape[1] == {1: 44, 3: 128}[micro_rows]
+        assert tree_of(again).tokens.shape[1] == {1: 44, 3: 128}[micro_rows]
 
 
 def of_one_turn(context: list[int], *actions: int, group: int = 0, **settings) -> fg.Trajectory:
@@ -205,17 +209,17 @@ def pack_asked(records=ASKED, **sizes) -> fg.Batch:
 def test_trees_by_hand():
     """Whoever begins alike; a chosen token that another one goes on from is there once, and is scored for each."""
     batch = pack_asked()
-    assert batch.tree_tokens.tolist() == [[1, 2, 3, 4, 5, 5, 7, 3, 9, 8, 9, 0]]
-    assert batch.tree_positions.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 1, 2, 0]]
-    assert batch.tree_ends.tolist() == [[6, 6, 6, 6, 6, 6, 11, 9, 9, 11, 11, 0]]
+    assert tree_of(batch).tokens.tolist() == [[1, 2, 3, 4, 5, 5, 7, 3, 9, 8, 9, 0]]
+    assert tree_of(batch).positions.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 1, 2, 0]]
+    assert tree_of(batch).ends.tolist() == [[6, 6, 6, 6, 6, 6, 11, 9, 9, 11, 11, 0]]
     assert batch.tokens.tolist() == [[6, 5, 6, 5, 5, 5, 6, 5, 0, 0, 0, 0]]
-    assert batch.after.tolist() == [[3, 3, 4, 3, 4, 5, 8, 10, -1, -1, -1, -1]]
+    assert tree_of(batch).after.tolist() == [[3, 3, 4, 3, 4, 5, 8, 10, -1, -1, -1, -1]]
     assert batch.trajectory.tolist() == [[2, 0, 0, 3, 3, 3, 4, 1, -1, -1, -1, -1]]
     assert batch.segments.tolist() == [[1, 2, 2, 3, 3, 3, 4, 5, 0, 0, 0, 0]]
     assert count_tokens(batch) == (4 + 5 + 6 + 3 + 3, 11)
     assert fg.batching.fill_rate(batch) == 11 / 12
     by_rows = pack_asked(row_length=7, entries=4, rows=5)
-    assert by_rows.tree_tokens.tolist() == [
+    assert tree_of(by_rows).tokens.tolist() == [
         [1, 2, 3, 4, 5, 0, 0],  # entries are full
         [1, 2, 3, 4, 5, 5, 0],
         [7, 3, 9, 8, 9, 0, 0],
@@ -229,8 +233,8 @@ def test_trees_by_hand():
 
 def test_a_context_that_begins_with_a_chosen_token_has_nothing_before_it():
     batch = pack_asked([of_one_turn([], 3, 4), of_one_turn([], 3)])
-    assert batch.after[0, :4].tolist() == [-1, -1, 0, -1]
-    assert batch.tree_tokens[0, :2].tolist() == [3, 0]
+    assert tree_of(batch).after[0, :4].tolist() == [-1, -1, 0, -1]
+    assert tree_of(batch).tokens[0, :2].tolist() == [3, 0]
     assert count_tokens(batch) == (1, 1)
 
 
@@ -256,7 +260,7 @@ def test_without_any_weight_or_chosen_token_all_is_padding():
         batch = pack_tree(source, nothing_nt, weight_nt, row_length=30, rows=4, ranks=2)
         assert batch.tokens.shape == (4, 30)
         assert not batch.segments.any()
-        assert not batch.tree_ends.any()
+        assert not tree_of(batch).ends.any()
         assert count_tokens(batch) == (0, 0)
 
 

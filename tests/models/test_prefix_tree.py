@@ -27,7 +27,7 @@ NEAR = DecoderConfig(
 PLAIN = DecoderConfig(v=11, d=16, h=4, k=2, e=8, f=16, windows=(None,), ropes=(Rope(),))
 CONFIGS = {"full": FULL, "near": NEAR}  # grouped heads, norms, soft-caps and windows; a head for each, and near windows
 ROWS, CONTEXTS, LONGEST, NODES, SLOTS = 2, 4, 20, 96, 90
-BLOCK = 16  # so that a small tree has many blocks, of which some don't meet
+BRANCH = 16  # so that a small tree has many blocks, of which some don't meet
 CHUNK = 32
 
 
@@ -62,7 +62,7 @@ def compiled(name: str):
         return (weight_rs * (scores.logp + 0.1 * scores.entropy)).sum(), scores.logp
 
     both = [jax.jit(jax.value_and_grad(function, has_aux=True)) for function in (by_trees, apart)]
-    with mock.patch.object(attention, "BLOCK", BLOCK):
+    with mock.patch.object(attention, "BRANCH", BRANCH):
         trees = build_trees([[]] * ROWS, NODES, SLOTS)
         given_trees = (trees.tree, (trees.tokens, trees.positions, trees.segments), np.zeros((ROWS, SLOTS), np.float32))
         rows = np.zeros((ROWS * CONTEXTS, LONGEST), np.int32)
@@ -201,14 +201,13 @@ def test_F10_the_kernel_of_a_gpu_is_the_plain_formula_on_trees(window):
 def count_pairs(sight: Sight) -> int:
     """Pairs of blocks that are computed."""
     arrays = (jnp.zeros((1, 1, 1, sight.q_position.shape[1], 1)),)
-    queries = attention._query_blocks(arrays, sight)
-    keys = attention._key_blocks(arrays[0][:, 0], arrays[0][:, 0], sight)
+    queries = attention._query_blocks(arrays, sight, 16)
+    keys = attention._key_blocks(arrays[0][:, 0], arrays[0][:, 0], sight, 16)
     return int(attention._met_blocks(queries, keys, sight.window)[1].sum())
 
 
-def test_blocks_of_other_branches_are_not_computed(monkeypatch):
+def test_blocks_of_other_branches_are_not_computed():
     """Exactly the pairs in which somebody sees something, of a tree, of packed segments and under a window."""
-    monkeypatch.setattr(attention, "BLOCK", 16)
     tree = branching(groups=4, samples=4, shared=16, own=32)
     numbers = jnp.arange(576)[None]
     segments = Sight(numbers % 96, numbers % 96, numbers // 96 + 1, numbers // 96 + 1, 1 << 20)
@@ -229,7 +228,7 @@ def test_F10_a_row_of_4096_tokens_makes_no_array_of_queries_by_keys():
     step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
     for platform in ("cpu", "tpu", "cuda"):
         text = step.trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
-        assert "128x128x" in text
+        assert "64x64x" in text
         assert "4096x4096" not in text
         assert text.count("stablehlo.dot_general") < 16  # in a loop, and not once for each pair
     # What is alive at once is a few times what comes in, and not an array of 64 MiB for each head.
