@@ -21,7 +21,7 @@ from functools import partialmethod
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 from flowgrpo.errors import BadInput
@@ -33,14 +33,12 @@ from flowgrpo.files import make_folder, write_whole
 # XLA ends the process over a flag that it doesn't know, so only these versions are given this one.
 FLAWED_JAXLIB = ("0.10.2",)
 NO_FLAWED_FUSION = "--xla_cpu_experimental_ynn_fusion_type="
-# On processors without AVX-512 oneDNN, which multiplies XLA's matrices, rounds the last rows of some widths otherwise
-# than the others. Its kernels without fused multiplication and addition don't, and take up to twice as long.
-PLAIN_KERNELS = ("DNNL_MAX_CPU_ISA", "AVX")
 DEVICES = Path("/dev")
 DAY = 86400  # seconds
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # for the products of a CPU device
 USER = "user"  # the compilation cache in a folder of the user's own
 CACHE_LIMIT = 1 << 30  # bytes that it holds at most when a process begins
+_EXACT = Event()  # set in the mode of `round_rows_alike`
 _CONFIGURED: dict[str, object] = {}  # what `configure` was called with in this process
 DETERMINISTIC = ("--xla_gpu_deterministic_ops=true",)  # the CPU is deterministic as it is
 
@@ -57,8 +55,8 @@ def configure(
     They are kept in the folder of `compilation_cache`: by default in one of the user's own (`user_cache`), unless JAX
     was told of another; nowhere with None. Several `cpu_devices` work side by side with a thread each, where one device
     would take all threads for every product: programs of many small operations are up to twice as fast, once their rows
-    are dealt over the devices. With `exact` every row of a product is rounded alike, whatever stands beside it, which
-    takes longer on some processors (`round_rows_alike`). Called again with the same settings it does nothing.
+    are dealt over the devices. With `exact` every row of a product is rounded alike, whatever stands beside it
+    (`round_rows_alike`). Called again with the same settings it does nothing.
     """
     chosen: dict[str, object] = {"compilation_cache": compilation_cache, "deterministic": deterministic}
     chosen |= {"cpu_devices": cpu_devices, "exact": exact}
@@ -85,13 +83,17 @@ def configure(
 
 
 def round_rows_alike() -> None:
-    """Choose kernels whose products round every row alike (F7 and E3, to the bit); what the user chose stays.
+    """Round every row of a product alike in programs that are traced from now on (F7 and E3, to the bit).
 
-    Without them the bits of a token depend on its slot and on how many rows there are, and sampling and scoring differ
-    by up to 1e-4 on processors without AVX-512, where an iteration with them takes up to 1.6 times as long.
+    Without it the bits of a token may depend on its slot and on how many rows there are, and sampling and scoring
+    differ by up to 1e-4.
     """
-    if "avx512f" not in processor().get("flags", "").split():
-        os.environ.setdefault(*PLAIN_KERNELS)
+    _EXACT.set()
+
+
+def is_exact() -> bool:
+    """Whether every row of a product is rounded alike; read where a program is traced (`models.products`)."""
+    return _EXACT.is_set()
 
 
 def processor() -> dict[str, str]:

@@ -5,6 +5,7 @@ import socket
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from threading import Event
 
 import jax
 import jax.numpy as jnp
@@ -94,34 +95,12 @@ def test_it_is_said_when_it_is_too_late_and_the_same_settings_once_more_are_no_n
         launch.join("127.0.0.1:9000", 2, 0)
 
 
-def test_E3_a_row_of_a_product_has_the_same_bits_in_every_place():
-    key = jax.random.key(0)
-    row, w = jax.random.normal(key, (64,)), jax.random.normal(key, (64, 24))
-    multiply = jax.jit(lambda x, w: x @ w)
-    for width in (7, 8, 9, 13, 32):
-        x = np.tile(np.asarray(row), (width, 1))
-        assert len({one.tobytes() for one in np.asarray(multiply(x, w))}) == 1, width
-
-
 @pytest.mark.usefixtures("early")
-@pytest.mark.parametrize(("exact", "chosen"), [(True, "AVX"), (False, None)])
-def test_exactness_is_asked_for(monkeypatch, exact, chosen):
-    monkeypatch.setattr(launch, "processor", lambda: {"flags": "fpu avx2"})
-    monkeypatch.delenv(launch.PLAIN_KERNELS[0], raising=False)
+@pytest.mark.parametrize("exact", [True, False])
+def test_exactness_is_asked_for(monkeypatch, exact):
+    monkeypatch.setattr(launch, "_EXACT", Event())
     launch.configure(exact=exact)
-    assert os.environ.get(launch.PLAIN_KERNELS[0]) == chosen
-    monkeypatch.delenv(launch.PLAIN_KERNELS[0], raising=False)
-
-
-@pytest.mark.parametrize(("flags", "chosen"), [("fpu avx2", "AVX"), ("fpu avx2 avx512f", None)])
-def test_kernels_are_chosen_by_processor_and_what_a_user_chose_stays(monkeypatch, flags, chosen):
-    monkeypatch.setattr(launch, "processor", lambda: {"flags": flags})
-    monkeypatch.delenv(launch.PLAIN_KERNELS[0], raising=False)
-    launch.round_rows_alike()
-    assert os.environ.get(launch.PLAIN_KERNELS[0]) == chosen
-    monkeypatch.setenv(launch.PLAIN_KERNELS[0], "AVX2")
-    launch.round_rows_alike()
-    assert os.environ[launch.PLAIN_KERNELS[0]] == "AVX2"
+    assert launch.is_exact() == exact
 
 
 def test_a_profile_is_written_where_it_is_asked_for(tmp_path):
@@ -177,6 +156,7 @@ def test_a_cache_that_is_too_large_loses_what_was_not_used_for_longest(tmp_path)
 SEVERAL_DEVICES = """
 import os
 from pathlib import Path
+from threading import Event
 from flowgrpo import launch
 launch.configure(cpu_devices=2, compilation_cache="cache", deterministic=True)
 import jax, jax.numpy as jnp

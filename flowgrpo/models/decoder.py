@@ -9,7 +9,7 @@ parameters; `make_policy` splits it once, and from there on everything is a pure
 arrays.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,8 +33,9 @@ from flowgrpo.models.kv_cache import (
     slots_of,
     write_cache,
 )
-from flowgrpo.models.products import divide as divide_sums
-from flowgrpo.models.products import leave_whole, multiply, times, wide_product
+from flowgrpo.models.products import divide, fused_name, lay_out, multiply, multiply_each, times, wide_product
+
+QKV, GATE_UP = TOGETHER = (("q", "k", "v"), ("gate", "up"))  # matrices of the same input
 
 
 class Settle(NamedTuple):
@@ -132,7 +133,7 @@ def rotate(x: Array, cosine: Array, sine: Array) -> Array:
 
 def attention(x: Array, layer: Params, held: Held | None, view: View, config: DecoderConfig, attend: Attend) -> tuple:
     """Attention of one layer over its own tokens, or over the cache after they are written to it."""
-    q, k, v = (multiply(x, layer, name) for name in ("q", "k", "v"))
+    q, k, v = multiply_each(x, layer, QKV)
     if config.qk_norm:
         q, k = rms_norm(q, layer["q_norm"], config), rms_norm(k, layer["k_norm"], config)
     cosine, sine = (x[layer["rope"]] for x in view.angles)
@@ -170,7 +171,7 @@ def feed_forward(x: Array, layer: Params, config: DecoderConfig) -> Array:
     act = jax.nn.silu if config.activation == "silu" else partial(jax.nn.gelu, approximate=True)
     # Computed again in the backward pass, which takes less time than to write its steps down and read them.
     gated = jax.checkpoint(lambda gate, up: act(gate) * up)
-    return multiply(gated(multiply(x, layer, "gate"), multiply(x, layer, "up")), layer, "down")
+    return multiply(gated(*multiply_each(x, layer, GATE_UP)), layer, "down")
 
 
 def run_layer(x: Array, layer: Params, held: Held | None, view: View, config: DecoderConfig, attend: Attend) -> tuple:
@@ -215,14 +216,14 @@ def hidden(
     x = looked_up * jnp.asarray(config.embed_scale, looked_up.dtype)
     x = jnp.where(segments[:, :, None] > 0, x, jnp.zeros((), x.dtype))
     by_layer = {name for name, parameter in parameters(config).items() if parameter.axes.startswith("n")}
+    by_layer |= {fused_name(names) for names in TOGETHER}
     layers = {name: value for name, value in params.items() if name in by_layer} | layer_data(config) | (adapter or {})
     attend = attend if spread is None else spread(attend)
     step = partial(_step, view=view, config=config, attend=attend, settle=settle)
     # The cache is carried and not scanned over, so that a step changes it in place.
     held = None if cache is None else (cache.keys, cache.values)
-    if isinstance(params["q"], tuple) or (cache is not None and isinstance(cache.keys, tuple)):
-        for index in range(config.num_layers):
-            (x, held), _ = step((x, held), {name: value[index] for name, value in layers.items()})
+    if is_laid_out(params) or (cache is not None and isinstance(cache.keys, tuple)):
+        x, held = _run_apart(step, x, held, layers, config.num_layers)
     else:
         (x, held), _ = jax.lax.scan(jax.checkpoint(step) if remat else step, (x, held), layers, unroll=unroll)
     x = rms_norm(x, params["norm"], config)
@@ -246,6 +247,26 @@ def _step(carry, layer: Params, *, view: View, config: DecoderConfig, attend: At
     if settle is not None:
         layer = settle.layer(layer)
     return run_layer(x, layer, held, view, config, attend), None
+
+
+def _run_apart(step: Callable, x: Array, held: Held | None, layers: Params, count: int) -> tuple[Array, Held | None]:
+    """Layers one after the other, whose parameters or caches lie on their own."""
+    if held is not None and not isinstance(held[0], tuple):
+        for index in range(count):
+            (x, held), _ = step((x, held), {name: value[index] for name, value in layers.items()})
+        return x, held
+
+    @jax.jit  # traced and lowered once, and called for each layer
+    def run(x: Array, own: Held | None, layer: Params) -> tuple[Array, Held | None]:
+        return step((x, own), layer | {"index": 0})[0]
+
+    after = []
+    for index in range(count):
+        own = None if held is None else tuple((layers_kv[index],) for layers_kv in held)
+        layer = {name: value[index] for name, value in layers.items() if name != "index"}
+        x, own = run(x, own, layer)
+        after.append(own)
+    return x, None if held is None else tuple(tuple(own[side][0] for own in after) for side in (0, 1))
 
 
 def layer_data(config: DecoderConfig) -> dict[str, np.ndarray]:
@@ -282,23 +303,27 @@ def _angles(positions: Array, config: DecoderConfig) -> tuple[Array, Array]:
     return jax.lax.platform_dependent(positions, cpu=in_branch, default=turn)
 
 
-def unstack_layers(params: Params, *, config: DecoderConfig, divide: Callable[..., Any] | None = None) -> Params:
-    """Lay the parameters out for many small steps: each layer's on their own, and its matrices as `divide` has them.
+def unstack_layers(params: Params, *, config: DecoderConfig, together: Sequence[Sequence[str]] = TOGETHER) -> Params:
+    """Lay the parameters out for many small steps: each layer's on their own, matrices of one input beside each other.
 
-    By default they are in the pieces of a sum. Taken from a stack in each step, they would be copied in each step. What
-    is laid out already stays as it is.
+    Taken from a stack in each step, they would be copied in each step. The unembedding lies as it is multiplied with,
+    also where it is the embedding. What is laid out already stays as it is.
     """
-    if isinstance(params["q"], tuple):
+    if is_laid_out(params):
         return params
-    divide = divide_sums if divide is None else divide
-    declared, factors = parameters(config), matrices(config)
+    declared = parameters(config)
+    inputs = {name: len(axes) for name, (axes, _) in matrices(config).items()}
+    stacks = {name: value for name, value in params.items() if declared[name].axes.startswith("n")}
+    apart = zip(*stacks.values(), strict=True)
+    layers = [lay_out(dict(zip(stacks, layer, strict=True)), inputs, together) for layer in apart]
     unembedding = params["embed"].T if config.tied else params["unembed"]
-    laid: dict[str, Any] = {"embed": params["embed"], "norm": params["norm"], "unembed": divide(unembedding, 1)}
-    for name, value in params.items():
-        if declared[name].axes.startswith("n"):
-            inputs = len(factors[name][0]) if name in factors else 0
-            laid[name] = tuple(divide(x, inputs) if inputs else x for x in value)
-    return laid
+    whole: dict[str, Any] = {"embed": params["embed"], "norm": params["norm"], "unembed": divide(unembedding, 1)}
+    return whole | {name: tuple(layer[name] for layer in layers) for name in layers[0]}
+
+
+def is_laid_out(params: Params) -> bool:
+    """Whether the parameters of each layer are on their own, as `unstack_layers` lays them."""
+    return isinstance(params["attention_norm"], tuple)
 
 
 def unembed(params: Params, hidden: Array, *, config: DecoderConfig) -> Array:
@@ -312,33 +337,49 @@ def unembed(params: Params, hidden: Array, *, config: DecoderConfig) -> Array:
 
 
 def make_policy(
-    config: DecoderConfig, *, dtype=jnp.float32, remat: bool = False, unroll: bool | int = 1, attend: Attend = attend
+    config: DecoderConfig,
+    *,
+    dtype=jnp.float32,
+    remat: bool = False,
+    unroll: bool | int = 1,
+    apart: bool = False,
+    attend: Attend = attend,
 ) -> Policy:
     """The decoder as pure functions of its parameters.
 
     `remat` computes each layer again in the backward pass. `unroll` compiles so many layers in a row (True: all of
-    them) instead of looping over them, which takes a quarter off an update of a few small layers on a CPU, and where it
-    is all of them a third off decoding, whose layers then have caches of their own. `attend`
-    scores whole rows, for training; a kernel takes its place here (see `attention_kernels`). With a cache, attention is
-    that of `attend_cache`, but where `attend` brings a kernel for it.
+    them) instead of looping over them, which takes a quarter off an update of a few small layers on a CPU. Where it is
+    all of them, and on a CPU with `apart`, decoding has layers of its own, each with parameters and a cache in memory
+    of their own: taken from stacks, they would be copied in every step. `attend` scores whole rows, for training; a
+    kernel takes its place here (see `attention_kernels`). With a cache, attention is that of `attend_cache`, but where
+    `attend` brings a kernel for it.
     """
     check_config(config)
     states = partial(hidden, config=config, remat=remat, unroll=unroll, attend=attend)
+    lies_apart = partial(_lies_apart, unroll is True, apart and not isinstance(attend, Kernels))
+
+    def lay_out_cache(rows: int, slots: int) -> Cache:
+        return make_cache(rows, slots, config=config, dtype=dtype, stacked=not lies_apart())
+
+    def lay_out_params(params: Params) -> Params:
+        if isinstance(attend, Kernels) and unroll is not True:
+            return unstack_layers(params, config=config, together=())
+        return unstack_layers(params, config=config) if lies_apart() else params
+
+    lays_out = unroll is True or apart or isinstance(attend, Kernels)
     return Policy(
         init=partial(_init, config=config, dtype=dtype),
         hidden=states,
         unembed=partial(unembed, config=config),
-        make_cache=partial(make_cache, config=config, dtype=dtype, stacked=unroll is not True),
-        unstack_layers=_layout(config, unroll, attend),
+        make_cache=lay_out_cache,
+        unstack_layers=lay_out_params if lays_out else None,
         hidden_tree=partial(hidden_tree, states),
     )
 
 
-def _layout(config: DecoderConfig, unroll: bool | int, attend: Attend) -> Callable[[Params], Params] | None:
-    """Choose how parameters lie for many small steps: apart where layers are compiled apart, and on a GPU."""
-    if unroll is True:
-        return partial(unstack_layers, config=config)
-    return partial(unstack_layers, config=config, divide=leave_whole) if isinstance(attend, Kernels) else None
+def _lies_apart(always: bool, on_cpu: bool) -> bool:
+    """Whether layers decode with parameters and a cache of their own; asks for the platform as late as it can."""
+    return always or (on_cpu and jax.default_backend() == "cpu")
 
 
 def _init(key: Array, *, config: DecoderConfig, dtype) -> Params:

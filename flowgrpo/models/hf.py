@@ -277,7 +277,7 @@ def load_model(
     _check_ids(folder, words, config)
     coded = {} if kind is None else dict.fromkeys(matrices(config), kind)
     params = {name: _read(name, tensors, config, dtype, sharding, coded.get(name)) for name in parameters(config)}
-    return Model(make_policy(config, dtype=dtype), params, words, config, source)
+    return Model(make_policy(config, dtype=dtype, apart=True), params, words, config, source)
 
 
 def check_model(path: str | Path) -> None:

@@ -23,7 +23,7 @@ from jax import Array
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.models.attention import Attend, attend
 from flowgrpo.models.config import DecoderConfig
-from flowgrpo.models.decoder import hidden_tree, make_policy
+from flowgrpo.models.decoder import hidden_tree, is_laid_out, make_policy
 from flowgrpo.models.families import TENSORS, check_tensors
 from flowgrpo.models.quantised import dequantise_layers
 from flowgrpo.types import BadInput, check_range
@@ -63,10 +63,19 @@ class Adapted(NamedTuple):
 
 
 def lora_policy(
-    config: DecoderConfig, lora: LoraConfig, *, dtype=jnp.float32, remat: bool = False, attend: Attend = attend
+    config: DecoderConfig,
+    lora: LoraConfig,
+    *,
+    dtype=jnp.float32,
+    remat: bool = False,
+    apart: bool = False,
+    attend: Attend = attend,
 ) -> Policy:
-    """The decoder with an adapter, as pure functions of `Adapted`; `dtype` is that of the base and of the cache."""
-    policy = make_policy(config, dtype=dtype, remat=remat, attend=attend)
+    """The decoder with an adapter, as pure functions of `Adapted`; `dtype` is that of the base and of the cache.
+
+    With `apart` layers decode as those of `make_policy` do.
+    """
+    policy = make_policy(config, dtype=dtype, remat=remat, apart=apart, attend=attend)
     stop = jax.lax.stop_gradient
 
     def init(key: Array) -> Adapted:
@@ -74,16 +83,32 @@ def lora_policy(
         return Adapted(policy.init(base_key), init_adapter(adapter_key, config, lora))
 
     def hidden(params: Adapted, tokens, positions=None, segments=None, cache=None, **settings):
-        if settings.get("settle") is None:  # else it is one device's share
+        whole = settings.get("settle") is None and not is_laid_out(params.base)  # else it is a share, or a layer's
+        if whole:
             check_adapter(params.adapter, config, lora)
         # The scale goes into B, so that only small arrays are multiplied with it.
-        scaled = {name: x * lora.scale if name.endswith("_b") else x for name, x in params.adapter.items()}
+        scaled = {
+            name: jax.tree.map(lambda x: x * lora.scale, x) if name.endswith("_b") else x
+            for name, x in params.adapter.items()
+        }
         return policy.hidden(stop(params.base), tokens, positions, segments, cache, adapter=scaled, **settings)
 
     def unembed(params: Adapted, states: Array) -> Array:
         return policy.unembed(stop(params.base), states)
 
-    return Policy(init, hidden, unembed, policy.make_cache, hidden_tree=partial(hidden_tree, hidden))
+    def unstack(params: Adapted) -> Adapted:
+        base = lay_out(params.base)
+        return Adapted(base, {name: tuple(x) for name, x in params.adapter.items()} if is_laid_out(base) else params[1])
+
+    lay_out: Any = policy.unstack_layers if apart else None
+    return Policy(
+        init,
+        hidden,
+        unembed,
+        policy.make_cache,
+        unstack_layers=unstack if apart else None,
+        hidden_tree=partial(hidden_tree, hidden),
+    )
 
 
 def init_adapter(key: Array, config: DecoderConfig, lora: LoraConfig, *, dtype=jnp.float32) -> Params:

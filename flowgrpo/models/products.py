@@ -1,13 +1,22 @@
 """Products of a layer: `x W + b`, with an adapter's, and a row's bits the same in any company where that is asked for.
 
-product     [a inputs] x [inputs outputs] in their type; of float32 on a CPU, long sums go in pieces
-multiply    one projection of a layer, by its name
+    product     [a inputs] x [inputs outputs]
+    multiply    one projection of a layer, by its name; `multiply_each` several of the same input
 
+Laid out for decoding (`lay_out`), matrices of the same input lie beside each other and are multiplied as one: a step of
+few rows is bound by reading weights, and by starting kernels.
+
+On a CPU the kernels for float32 take rows in tiles, and sum what is left over, or few rows, in another order; a deep
+model enlarges the difference a hundredfold. In exact mode (`launch.is_exact`) rows are padded to a number at which each
+has the same bits in any company: multiples of 12, at least as many as `padding` finds by trying. Where no number does,
+a long sum is made of pieces, within which the order never changes, at half the rate.
 """
 
 import math
-from collections.abc import Sequence
-from functools import partial, reduce
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +25,16 @@ from flax import struct
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
+from flowgrpo import launch
 from flowgrpo.contracts import Params
 from flowgrpo.models.attention import PRECISE
 from flowgrpo.models.quantised import Quantised, times_quantised
 
 PIECE, DIVIDED = 192, 4096  # terms of a sum in one piece, and of the longest sum that is divided
+TILE = 12  # rows: a multiple of every kernel's tile (6 with AVX2, 12 or 24 with AVX-512)
+TRIED = (12, 24, 36, 48, 60, 96, 144, 192, 264, 384, 516, 1032)  # rows that a shape is tried with
+TRIED_OUTPUTS = 1024  # columns at most: the order of a sum doesn't depend on more of them
+TRIED_WORK = 2e9  # multiplications of a trial, above which only the first few are made
 
 
 class Divided(struct.PyTreeNode):
@@ -30,22 +44,57 @@ class Divided(struct.PyTreeNode):
     shape: tuple[int, ...] = struct.field(pytree_node=False)  # of the whole, with all its axes
 
 
+class Fused(struct.PyTreeNode):
+    """Matrices of the same inputs beside each other: [inputs, outputs of all]."""
+
+    whole: Array | Divided
+    shapes: tuple[tuple[int, ...], ...] = struct.field(pytree_node=False)  # the axes of each one's outputs
+
+
+# A projection -----------------------------------------------------------------------------------------
+
+
 def multiply(x: Array, layer: Params, name: str, *, inputs: int = 1) -> Array:
     """`x W`, with the bias where there is one; and `+ x A B`, in their dtype, where there is an adapter of that name.
 
     The first `inputs` axes of W are summed over: [r s inputs] -> [r s outputs]. It is done on matrices, because XLA's
     gradient of a product with more axes is twice as slow on a CPU.
     """
-    w, bias = layer[name], layer.get(f"{name}_bias")
+    w = layer[name]
     flat = x.reshape(-1, math.prod(w.shape[:inputs]))
-    out = times(flat, w).astype(x.dtype)
+    return _complete(times(flat, w).astype(x.dtype), flat, layer, name, (*x.shape[:2], *w.shape[inputs:]))
+
+
+def multiply_each(x: Array, layer: Params, names: Sequence[str]) -> tuple[Array, ...]:
+    """`multiply` by each of these names; in one product where their matrices lie beside each other."""
+    fused: Any = layer.get(fused_name(names))
+    if fused is None:
+        return tuple(multiply(x, layer, name) for name in names)
+    flat = x.reshape(-1, x.shape[-1])
+    edges = np.cumsum([math.prod(shape) for shape in fused.shapes])[:-1]
+    outs = jnp.split(times(flat, fused.whole).astype(x.dtype), edges, axis=1)
+    parts = zip(outs, names, fused.shapes, strict=True)
+    return tuple(_complete(out, flat, layer, name, (*x.shape[:2], *shape)) for out, name, shape in parts)
+
+
+def fused_name(names: Sequence[str]) -> str:
+    """Name of the `Fused` of these matrices in a layer."""
+    return "+".join(names)
+
+
+def _complete(out: Array, flat: Array, layer: Params, name: str, shape: tuple[int, ...]) -> Array:
+    """What a product [a outputs] is together with adapter and bias, in its shape."""
     if f"{name}_a" in layer:
         a, b = layer[f"{name}_a"], layer[f"{name}_b"]
-        low = _matmul(flat.astype(a.dtype), a.reshape(flat.shape[1], -1))
-        change = _matmul(low, b.reshape(len(b), -1))
+        low = product(flat.astype(a.dtype), a.reshape(flat.shape[1], -1))
+        change = product(low, b.reshape(len(b), -1))
         out = (out.astype(change.dtype) + change).astype(out.dtype)
-    out = out.reshape(*x.shape[:2], *w.shape[inputs:])
+    bias = layer.get(f"{name}_bias")
+    out = out.reshape(shape)
     return out if bias is None else out + bias[None, None]
+
+
+# A product --------------------------------------------------------------------------------------------
 
 
 _matmul = partial(jnp.matmul, precision=PRECISE)
@@ -53,18 +102,25 @@ _matmul = partial(jnp.matmul, precision=PRECISE)
 
 @jax.custom_jvp
 def product(x_ab: Array, w_bc: Array) -> Array:
-    """`x w` in their type; of float32, a row's bits are the same among any two rows or more (F7, E3).
-
-    On a CPU a long sum goes in an order that depends on rows and threads, and a deep model enlarges the difference a
-    hundredfold: it is made of pieces, within which the order never changes.
-    """
-    if x_ab.dtype != jnp.float32 or not PIECE < x_ab.shape[1] <= DIVIDED:
+    """`x w` in their type; of float32 in exact mode, a row's bits are the same in any company (F7, E3)."""
+    if x_ab.dtype != jnp.float32 or not launch.is_exact():
         return _whole_product(x_ab, w_bc)
-    return jax.lax.platform_dependent(x_ab, w_bc, cpu=_product_by_pieces, default=_whole_product)
+    return jax.lax.platform_dependent(x_ab, w_bc, cpu=_exact_product, default=_whole_product)
 
 
-def _product_by_pieces(x_ab: Array, w_bc: Array) -> Array:
-    return _sum_pieces(x_ab, _pieces(w_bc))
+def _exact_product(x_ab: Array, w_bc: Array) -> Array:
+    least = padding(*w_bc.shape)
+    if least is None:
+        return _sum_pieces(x_ab, _pieces(w_bc)) if _divides(w_bc) else _whole_product(x_ab, w_bc)
+    rows = len(x_ab)
+    short = max(least, -(-rows // TILE) * TILE) - rows
+    padded_ab = jnp.pad(x_ab, ((0, short), (0, 0))) if short else x_ab
+    return _whole_product(padded_ab, w_bc)[:rows]
+
+
+def _divides(w_bc: Array) -> bool:
+    """Whether sums over the rows of this matrix go in pieces, where padding doesn't do."""
+    return PIECE < len(w_bc) <= DIVIDED
 
 
 def _sum_pieces(x_ab: Array, pieces: Sequence[Array]) -> Array:
@@ -75,6 +131,38 @@ def _sum_pieces(x_ab: Array, pieces: Sequence[Array]) -> Array:
 
 def _pieces(w_bc: Array) -> tuple[Array, ...]:
     return tuple(w_bc[start : start + PIECE] for start in range(0, len(w_bc), PIECE))
+
+
+def padding(inputs: int, outputs: int) -> int | None:
+    """Fewest rows to which a product of this shape is padded in exact mode; None where no number will do.
+
+    Found by trying, once in a process: from this number on every multiple of `TILE` that was tried gave each row the
+    bits that it has among the most.
+    """
+    return _padding(inputs, min(outputs, TRIED_OUTPUTS)) if jax.default_backend() == "cpu" else TILE
+
+
+@cache
+def _padding(inputs: int, outputs: int) -> int | None:
+    with ThreadPoolExecutor(1) as thread:  # of its own, where nothing is being traced
+        return thread.submit(_try_rows, inputs, outputs).result()
+
+
+def _try_rows(inputs: int, outputs: int) -> int | None:
+    counts = [rows for rows in TRIED if rows <= TRIED[4] or rows * inputs * outputs <= TRIED_WORK]
+    rng = np.random.default_rng(0)
+    x_ab, w_bc = rng.standard_normal((counts[-1], inputs), np.float32), rng.standard_normal(outputs * 61, np.float32)
+    w_bc = np.resize(w_bc, (inputs, outputs))
+    # Each has arrays of its own, so that none is a part of another.
+    parts = [x_ab[:rows] for rows in counts]
+    outs = jax.jit(lambda parts, w_bc: [_matmul(part, w_bc) for part in parts])(parts, w_bc)
+    most_ac = np.asarray(outs[-1])
+    good: list[int] = []
+    for rows, out in zip(reversed(counts), reversed(outs), strict=True):
+        if not np.array_equal(np.asarray(out), most_ac[:rows]):
+            break
+        good.append(rows)
+    return good[-1] if good[-1] <= TRIED[7] else None
 
 
 def times(x_ab: Array, w: Array | Divided | Quantised) -> Array:
@@ -116,13 +204,29 @@ def _wide_product_backward(factors: tuple[Array, Array], d_out: Array) -> tuple[
 wide_product.defvjp(_wide_product_forward, _wide_product_backward)
 
 
-def leave_whole(w: Array, _inputs: int) -> Array:
-    return w
+# Layout -----------------------------------------------------------------------------------------------
 
 
-def divide(w: Array | Quantised, inputs: int) -> Array | Divided | Quantised:
-    """A matrix in pieces, where `product` sums over these; its first so many axes are summed over."""
-    if isinstance(w, Quantised):
+def lay_out(layer: Mapping[str, Any], inputs: Mapping[str, int], together: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """The parameters of one layer as a step of few rows reads them fastest: matrices `together` beside each other.
+
+    `inputs` says of each matrix how many of its axes are summed over. What is quantised stays as it is.
+    """
+    laid = dict(layer)
+    for names in together:
+        matrices = [layer[name] for name in names]
+        if any(isinstance(w, Quantised) for w in matrices) or len({w.dtype for w in matrices}) > 1:
+            continue
+        beside = jnp.concatenate([w.reshape(len(w), -1) for w in matrices], axis=1)
+        laid[fused_name(names)] = Fused(divide(beside, 1), tuple(w.shape[1:] for w in matrices))
+        for name in names:
+            del laid[name]
+    return laid | {name: divide(laid[name], count) for name, count in inputs.items() if name in laid}
+
+
+def divide(w: Any, inputs: int) -> Any:
+    """A matrix as `product` reads it: in pieces where it sums over these; its first so many axes are summed over."""
+    if isinstance(w, Quantised) or w.dtype != jnp.float32 or not launch.is_exact() or jax.default_backend() != "cpu":
         return w
     flat = w.reshape(math.prod(w.shape[:inputs]), -1)
-    return w if w.dtype != jnp.float32 or len(flat) > DIVIDED else Divided(_pieces(flat), w.shape)
+    return Divided(_pieces(flat), w.shape) if _divides(flat) and padding(*flat.shape) is None else w

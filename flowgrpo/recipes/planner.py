@@ -67,7 +67,7 @@ def frozen(start: Model, config: PlannerConfig) -> Model:
     if not has_masters(config):
         return start
     attend = attention_named(config.attention)
-    policy = make_policy(start.config, dtype=config.dtype, unroll=_unrolls(start), attend=attend)
+    policy = make_policy(start.config, dtype=config.dtype, unroll=_unrolls(start), apart=True, attend=attend)
     return start._replace(policy=policy, params=cast(start.params, config.dtype))
 
 
@@ -96,10 +96,10 @@ def make_planner(start: Model, config: PlannerConfig) -> Planner:
     """The planner that starts as this model."""
     lora, mesh = check_planner(config)
     axes: Any = decoder_axes(start.config)
-    policy = make_policy(start.config, unroll=_unrolls(start), **computes_in(config))
+    policy = make_policy(start.config, unroll=_unrolls(start), apart=config.mesh is None, **computes_in(config))
     params, trained = start.params, WHOLE
     if lora is not None:
-        policy = lora_policy(start.config, lora, **computes_in(config))
+        policy = lora_policy(start.config, lora, apart=config.mesh is None, **computes_in(config))
         params = Adapted(start.params, init_adapter(jax.random.key(config.seed), start.config, lora))
         axes, trained = Adapted._make((axes, adapter_axes(lora))), ADAPTER
     compute_dtype = jnp.dtype(config.dtype) if has_masters(config) else None

@@ -187,7 +187,7 @@ def machine() -> dict[str, Any]:
         "processes": jax.process_count(),
         "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "xla_flags": " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
-        "kernels": os.environ.get(launch.PLAIN_KERNELS[0], ""),
+        "exact": launch.is_exact(),
     }
 
 

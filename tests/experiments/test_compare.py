@@ -14,7 +14,6 @@ from commands import run_module
 
 import flowgrpo as fg
 from flowgrpo.evaluation.statistics import iqm
-from flowgrpo.launch import PLAIN_KERNELS
 from flowgrpo.learner.imitation import demonstrate
 from flowgrpo.models.quantised import KINDS, Quantised
 from flowgrpo.recipes import compare, pure, study_arms, study_pages
@@ -297,7 +296,6 @@ def test_a_published_run_comes_out_again_to_the_bit(monkeypatch):
     of_here = [name for name, machine in made_on.items() if machine == here]
     study = [*made_on, *of_here][-1]
     monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.delenv(PLAIN_KERNELS[0], raising=False)
     core = min(os.sched_getaffinity(0))  # the studies were run on one, and XLA parts work by their number
     flags = [f"--study={study}", "--check=docs/studies", "--until=10", "--cpu_devices=1"]
     source = (

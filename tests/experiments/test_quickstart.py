@@ -10,7 +10,6 @@ import optax
 import pytest
 
 from flowgrpo import loop
-from flowgrpo.launch import PLAIN_KERNELS
 from flowgrpo.learner.critic import with_critic
 from flowgrpo.models.trainable import ActorCritic
 from flowgrpo.recipes import pure, pure_config
@@ -30,14 +29,6 @@ SMALL = (
     *(f"--env={ENV}", "--warm_steps=50", "--queries=4", "--samples=4"),
     *("--test_tasks=8", "--checkpoint_every=1", "--cpu_devices=1"),
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def kernels_of_users():
-    """Run the commands with the kernels that round rows as they come, as a run without --exact does."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(PLAIN_KERNELS[0], raising=False)
-        yield
 
 
 @pytest.fixture(scope="module")

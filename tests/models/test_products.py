@@ -1,0 +1,102 @@
+"""Products: bits in any company in exact mode, layouts that change nothing, and what is tried to find a padding."""
+
+from dataclasses import replace
+from threading import Event
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import FULL, random_params
+
+from flowgrpo import launch
+from flowgrpo.models import products
+from flowgrpo.models.decoder import make_policy, matrices, unstack_layers
+from flowgrpo.models.lora import Adapted, LoraConfig, init_adapter, lora_policy
+from flowgrpo.models.quantised import quantise_layers
+
+TOLERANCE = {"rtol": 0, "atol": 1e-5}
+SHAPES = [(576, 960), (1536, 64), (64, 24), (200, 7), (32, 32)]
+
+
+@pytest.fixture
+def mode(monkeypatch):
+    """Set whether programs that are traced from now on are exact."""
+
+    def choose(exact: bool) -> None:
+        event = Event()
+        if exact:
+            event.set()
+        monkeypatch.setattr(launch, "_EXACT", event)
+
+    return choose
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_E3_a_row_of_a_product_has_the_same_bits_in_any_company(inputs, outputs, mode):
+    mode(True)
+    rng = np.random.default_rng(0)
+    x_ab, w_bc = rng.standard_normal((600, inputs), np.float32), rng.standard_normal((inputs, outputs), np.float32)
+    multiply = jax.jit(lambda x, w: products.product(x, w))
+    whole = np.asarray(multiply(x_ab, w_bc))
+    for rows in (2, 3, 7, 8, 13, 25, 32, 49, 130):
+        np.testing.assert_array_equal(np.asarray(multiply(x_ab[:rows], w_bc)), whole[:rows], err_msg=str(rows))
+
+
+def test_rows_are_padded_in_exact_mode_alone(mode):
+    shapes = {}
+    for exact in (True, False):
+        mode(exact)
+        program = jax.make_jaxpr(lambda x, w: products.product(x, w))(jnp.zeros((13, 48)), jnp.zeros((48, 32)))
+        shapes[exact] = "pad[" in str(program)
+    assert shapes == {True: True, False: False}
+
+
+def test_E3_where_no_padding_will_do_a_long_sum_goes_in_pieces(mode, monkeypatch):
+    mode(True)
+    monkeypatch.setattr(products, "padding", lambda *_: None)
+    x_ab, w_bc = np.random.default_rng(0).standard_normal((2, 40, 400), np.float32)
+    out = jax.jit(lambda x, w: products.product(x, w))(x_ab, w_bc.T)
+    laid = products.divide(jnp.asarray(w_bc.T), 1)
+    assert [len(piece) for piece in laid.pieces] == [192, 192, 16]
+    np.testing.assert_array_equal(out, jax.jit(products.times)(x_ab, laid))
+    np.testing.assert_allclose(out, x_ab @ w_bc.T, rtol=1e-4, atol=1e-4)
+
+
+def test_padding_is_the_least_number_from_which_all_that_were_tried_agree(monkeypatch):
+    def multiply(x, w):  # of fewer than 36 rows, and of 516, otherwise than of others
+        return x @ w + (1.0 if len(x) < 36 else 0.0)
+
+    monkeypatch.setattr(products, "_matmul", multiply)
+    assert products._try_rows(16, 16) == 36
+    monkeypatch.setattr(products, "_matmul", lambda x, w: x @ w + len(x))
+    assert products._try_rows(16, 16) is None
+
+
+@pytest.mark.parametrize("config", [FULL, replace(FULL, tied=not FULL.tied)])
+def test_matrices_beside_each_other_give_what_they_give_apart(config):
+    """With biases, normed queries, grouped heads, and the embedding as unembedding."""
+    tokens_rs = np.arange(12).reshape(2, 6) % 11
+    policy, params = make_policy(config), random_params(config)
+    laid = unstack_layers(params, config=config)
+    assert {"q+k+v", "gate+up"} <= {*laid}
+    assert "q" not in laid
+    found, expected = (jax.jit(policy.apply)(x, tokens_rs)[0] for x in (laid, params))
+    np.testing.assert_allclose(found, expected, **TOLERANCE)
+    assert unstack_layers(laid, config=config) is laid
+
+
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_an_adapter_decodes_over_parameters_that_are_laid_out(kind):
+    config, lora = FULL, LoraConfig(rank=2, targets=("q", "v", "up", "down"))
+    base = random_params(config)
+    base = base if kind is None else quantise_layers(base, matrices(config), kind=kind)
+    adapter = jax.tree.map(lambda x: x + 0.02, init_adapter(jax.random.key(0), config, lora))
+    policy, tokens_rs = lora_policy(config, lora, apart=True), np.arange(12).reshape(2, 6) % 11
+    params = Adapted(base, adapter)
+    laid = policy.unstack_layers(params)
+    assert ("q+k+v" in laid.base) == (kind is None)
+    found, expected = (jax.jit(policy.apply)(x, tokens_rs)[0] for x in (laid, params))
+    np.testing.assert_allclose(found, expected, **TOLERANCE)
+    bare = make_policy(config).apply(base, tokens_rs)[0]
+    assert np.abs(found - bare).max() > 0.01  # the adapter does something
