@@ -9,7 +9,7 @@ from model_cases import FAMILIES, random_model
 from experiments.benchmarks import exactness_paths, float64
 from experiments.benchmarks.racers.real_workload import Sizes, step_prompts
 from flowgrpo.models.hf import save_model
-from tests.experiments.conftest import check_refused, last_line
+from tests.experiments.conftest import last_line
 
 CONTEXT = np.random.default_rng(0).integers(4, 131, 40).tolist()
 PATHS = {"sampled", "sampled again", "greedy", "scored", "scored in trees", "echoed"}
@@ -95,13 +95,3 @@ def test_systems_race_on_a_model_folder(command):
     assert step["tokens"] == 4 * 23
     assert 0 < step["computed_tokens"] < step["context_tokens"] <= step["tokens"]
     assert {"a step of 1 row", "prefill", "update: optimizer"} <= {line["of"] for line in found["profile"]}
-
-
-@pytest.mark.slow
-def test_what_can_not_race_is_one_sentence(command):
-    for flags, said in (
-        (["--parts=sleep"], "sleep"),
-        (["--systems=trl", "--parts=step", "--pythons=trl=/nowhere"], "/nowhere"),
-        (["--model=/nowhere", "--systems=flowgrpo"], "/nowhere"),
-    ):
-        check_refused(command("benchmarks.real", *flags, check=False), said)
