@@ -91,7 +91,7 @@ def measure_paths(name: str, exact: bool, lengths: Sequence[int]) -> list[Scored
         greedy = _ask(engine, "greedy", prompts, seed=2, top_k=1)
         echoed = _echo(model, engine, [scored.tokens for scored in again], room)
     contexts = [one.tokens for pair in zip(again, first[1::SAMPLES], strict=True) for one in pair]
-    scored = [*_score(model, contexts, room), *_score_trees(model, contexts, room)]
+    scored = [*_score(model, contexts[::2], room), *_score_trees(model, contexts, room)]
     return [*first, *again, *greedy, *scored, *echoed]
 
 
@@ -178,11 +178,12 @@ def compare_paths(name: str, scored: Sequence[Scored]) -> list[dict[str, Any]]:
     contexts = {one.tokens for one in scored}
     # A context that begins another one is scored with it.
     whole = [t for t in contexts if not any(len(o) > len(t) and o[: len(t)] == t for o in contexts)]
-    exact = {tokens: float64.score_tokens(params, model.config, tokens, model.banned) for tokens in whole}
+    reference = float64.Reference(params, model.config, model.banned)
+    exact = {tokens: reference.score(tokens) for tokens in sorted(whole, key=len, reverse=True)}
     errors: dict[tuple[str, int], list[np.ndarray]] = {}
     for one in scored:
-        reference = next(s for tokens, s in exact.items() if tokens[: len(one.tokens)] == one.tokens)
-        for at, error in _errors(one, reference):
+        scores = next(s for tokens, s in exact.items() if tokens[: len(one.tokens)] == one.tokens)
+        for at, error in _errors(one, scores):
             errors.setdefault((one.path, at), []).append(error)
     return [_record(path, at, np.concatenate(parts)) for (path, at), parts in sorted(errors.items())]
 

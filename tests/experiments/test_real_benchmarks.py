@@ -9,7 +9,7 @@ from model_cases import FAMILIES, random_model
 from experiments.benchmarks import exactness_paths, float64
 from experiments.benchmarks.racers.real_workload import Sizes, step_prompts
 from flowgrpo.models.hf import save_model
-from tests.experiments.conftest import check_refused, last_line
+from tests.experiments.conftest import last_line
 
 CONTEXT = np.random.default_rng(0).integers(4, 131, 40).tolist()
 PATHS = {"sampled", "sampled again", "greedy", "scored", "scored in trees", "echoed"}
@@ -34,7 +34,9 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def test_the_reference_agrees_with_the_decoder_to_float32(name):
     model = random_model(name)
     logits, _ = jax.jit(model.policy.apply)(model.params, np.array([CONTEXT], np.int32))
-    scores = float64.score_tokens(jax.device_get(model.params), model.config, CONTEXT, banned=(3,))
+    reference = float64.Reference(jax.device_get(model.params), model.config, banned=(3,))
+    reference.score([*CONTEXT[:20], *CONTEXT[:9]])  # whose first 20 tokens are not computed again
+    scores = reference.score(CONTEXT)
     logits_sv = np.asarray(logits[0], np.float64)
     place = (np.arange(len(CONTEXT) - 1), CONTEXT[1:])
     np.testing.assert_allclose(scores["logp_all"][1:], log_softmax(logits_sv)[:-1][place], atol=2e-5)
@@ -57,7 +59,7 @@ def test_the_reference_is_pytorch_in_float64(tmp_path, name):
     ).eval()
     with torch.inference_mode():
         logits_sv = theirs(input_ids=torch.tensor([CONTEXT])).logits[0].numpy()
-    scores = float64.score_tokens(jax.device_get(model.params), model.config, CONTEXT)
+    scores = float64.Reference(jax.device_get(model.params), model.config).score(CONTEXT)
     expected = log_softmax(logits_sv.astype(np.float64))[:-1][np.arange(len(CONTEXT) - 1), CONTEXT[1:]]
     # Both round angles to float32, and the embedding's scale, too, in Gemma.
     np.testing.assert_allclose(scores["logp_all"][1:], expected, atol=5e-6)
@@ -93,13 +95,3 @@ def test_systems_race_on_a_model_folder(command):
     assert step["tokens"] == 4 * 23
     assert 0 < step["computed_tokens"] < step["context_tokens"] <= step["tokens"]
     assert {"a step of 1 row", "prefill", "update: optimizer"} <= {line["of"] for line in found["profile"]}
-
-
-@pytest.mark.slow
-def test_what_can_not_race_is_one_sentence(command):
-    for flags, said in (
-        (["--parts=sleep"], "sleep"),
-        (["--systems=trl", "--parts=step", "--pythons=trl=/nowhere"], "/nowhere"),
-        (["--model=/nowhere", "--systems=flowgrpo"], "/nowhere"),
-    ):
-        check_refused(command("benchmarks.real", *flags, check=False), said)

@@ -203,6 +203,14 @@ BAD_INPUT = [
     ("benchmarks.peers", "--pythons=vllm=/nowhere", "--pythons=vllm=/nowhere: /nowhere is no program that can be run"),
     ("benchmarks.peers", "--systems=vllm --pythons=vllm=/bin/false", "vllm needs vllm, which /bin/false lacks"),
     ("benchmarks.peers", "--systems=flowgrpo --cases=", "--cases= names no case"),
+    ("benchmarks.real", "--parts=sleep", "--parts=sleep has 'sleep'; choose from decode, update, step, profile"),
+    ("benchmarks.real", "--model=/nowhere --systems=flowgrpo", "/nowhere"),
+    (
+        "benchmarks.real",
+        "--systems=trl --pythons=trl=/bin/false",
+        "trl needs torch and trl and datasets, which /bin/false",
+    ),
+    ("benchmarks.exactness", "--models=small", "--models=small has random weights: give real ones, or --parts=ratio"),
 ]
 
 

@@ -4,7 +4,6 @@
 what the parts of a decode step, a prefill and an update take.
 """
 
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -139,9 +138,9 @@ def _prompt_env(vocabulary: int, sizes: Sizes) -> HostEnv:
 
 
 def _pay(tasks: Sequence[fg.Task], outputs: Sequence[str]) -> list[Scored]:
-    """Half of the answers are right."""
-    assert len(tasks) == len(outputs)
-    return [Scored(float(zlib.crc32(output.encode()) % 2)) for output in outputs]
+    """Half of a group's answers are right, so that no group is left out of the update."""
+    assert len(tasks) == len(outputs) > 1
+    return [Scored(float(index % 2)) for index in range(len(outputs))]
 
 
 # What the machine can do ----------------------------------------------------------------------------------
