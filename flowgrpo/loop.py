@@ -3,12 +3,13 @@
     rollout -> score_trajectories -> advantages, weights, targets -> pack -> update,  again and again
 
 An iteration is three programs with packing on the host between them, or one program that can be scanned over updates
-and vmapped over seeds; both give the same numbers (F3). Everything an iteration draws comes from
+and vmapped over seeds; both give the same numbers (F3). Packed on the host, what contexts begin with alike is computed
+once, where policy and critic can (`hidden_tree`). Everything an iteration draws comes from
 `fold_in(seed, update)`, so a run that goes on from a saved state goes on exactly as it would have (S1).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +22,8 @@ from jax import Array
 from jax.sharding import Mesh
 
 from flowgrpo.batching.layouts import rows_by_trajectory
-from flowgrpo.batching.packing import account, pack, pack_after_prompts
+from flowgrpo.batching.packing import account
+from flowgrpo.batching.prefix_tree import count_tokens, make_packer
 from flowgrpo.contracts import Algorithm, Env, Metrics, Policy
 from flowgrpo.envs.env import PAD
 from flowgrpo.learner.critic import Valuation, explained_variance, make_value_score, without_critic
@@ -50,8 +52,6 @@ class Settings:
         micro_rows      rows that are scored together: less memory with fewer, the same numbers
         mini_batches    parts of the batch, each with an optimizer step of its own
         epochs          times that the batch is gone through
-        share_prompts   compute what the trajectories of a group begin with once, in three programs; their prompts
-                        must be equal, and `micro_rows` rows are then those of one prompt
         narrowest       fewest rows that a turn's last actions are decoded in; None: as many as its first
         compute_dtype   what parameters are cast to where they are used; None: their own. float16 wants an optimizer
                         `with_loss_scale`
@@ -66,7 +66,6 @@ class Settings:
     micro_rows: int = 16
     mini_batches: int = 1
     epochs: int = 1
-    share_prompts: bool = False
     narrowest: int | None = None
     compute_dtype: Any = None
 
@@ -106,6 +105,7 @@ class Learning(NamedTuple):
     score_trajectories: Callable[[Run, Trajectories], Trajectories]  # scores what advantages read
     credit: Callable[[Trajectories], Credit]
     update: Callable[[Run, Batch], tuple[Run, Metrics]]
+    packer: Callable[..., Callable[..., Batch]] = partial(make_packer, False)  # (longest=, trajectories=, turns=)
 
 
 class RolloutTasks(struct.PyTreeNode):
@@ -134,6 +134,7 @@ class Iteration(NamedTuple):
     score_trajectories: Callable[[Run, Trajectories], Trajectories]
     credit: Callable[[Trajectories], Credit]
     update: Callable[[Run, Batch], tuple[Run, Metrics]]
+    packer: Callable[..., Callable[..., Batch]]  # of packing on the host, as `Learning` has it
     lay_out: Callable[..., Batch]  # (trajectories, *credit) -> rows, in a way that compiles
 
     def rollout(self, run: Run) -> Trajectories:
@@ -202,16 +203,12 @@ def make_learning(
             f"{algorithm.name} learns nothing from groups of one: Settings.samples is 1, set it to 2 or more"
         )
     critic = None if algorithm.targets is None else critic
-    if settings.share_prompts and (critic is not None or settings.mini_batches > 1 or policy.hidden_after is None):
-        raise BadInput(
-            "Settings.share_prompts needs a policy with hidden_after on devices that each hold all of it, "
-            "no critic and one mini-batch: set it to False"
-        )
     scoring: dict[str, Any] = {"temperature": settings.temperature, "banned": banned}
     sizes: dict[str, Any] = {"micro_rows": settings.micro_rows, "compute_dtype": settings.compute_dtype}
     # What has to be scored before the advantages is scored once, for them and for the loss.
     needs = algorithm.needs & {"logp_ref", "value"} if algorithm.before else frozenset()
-    learn = make_update(
+    learn = partial(
+        make_update,
         policy,
         algorithm,
         optimizer,
@@ -220,8 +217,8 @@ def make_learning(
         score=None if critic is None else make_value_score(policy, critic, **scoring),
         trained=trained,
         watch=WATCH._replace(warns=False),  # `train_loop` warns, and a run does in warnings.jsonl
+        compute_dtype=settings.compute_dtype,
         **scoring,
-        **sizes,
     )
     score_trajectories = (
         make_score_trajectories(
@@ -230,14 +227,16 @@ def make_learning(
         if needs
         else None
     )
-    stages = _Stages(algorithm, settings, trained, score_trajectories, learn)
-    return Learning(stages.score_trajectories, stages.credit, stages.update)
+    updates = {"learn": learn(micro_rows=settings.micro_rows), "learn_trees": learn(micro_rows=1)}
+    stages = _Stages(algorithm, settings, trained, score_trajectories, **updates)
+    rows = {"micro_rows": settings.micro_rows, "ranks": settings.mini_batches}
+    packer = partial(make_packer, shares_prefixes(policy, critic), **rows)
+    return Learning(stages.score_trajectories, stages.credit, stages.update, packer)
 
 
-def refuse_shared_prompts(settings: Settings) -> None:
-    """Refuse to share prompts where nothing is packed behind them: in all but three programs."""
-    if settings.share_prompts:
-        raise BadInput("Settings.share_prompts is for three_programs alone: set it to False here")
+def shares_prefixes(policy: Policy, critic: Valuation | None = None) -> bool:
+    """Whether rows that are packed on the host are trees: where the policy reads them, and so does a critic."""
+    return policy.hidden_tree is not None and (critic is None or critic.reads_trees)
 
 
 def longest(env: Env) -> int:
@@ -289,6 +288,7 @@ class _Stages:
     trained: Trained
     scoring: ScoreTrajectories | None
     learn: Update
+    learn_trees: Update  # one at a time, as each is as long as a micro-batch
 
     def score_trajectories(self, run: Run, trajectories: Trajectories) -> Trajectories:
         """Score what advantages read, where anything has to be scored."""
@@ -314,7 +314,8 @@ class _Stages:
     def update(self, run: Run, batch: Batch) -> tuple[Run, Metrics]:
         """Change the run by an update on a batch."""
         params, reference, every = run.learner.params, run.reference, self.algorithm.reference_every
-        learner, metrics = self.learn(run.learner, batch, self.trained.put(params, reference))
+        learn = self.learn if batch.tree is None else self.learn_trees
+        learner, metrics = learn(run.learner, batch, self.trained.put(params, reference))
         if every is not None:
             fresh = (run.update + 1) % every == 0
             now = without_critic(self.trained.take(learner.params))
@@ -339,7 +340,6 @@ def _lay_out(trajectories: Trajectories, adv, weights, target=None, *, slots: in
 
 def one_program(iteration: Iteration) -> Callable[[Run], tuple[Run, Metrics]]:
     """A whole iteration as one pure function: jit it, scan it over updates, vmap it over seeds."""
-    refuse_shared_prompts(iteration.settings)
     tools, samples = len(iteration.env.tools), iteration.settings.samples
 
     def step(run: Run) -> tuple[Run, Metrics]:
@@ -370,17 +370,14 @@ class ThreePrograms:
         self._draw = self.placed(iteration.draw)
         self.play = jax.jit(iteration.play)
         self._judge = None if iteration.judge is None else jax.jit(iteration.judge)
-        learn = make_learn(
-            Learning(iteration.score_trajectories, iteration.credit, iteration.update),
+        self.learn = make_learn(
+            Learning(iteration.score_trajectories, iteration.credit, iteration.update, iteration.packer),
             iteration.algorithm,
             tools=len(iteration.env.tools),
             samples=settings.samples,
-            row_length=longest(iteration.env),
-            rows=settings.queries * settings.samples,
-            ranks=settings.mini_batches,
+            longest=longest(iteration.env),
+            trajectories=settings.queries * settings.samples,
         )
-        packing = _sharing_prompts(iteration.env, settings) if settings.share_prompts else learn.packing
-        self.learn = replace(learn, packing=packing)
 
     def __call__(self, run: Run) -> tuple[Run, Metrics]:
         drawn = self._draw(run)
@@ -399,32 +396,34 @@ class ThreePrograms:
         self.learn.compile(run, judged)
 
 
-def _sharing_prompts(env: Env, settings: Settings) -> Callable[..., Batch]:
-    """Pack rows that go on from the prompt of their group, whose last word stays with each answer."""
-    block = min(settings.micro_rows, settings.samples)
-    rows = settings.queries * -(-settings.samples // block) * block
-    prompt = env.sizes.prompt - 1
-    sizes = {"row_length": longest(env) - prompt, "prompt_length": max(prompt, 1), "rows": rows, "block": block}
-    return partial(pack_after_prompts, **sizes)
-
-
 def make_learn(
-    learning: Learning, algorithm: Algorithm, *, tools: int, samples: int, row_length: int, rows: int, ranks: int = 1
+    learning: Learning,
+    algorithm: Algorithm,
+    *,
+    tools: int,
+    samples: int,
+    longest: int,
+    trajectories: int,
+    turns: int = 1,
 ) -> "Learn":
-    """`learn(run, played)`: scoring, credit, packing on the host into at most so many rows, update, figures of all.
+    """`learn(run, played)`: scoring, credit, packing on the host, update, figures of all.
 
-    `ranks` is the number of mini-batches, over which `pack` deals the trajectories.
+    At most so many `trajectories` are learned from, each of up to `turns` contexts, the `longest` of so many tokens.
     """
     figures_of = jax.jit(partial(rollout_metrics, tools=tools, samples=samples))
-    packing = partial(pack, row_length=row_length, rows=rows + -rows % ranks, ranks=ranks)
-    return Learn(Learning(*(jax.jit(stage) for stage in learning)), algorithm, figures_of, packing)
+    packing = learning.packer(longest=longest, trajectories=trajectories, turns=turns)
+    return Learn(learning._replace(**_jitted(learning)), algorithm, figures_of, packing)
+
+
+def _jitted(learning: Learning) -> dict[str, Any]:
+    return {name: jax.jit(getattr(learning, name)) for name in ("score_trajectories", "credit", "update")}
 
 
 @dataclass(frozen=True, eq=False)
 class Learn:
     """The stages of an iteration after its rollout, as `learn(run, played) -> (run, metrics)`."""
 
-    stages: Any  # a Learning, whose functions are jitted
+    stages: Any  # a Learning, whose stages are jitted
     algorithm: Algorithm
     figures_of: Any
     packing: Callable[..., Batch]  # (trajectories, adv, weights, target=..., skip_no_signal=...)
@@ -436,7 +435,7 @@ class Learn:
         batch = self.pack(trajectories, credit)
         run, metrics = self.stages.update(run, batch)
         fates = count_fates(trajectories, credit, batch, self.algorithm)
-        return run, metrics | self.figures_of(played, credit) | fates
+        return run, metrics | self.figures_of(played, credit) | fates | token_counts(batch)
 
     def pack(self, trajectories: Trajectories, credit: Credit) -> Batch:
         """Pack what has a signal into rows, on the host."""
@@ -456,6 +455,11 @@ def count_fates(trajectories: Trajectories, credit: Credit, batch: Batch, algori
     """Count the tokens of all trajectories by what became of them (A6)."""
     ledger = account(trajectories, credit.weights, batch, adv=credit.adv if algorithm.skips else None)
     return {f"tokens_{fate.name.lower()}": count for fate, count in ledger.fates.items()}
+
+
+def token_counts(batch: Batch) -> dict[str, int]:
+    """Tokens of all contexts of a batch, each counted alone, and those that are computed."""
+    return dict(zip(("context_tokens", "computed_tokens"), count_tokens(batch), strict=True))
 
 
 def rollout_metrics(trajectories: Trajectories, credit: Credit, *, tools: int, samples: int) -> Metrics:

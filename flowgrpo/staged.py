@@ -22,10 +22,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from flowgrpo import loop
-from flowgrpo.batching.packing import pack
 from flowgrpo.contracts import Algorithm, Metrics, Policy, Scored
 from flowgrpo.learner.critic import Valuation, without_critic
-from flowgrpo.learner.scoring import make_score_trajectories
+from flowgrpo.learner.scoring import make_score_trajectories, make_score_trees
 from flowgrpo.learner.state import LearnerState
 from flowgrpo.models.trainable import WHOLE, ActorCritic, Trained, acting
 from flowgrpo.parallel.offload import DEVICE, MemoryMeter, Move, Residency, live_bytes
@@ -65,23 +64,23 @@ def make_staged(
     *,
     banned: tuple[int, ...],
     tools: int,
-    row_length: int,
-    rows: int,
+    longest: int,
+    trajectories: int,
     residency: Residency,
+    turns: int = 1,
     critic: Valuation | None = None,
     trained: Trained = WHOLE,
-    slots: int | None = None,
     donates: bool = False,
     release: Callable[[], int] = lambda: 0,
     watch: StageWatchdog | None = None,
 ) -> Step:
     """`step(run) -> (run, metrics)`, as `loop.train_loop` wants it; the figures hold `timings`, which come from clocks.
 
+    There are so many `trajectories` at most, of up to `turns` contexts; the `longest` context has so many tokens.
     `release` destroys what the sampler holds, once all have played. Where models move at all, and with `donates`, the
     run that a step is given is used up: its buffers are deleted where they were, and overwritten by the update.
     """
-    loop.refuse_shared_prompts(settings)
-    kinds: dict[str, Any] = {"critic": critic, "trained": trained, "slots": slots, "banned": banned}
+    kinds: dict[str, Any] = {"critic": critic, "trained": trained, "slots": longest, "banned": banned}
     # The reference is replaced here, where it may lie on the host or the disk.
     learning = loop.make_learning(policy, algorithm._replace(reference_every=None), optimizer, settings, **kinds)
     moves = any(place != DEVICE for row in residency.table.values() for place in row.values())
@@ -92,17 +91,17 @@ def make_staged(
         after, metrics = learning.update(rest.replace(learner=learner, reference=part), batch)
         return after.learner, after.update, metrics
 
-    ranks = settings.mini_batches
+    packer = partial(learning.packer, longest=longest, trajectories=trajectories, turns=turns)
     return _Staged(
         roll_out=roll_out,
         release=release,
-        score_trajectories=_trajectory_scorer(policy, algorithm, settings, critic, banned, slots),
+        score_trajectories=_trajectory_scorer(policy, algorithm, settings, critic, banned, longest, packer(ranks=1)),
         credit=jax.jit(learning.credit),
         train=jax.jit(train, donate_argnums=0 if moves or donates else ()),
         describe=jax.jit(partial(loop.rollout_metrics, tools=tools, samples=settings.samples)),
         algorithm=algorithm,
         trained=trained,
-        sizes={"row_length": row_length, "rows": rows + -rows % ranks, "ranks": ranks},
+        packing=packer(),
         residency=residency,
         moves=moves,
         watch=watch or StageWatchdog(),
@@ -162,7 +161,7 @@ class _Staged:
     describe: Callable[[Trajectories, loop.Credit], Metrics]
     algorithm: Algorithm
     trained: Trained
-    sizes: Mapping[str, int]  # of `pack`
+    packing: Callable[..., Batch]  # (trajectories, adv, weights, target=..., skip_no_signal=...)
     residency: Residency
     moves: bool  # the table has a model elsewhere than on the device
     watch: StageWatchdog
@@ -187,7 +186,7 @@ class _Staged:
                 run, metrics = self.learn(_found(residency, run), batch)
             residency.enter("rollout")
             fates = loop.count_fates(trajectories, credit, batch, self.algorithm)
-            metrics |= self.describe(rolled.trajectories, credit) | fates | _fill(batch)
+            metrics |= self.describe(rolled.trajectories, credit) | fates | _fill(batch) | loop.token_counts(batch)
             run = _found(residency, run)
         timings = {
             **{f"{name}_seconds": seconds for name, seconds in watch.seconds.items()},
@@ -234,8 +233,7 @@ class _Staged:
                 return {}, freed
             run = _found(self.residency, run)
             reference = self.trained.put(run.learner.params, run.reference)
-            scored = self.score_trajectories(run.learner.params, reference, trajectories, apart=is_fresh(trajectories))
-            return jax.device_get(scored), freed
+            return jax.device_get(self.score_trajectories(run.learner.params, reference, trajectories)), freed
 
     def pack(self, trajectories: Trajectories, scored: dict) -> tuple[Trajectories, Batch, loop.Credit]:
         """Credit, and rows on the host."""
@@ -244,7 +242,7 @@ class _Staged:
             credit = jax.device_get(self.credit(trajectories))
         with self.stage("pack"):
             skips = self.algorithm.skips
-            batch = pack(trajectories, *credit[:2], **self.sizes, target=credit.target, skip_no_signal=skips)
+            batch = self.packing(trajectories, *credit[:2], target=credit.target, skip_no_signal=skips)
         return trajectories, batch, credit
 
     def learn(self, run: loop.Run, batch: Batch) -> tuple[loop.Run, Metrics]:
@@ -272,22 +270,32 @@ def is_fresh(trajectories: Trajectories) -> bool:
 # Pure parts -------------------------------------------------------------------------------------------------
 
 
-def _trajectory_scorer(policy: Policy, algorithm: Algorithm, settings: loop.Settings, critic, banned, slots):
-    """Build the scoring by reference and critic that the algorithm needs before packing; None if it needs neither."""
+def _trajectory_scorer(
+    policy: Policy, algorithm: Algorithm, settings: loop.Settings, critic, banned, longest: int, packing
+) -> Callable[..., dict] | None:
+    """Build the scoring by reference and critic that the algorithm needs before packing; None if it needs neither.
+
+    The reference alone is scored on what `packing` makes, where that shares what contexts begin with.
+    """
     needs = algorithm.needs & {"logp_ref", "value"}
     if not needs:
         return None
-    scoring = {"temperature": settings.temperature, "banned": banned}
-    sizes = {"micro_rows": settings.micro_rows, "compute_dtype": settings.compute_dtype, "slots": slots}
+    scoring: dict[str, Any] = {"temperature": settings.temperature, "banned": banned}
+    scoring |= {"compute_dtype": settings.compute_dtype}
+    if loop.shares_prefixes(policy) and needs == {"logp_ref"}:
+        score_trees = make_score_trees(policy, packing, **scoring)
+        return lambda _params, reference, trajectories: {"logp_ref": score_trees(acting(reference), trajectories)}
+    sizes: dict[str, Any] = {"micro_rows": settings.micro_rows, "slots": longest}
     score_trajectories = make_score_trajectories(policy, critic=critic, needs=needs, **scoring, **sizes)
     # Every process reads all of it, where there are several.
     mesh = policy.mesh
     everywhere = NamedSharding(mesh, SHARED) if isinstance(mesh, Mesh) and mesh.is_multi_process else None
-    return jax.jit(
+    score = jax.jit(
         partial(_score_trajectories, score_trajectories=score_trajectories),
         static_argnames="apart",
         out_shardings=everywhere,
     )
+    return lambda params, reference, played: score(params, reference, played, apart=is_fresh(played))
 
 
 def _score_trajectories(params, reference, trajectories: Trajectories, *, score_trajectories, apart: bool) -> dict:
@@ -348,7 +356,7 @@ def _found(residency: Residency, run: loop.Run) -> loop.Run:
 
 def _fill(batch: Batch) -> dict[str, Any]:
     """Count the rows that hold any tokens, and measure how full those rows are."""
-    filled_rs = np.asarray(batch.segments) > 0
+    filled_rs = np.asarray(batch.segments if batch.tree is None else batch.tree.ends) > 0
     used_r = filled_rs.any(axis=1)
     return {"fill_rate": float(filled_rs[used_r].mean()) if used_r.any() else 0.0, "rows": int(used_r.sum())}
 

@@ -250,7 +250,7 @@ class PrefixTree(NamedTuple):
     tokens: Int[AnyArray, "r u"]
     positions: Int[AnyArray, "r u"]  # depth: the token's position in every context that holds it
     ends: Int[AnyArray, "r u"]  # one past the last token of its subtree; 0 is padding
-    after: Int[AnyArray, "r s"]  # the token of the tree whose hidden state predicts a row's token
+    after: Int[AnyArray, "r s"]  # the token of the tree whose hidden state predicts a row's token; -1: there is none
 
 
 class Batch(struct.PyTreeNode):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import flowgrpo as fg
-from flowgrpo.batching import place
+from flowgrpo.batching import pack_tree, place
 
 INVALID = (fg.Status.TOOL_FAILURE, fg.Status.VERIFIER_FAILURE, fg.Status.ABORTED)
 COUNTING = tuple(status for status in fg.Status if status not in INVALID)
@@ -131,10 +131,11 @@ def signal(algorithm: fg.Algorithm):
 
 
 def batch_of(algorithm: fg.Algorithm, trajectories: fg.Trajectories, layout="packed", **settings) -> fg.Batch:
-    """Lay the trajectories out for this member: packed, or a row for each trajectory or turn."""
+    """Lay the trajectories out for this member: packed, in trees, or a row for each trajectory or turn."""
     adv, weights, target = signal(algorithm)(trajectories)
-    if layout == "packed":
-        batch = fg.pack(trajectories, adv, weights, **{"row_length": 48, "rows": 16, **settings})
+    if layout in ("packed", "trees"):
+        packing = fg.pack if layout == "packed" else pack_tree
+        batch = packing(jax.device_get(trajectories), adv, weights, **{"row_length": 48, "rows": 16, **settings})
     else:
         batch = PLAIN[layout](trajectories, adv, weights)
     return batch if target is None else batch.replace(target=place(target, batch))

@@ -1,6 +1,5 @@
 """The loop: three programs or one, the same numbers; fresh tasks by update; groups with a signal first; controls."""
 
-from dataclasses import replace
 from functools import cache
 
 import jax
@@ -20,7 +19,6 @@ from flowgrpo.models.trainable import acting
 from flowgrpo.rollout.compiled import shuffled_rewards, summarise
 from flowgrpo.rollout.exams import make_exam
 from flowgrpo.run.session import train_line
-from flowgrpo.staged import make_staged
 
 pytestmark = pytest.mark.slow
 
@@ -65,37 +63,16 @@ def by_one():
     return runs
 
 
-@pytest.mark.parametrize("sizes", [SIZES, replace(SIZES, share_prompts=True, micro_rows=3)])
-def test_three_programs_do_what_one_does(by_one, sizes):
-    """Also where what a group begins with is computed once, for three rows at a time."""
-    step = loop.three_programs(iteration(sizes=sizes))
+@pytest.mark.parametrize("policy", [POLICY, POLICY._replace(hidden_tree=None)], ids=["trees", "rows"])
+def test_F10_three_programs_do_what_one_does(by_one, policy):
+    """Whether what contexts begin with alike is computed once or not."""
+    step = loop.three_programs(loop.make_iteration(ENV, policy, ALGORITHM, OPTIMIZER, SIZES))
     for (run, figures), (other, others) in zip(by_one, loop.train_loop(step, start(), 3), strict=True):
         assert_close(run.learner.params, other.learner.params, atol=2e-5)
         for name in ("success", "turns", "tokens", "tool_calls", "tool_errors", "mixed_groups", "zero_signal_groups"):
             assert figures[name] == others[name], name
         assert figures["loss"] == pytest.approx(others["loss"], abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("policy", "algorithm", "changes", "critic"),
-    [
-        (POLICY, ALGORITHM, {"mini_batches": 2}, None),
-        (POLICY, PPO, {}, CRITICS["own"]),
-        (POLICY._replace(hidden_after=None), ALGORITHM, {}, None),
-    ],
-)
-def test_prompts_that_can_not_be_shared_are_refused(policy, algorithm, changes, critic):
-    sizes = replace(SIZES, share_prompts=True, **changes)
-    with pytest.raises(fg.BadInput, match=r"Settings\.share_prompts needs a policy with hidden_after"):
-        loop.make_iteration(ENV, policy, algorithm, OPTIMIZER, sizes, critic=critic)
-
-
-def test_prompts_are_shared_in_three_programs_and_nowhere_else():
-    sizes, rest = replace(SIZES, share_prompts=True), dict.fromkeys(("row_length", "rows", "tools"), 8)
-    with pytest.raises(fg.BadInput, match="share_prompts is for three_programs alone"):
-        loop.one_program(iteration(sizes=sizes))
-    with pytest.raises(fg.BadInput, match="share_prompts is for three_programs alone"):
-        make_staged(POLICY, ALGORITHM, OPTIMIZER, sizes, None, banned=(), residency=None, **rest)
+        assert (others["computed_tokens"] < others["context_tokens"]) == (policy is POLICY)
 
 
 def test_F7_nothing_has_moved_before_the_first_step(by_one):
@@ -271,8 +248,9 @@ def test_F8_groups_without_a_signal_are_left_out_of_one_program_as_of_three():
     """
     algorithm = fg.flow_grpo(beta=0.0)
     stages = iteration(algorithm)
-    learning, sizes = loop.Learning(stages.score_trajectories, stages.credit, stages.update), {"samples": 4, "rows": 16}
-    learn = loop.make_learn(learning, algorithm, tools=len(ENV.tools), row_length=loop.longest(ENV), **sizes)
+    learning = loop.Learning(stages.score_trajectories, stages.credit, stages.update, stages.packer)
+    sizes = {"samples": 4, "trajectories": 16, "longest": loop.longest(ENV)}
+    learn = loop.make_learn(learning, algorithm, tools=len(ENV.tools), **sizes)
     rollout, left_out = jax.jit(stages.rollout), 0
     whole, parts = one_program(algorithm), lambda run: learn(run, rollout(run))
     for (run, figures), (other, others) in zip(
@@ -291,6 +269,7 @@ def test_F8_groups_without_a_signal_are_left_out_of_one_program_as_of_three():
     kept = {"loss", "grad_norm", "steps", "skipped", "live_tokens", "live_tokens_by_turn", "ratio_histogram"}
     of_rollout = summarise(played, samples=4)
     signals = {name for name in figures if name.startswith(("advantage_", "zero_signal", "tokens_"))}
+    signals |= {"context_tokens", "computed_tokens"}
     assert set(line) == {"phase", "update", "tools"} | set(of_rollout) | kept | signals
     assert {"entropy", "kl_old", "ratio_p99", "entropy_by_turn"} <= set(figures) - set(line)
 

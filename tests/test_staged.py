@@ -94,9 +94,8 @@ def programs(name: str, moves: bool) -> _Staged:
         compiled_rollout(iteration(name).rollout),
         banned=(PAD,),
         tools=len(ENV.tools),
-        row_length=loop.longest(ENV),
-        rows=SIZES.queries * SIZES.samples,
-        slots=loop.longest(ENV),
+        longest=loop.longest(ENV),
+        trajectories=SIZES.queries * SIZES.samples,
         residency=Residency(places(HOST if moves else DEVICE)),
         **kinds(name),
     )
@@ -146,7 +145,8 @@ def test_what_is_scored_before_packing_gives_the_parameters_of_the_loop(name, tm
 def test_models_lie_where_the_table_has_them_and_the_programs_are_compiled_once():
     parts = programs("reference", True)
     rollout = getclosurevars(parts.roll_out).nonlocals["rollout"]
-    compiled: list = [parts.score_trajectories, parts.credit, parts.train, parts.describe, rollout]
+    score_trees = getclosurevars(parts.score_trajectories).nonlocals["score_trees"]
+    compiled: list = [getclosurevars(score_trees).nonlocals["rows"], parts.credit, parts.train, parts.describe, rollout]
     with Residency(places(HOST)) as residency:
         run, moved, sizes = start("reference"), {}, []
         for _ in range(4):
@@ -203,8 +203,8 @@ def dense(played: Hosted) -> Trajectories:
 def test_a_hosted_rollout_is_trained_to_the_bits_of_the_loop_though_its_engine_is_released():
     """Judged by a reward of text; three updates, after each of which the slots are destroyed."""
     one = iteration("plain")
-    learning = loop.Learning(one.score_trajectories, one.credit, one.update)
-    shapes = {"tools": len(ENV.tools), "samples": SIZES.samples, "row_length": loop.longest(ENV), "rows": 16}
+    learning = loop.Learning(one.score_trajectories, one.credit, one.update, one.packer)
+    shapes = {"tools": len(ENV.tools), "samples": SIZES.samples, "longest": loop.longest(ENV), "trajectories": 16}
     learn = loop.make_learn(learning, ALGORITHMS["plain"], **shapes)
     sizes = {"slots": 8, "slot_length": loop.longest(ENV) + 8, "chunk": 8, "steps": 4, "banned": (PAD,)}
     freed = []

@@ -35,7 +35,12 @@ def hidden(params, tokens, positions=None, _segments=None, cache=None):
     return jnp.tanh(x @ params["mix"]), cache
 
 
-BIGRAMS = fg.Policy(init, hidden, lambda params, x: x @ params["unembed"])
+def hidden_tree(params, tokens, positions, _ends):
+    """The same of the tokens of trees, whose ends don't matter either."""
+    return hidden(params, tokens, positions)[0]
+
+
+BIGRAMS = fg.Policy(init, hidden, lambda params, x: x @ params["unembed"], hidden_tree=hidden_tree)
 SCORE = jax.jit(make_score(BIGRAMS, **SETTINGS))
 OPTIMIZERS = {"sgd": optax.sgd(1.0), "adam": make_optimizer(learning_rate=0.01, clip_norm=0.5)}
 PLAIN = fg.flow_grpo(beta=0.0)

@@ -11,7 +11,7 @@ from ..cli.listing import run_or_list
 
 GROUPS = {
     "The machine": ("ceilings", "startup"),
-    "Learning": ("update", "attention", "packing", "meshes"),
+    "Learning": ("update", "attention", "packing", "prefixes", "meshes"),
     "Playing": ("decode", "hosted", "gateway", "exactness", "loading"),
     "Looking": ("viewer",),
     "Rewards": ("answers", "rewards"),

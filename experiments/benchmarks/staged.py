@@ -125,9 +125,8 @@ def _make_step(model: Model, engine: Engine, rewards: Rewards, residency: Reside
         hosted_rollout(roll_out, lambda played: rollout_of(played.played, (), turns=_TURNS.value, length=length)),
         banned=(0,),
         tools=0,
-        row_length=_TURNS.value * length,
-        rows=queries * samples,
-        slots=_TURNS.value * length,
+        longest=_TURNS.value * length,
+        trajectories=queries * samples,
         residency=residency,
         release=engine.release if moves else lambda: 0,
     )

@@ -3,7 +3,7 @@
     sort by length -> deal to ranks -> best fit into rows -> the same number of rows for every rank
 
 A context is one segment: a whole trajectory where its context appends, a turn where each is rendered afresh.
-Segments do not see each other. `pack_after_prompts` keeps what the segments of a group begin with apart, once.
+Segments do not see each other; `prefix_tree` packs what they begin with alike once.
 All of it is NumPy on the host; `layouts` has plain layouts that compile. The loss is the same in all of them (F3).
 """
 
@@ -51,100 +51,22 @@ def pack(
     afterwards), or is left out ("drop"). `logp_old` is taken from the trajectories where they have been
     scored, else it is `logp_sampled`.
     """
-    trajectories, length_nt, begins_nt, actions_ntl = _read(trajectories)
-    adv_ntl, weight_ntl = _per_token("adv", adv, actions_ntl), _per_token("weights", weights, actions_ntl)
-    segments = _segments(
-        length_nt, begins_nt, _takes_part(weight_ntl, adv_ntl if skip_no_signal else None), row_length, too_long
+    trajectories, length_nt, begins_nt, actions_ntl = read_trajectories(trajectories)
+    adv_ntl, weight_ntl = per_token("adv", adv, actions_ntl), per_token("weights", weights, actions_ntl)
+    segments = cut_segments(
+        length_nt, begins_nt, takes_part(weight_ntl, adv_ntl if skip_no_signal else None), row_length, too_long
     )
     row_k, offset_k, num_rows = _assign(segments.length, row_length, ranks, rows)
-    exists_ntl = _exists(length_nt, actions_ntl.shape[2])
+    exists_ntl = filled_slots(length_nt, actions_ntl.shape[2])
     index = _index(segments, row_k, offset_k, (num_rows, row_length), exists_ntl)
-    return _lay_out(index, trajectories, actions_ntl, adv_ntl, weight_ntl, target)
+    return lay_out(index, trajectories, actions_ntl, adv_ntl, weight_ntl, target)
 
 
-def pack_after_prompts(
-    trajectories: Trajectories | Sequence[Trajectory],
-    adv,
-    weights,
-    *,
-    row_length: int,
-    prompt_length: int,
-    rows: int,
-    block: int,
-    skip_no_signal: bool = False,
-    target=None,
-) -> Batch:
-    """Pack trajectories into rows that go on from prompts: what all segments of a group begin with is there once.
-
-    A prompt holds at most `prompt_length` tokens, and never the last one before a chosen token. Rows come in blocks of
-    `block`, which are visited together; a group fills as many as it needs, and its prompt stands before each. The rest
-    is as in `pack`. It saves the prompts' tokens, and leaves room in the last row of each group: it pays where prompts
-    are long, or where actions are equally long.
-    """
-    trajectories, length_nt, begins_nt, actions_ntl = _read(trajectories)
-    adv_ntl, weight_ntl = _per_token("adv", adv, actions_ntl), _per_token("weights", weights, actions_ntl)
-    taken_n = _takes_part(weight_ntl, adv_ntl if skip_no_signal else None)
-    segments = _segments(length_nt, begins_nt, taken_n, prompt_length + row_length, "error")
-    exists_ntl = _exists(length_nt, actions_ntl.shape[2])
-    flat = np.flatnonzero(exists_ntl)
-    tokens_q = np.asarray(trajectories.tokens)[:, :, : actions_ntl.shape[2]].reshape(-1)[flat]
-    group_k = np.asarray(trajectories.group)[flat[segments.start] // math.prod(actions_ntl.shape[1:])]
-    before_k = np.minimum(_before_actions(segments, actions_ntl.reshape(-1)[flat]), prompt_length)
-    shared_k = _shared(segments.start, before_k, tokens_q, group_k)
-    left = Segments(segments.start + shared_k, segments.length - shared_k, segments.origin + shared_k)
-    prompts = np.zeros((rows // block, prompt_length), np.int32)
-    row_k, offset_k = _assign_blocks(left.length, group_k, row_length, block, len(prompts))
-    place_u, lengths = np.arange(prompt_length), np.zeros(len(prompts), np.int32)
-    begun_ku = tokens_q[np.minimum(segments.start[:, None] + place_u, len(tokens_q) - 1)]
-    prompts[row_k // block] = np.where(place_u < shared_k[:, None], begun_ku, 0)
-    lengths[row_k // block] = shared_k
-    index = _index(left, row_k, offset_k, (len(prompts) * block, row_length), exists_ntl)
-    batch = _lay_out(index, trajectories, actions_ntl, adv_ntl, weight_ntl, target)
-    return batch.replace(prompt_tokens=prompts, prompt_length=lengths)
-
-
-def _shared(start_k: np.ndarray, before_k: np.ndarray, tokens_q: np.ndarray, group_k: np.ndarray) -> np.ndarray:
-    """Say how many tokens all segments of a group begin with, of those before their actions -> shared_k."""
-    shared_k = np.zeros(len(group_k), np.int64)
-    for group in np.unique(group_k):
-        own = np.flatnonzero(group_k == group)
-        begun = tokens_q[start_k[own][:, None] + np.arange(before_k[own].min())]
-        same = (begun == begun[0]).all(axis=0)
-        shared_k[own] = len(same) if same.all() else same.argmin()
-    return shared_k
-
-
-def _assign_blocks(
-    length_k: np.ndarray, group_k: np.ndarray, row_length: int, block: int, blocks: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """(row, offset) of every segment, where no two groups have rows in the same block."""
-    row_k, offset_k, taken = np.zeros(len(length_k), np.int64), np.zeros(len(length_k), np.int64), 0
-    for group in np.unique(group_k):
-        own = np.flatnonzero(group_k == group)
-        if length_k[own].max() > row_length:
-            raise BadInput(
-                f"group {group} has a segment with {length_k[own].max()} tokens after those that the group shares, "
-                f"but a row holds {row_length}: raise row_length, or share no prompts"
-            )
-        row, offset_k[own], used = best_fit(length_k[own], row_length)
-        row_k[own], taken = row + taken * block, taken - (-used // block)
-        if taken > blocks:
-            raise BadInput(f"the batch needs more than rows={blocks * block} in blocks of {block}: raise rows")
-    return row_k, offset_k
-
-
-def _before_actions(segments: Segments, chosen_q: np.ndarray) -> np.ndarray:
-    """Tokens of each segment before the one from which its first chosen one follows; 0 where it is a later part."""
-    chosen = np.append(np.flatnonzero(chosen_q), len(chosen_q))
-    first_k = chosen[np.searchsorted(chosen, segments.start)] - segments.start
-    return np.where(segments.origin == 0, np.clip(first_k - 1, 0, segments.length - 1), 0)
-
-
-def _lay_out(index: "Index", trajectories: Trajectories, actions_ntl, adv_ntl, weight_ntl, target) -> Batch:
+def lay_out(index: "Index", trajectories: Trajectories, actions_ntl, adv_ntl, weight_ntl, target) -> Batch:
     """All that the index says where it lies."""
     fields = token_fields(trajectories, lambda x_ntl: index.lay(np.asarray(x_ntl, np.float32)))
     if target is not None:
-        fields["target"] = index.lay(_per_token("target", target, actions_ntl))
+        fields["target"] = index.lay(per_token("target", target, actions_ntl))
     trajectory_rs, turn_rs, slot_rs = index.places()
     return Batch(
         tokens=index.lay(np.asarray(trajectories.tokens, np.int32)),
@@ -163,8 +85,8 @@ def _lay_out(index: "Index", trajectories: Trajectories, actions_ntl, adv_ntl, w
 
 
 def fill_rate(batch: Batch) -> float:
-    """The share of slots that hold a token."""
-    return float((np.asarray(batch.segments) > 0).mean())
+    """The share of slots that hold a token; of a tree's, where rows are trees."""
+    return float((np.asarray(batch.segments if batch.tree is None else batch.tree.ends) > 0).mean())
 
 
 def account(trajectories: Trajectories | Sequence[Trajectory], weights, batch: Batch, *, adv=None) -> Ledger:
@@ -173,15 +95,16 @@ def account(trajectories: Trajectories | Sequence[Trajectory], weights, batch: B
     Pass `adv` where the batch was packed with `skip_no_signal`. The check fails for tokens that weigh
     something and are missing for no known reason.
     """
-    trajectories, length_nt, begins_nt, actions_ntl = _read(trajectories)
-    weight_ntl, count = _per_token("weights", weights, actions_ntl), len(length_nt)
+    trajectories, length_nt, begins_nt, actions_ntl = read_trajectories(trajectories)
+    weight_ntl, count = per_token("weights", weights, actions_ntl), len(length_nt)
     valid_n = np.asarray(trajectories.valid)
     trained_n = np.bincount(np.asarray(batch.trajectory)[np.asarray(batch.live)], minlength=count)
     weighing_n = (actions_ntl & (weight_ntl != 0)).sum(axis=(1, 2))
     idle_n = actions_ntl.sum(axis=(1, 2)) - weighing_n
-    skipped_n = np.zeros(count, bool) if adv is None else ~_takes_part(weight_ntl, _per_token("adv", adv, actions_ntl))
+    skipped_n = np.zeros(count, bool) if adv is None else ~takes_part(weight_ntl, per_token("adv", adv, actions_ntl))
     absent_n = trained_n == 0
-    too_long_n = absent_n & ~skipped_n & (_longest(length_nt, begins_nt) > batch.tokens.shape[1])
+    row_length = (batch.tokens if batch.tree is None else batch.tree.tokens).shape[1]
+    too_long_n = absent_n & ~skipped_n & (_longest(length_nt, begins_nt) > row_length)
     fates = {
         Fate.TRAINED: trained_n.sum(),
         Fate.MASKED_INVALID: idle_n[~valid_n].sum(),
@@ -195,7 +118,9 @@ def account(trajectories: Trajectories | Sequence[Trajectory], weights, batch: B
 # Reading ----------------------------------------------------------------------------------------------
 
 
-def _read(trajectories: Trajectories | Sequence[Trajectory]) -> tuple[Trajectories, np.ndarray, np.ndarray, np.ndarray]:
+def read_trajectories(
+    trajectories: Trajectories | Sequence[Trajectory],
+) -> tuple[Trajectories, np.ndarray, np.ndarray, np.ndarray]:
     """(dense trajectories, length_nt, begins_nt, actions_ntl); the last has the slots of the longest turn."""
     if not isinstance(trajectories, Trajectories):
         trajectories = collate(trajectories)
@@ -209,16 +134,16 @@ def _read(trajectories: Trajectories | Sequence[Trajectory]) -> tuple[Trajectori
         trajectories,
         length_nt,
         begins_nt,
-        np.asarray(trajectories.chosen)[:, :, :longest] & _exists(length_nt, longest),
+        np.asarray(trajectories.chosen)[:, :, :longest] & filled_slots(length_nt, longest),
     )
 
 
-def _exists(length_nt: np.ndarray, slots: int) -> np.ndarray:
+def filled_slots(length_nt: np.ndarray, slots: int) -> np.ndarray:
     """Say which slots hold a token -> bool_ntl."""
     return np.arange(slots) < length_nt[:, :, None]
 
 
-def _per_token(name: str, x, actions_ntl: np.ndarray) -> np.ndarray:
+def per_token(name: str, x, actions_ntl: np.ndarray) -> np.ndarray:
     """An [n, t] or [n, t, l] array at the chosen tokens, 0 elsewhere -> x_ntl."""
     x, (num_trajectories, num_turns, slots) = np.asarray(x), actions_ntl.shape
     if x.ndim not in (2, 3) or x.shape[0] != num_trajectories or x.shape[1] < num_turns:
@@ -234,13 +159,13 @@ def _per_token(name: str, x, actions_ntl: np.ndarray) -> np.ndarray:
 # From trajectories to segments ------------------------------------------------------------------------
 
 
-def _takes_part(weight_ntl: np.ndarray, adv_ntl: np.ndarray | None) -> np.ndarray:
+def takes_part(weight_ntl: np.ndarray, adv_ntl: np.ndarray | None) -> np.ndarray:
     """Trajectories with a token that weighs something (and has an advantage, where that is asked for)."""
     counts_ntl = weight_ntl != 0 if adv_ntl is None else (weight_ntl != 0) & (adv_ntl != 0)
     return counts_ntl.any(axis=(1, 2))
 
 
-def _segments(
+def cut_segments(
     every_nt: np.ndarray, begins_nt: np.ndarray, taken_n: np.ndarray, row_length: int, too_long: TooLong
 ) -> Segments:
     """One segment for each context; too long ones as told."""

@@ -22,6 +22,7 @@ import numpy as np
 from flowgrpo.algorithms.dpo import dpo
 from flowgrpo.batching.collate import collate
 from flowgrpo.batching.packing import pack
+from flowgrpo.batching.prefix_tree import pack_tree
 from flowgrpo.data.task_files import json_lines
 from flowgrpo.data.tokenizer import Text, add_action, add_messages, closing_id, start
 from flowgrpo.types import BadInput, Batch, Trajectory, Turn
@@ -65,15 +66,18 @@ def _read(path: Path, text: Text, make: Callable[["Line"], Any], wanted: str) ->
 # Batches ------------------------------------------------------------------------------------------------
 
 
-def preference_rows(pairs: Sequence[Pair], *, row_length: int, rows: int | None = None) -> Batch:
-    """The pairs as a batch for `dpo`: advantage 1 for what was chosen and -1 for what was rejected."""
+def preference_rows(pairs: Sequence[Pair], *, row_length: int, rows: int | None = None, shares: bool = False) -> Batch:
+    """The pairs as a batch for `dpo`: advantage 1 for what was chosen and -1 for what was rejected.
+
+    Where the policy `shares` prefixes, rows are trees, in which the prompt of a pair is there once.
+    """
     if not pairs:
         raise BadInput("there is no preference to learn from")
     # Numbered again, so that a pair which is there twice counts twice.
     records, algorithm = [replace(record, group=i) for i, pair in enumerate(pairs) for record in pair], dpo()
     trajectories = collate(records)
     sides, weights = (np.asarray(credit(trajectories)) for credit in (algorithm.advantages, algorithm.weights))
-    return pack(trajectories, sides, weights, row_length=row_length, rows=rows)
+    return (pack_tree if shares else pack)(trajectories, sides, weights, row_length=row_length, rows=rows)
 
 
 def tokens_of(record: Trajectory) -> int:

@@ -31,6 +31,7 @@ class Valuation(NamedTuple):
     init: Callable[[Array, Any], Params]  # (key, the policy's parameters) -> the critic's
     look: Callable[..., tuple[Array, Array]]  # (ActorCritic, tokens, positions, segments) -> (hidden, value after each)
     look_tree: Callable[..., tuple[Array, Array]]  # (ActorCritic, tokens, positions, ends) of a tree -> the same
+    reads_trees: bool = False  # whether policy and critic both do
 
 
 def with_critic(valuation: Valuation | None, key: Array, params: Any) -> Any:
@@ -59,7 +60,8 @@ def own_network(policy: Policy, critic: Critic, *, init: Callable[[Array, Any], 
         states_rud = _trees_of(policy)(params.policy, tokens, positions, ends)
         return states_rud, critic.apply_tree(params.critic, tokens, positions, ends)
 
-    return Valuation((lambda key, _: critic.init(key)) if init is None else init, look, look_tree)
+    reads_trees = policy.hidden_tree is not None and critic.apply_tree is not None
+    return Valuation((lambda key, _: critic.init(key)) if init is None else init, look, look_tree, reads_trees)
 
 
 def copied_trunk(config: DecoderConfig) -> Callable[[Array, Any], Params]:
@@ -82,7 +84,7 @@ def shared_trunk(policy: Policy, config: DecoderConfig) -> Valuation:
         states_rud = _trees_of(policy)(params.policy, tokens, positions, ends)
         return states_rud, masked.fill(value_head(params.critic, states_rud), ends > 0)
 
-    return Valuation(lambda _key, _params: init_head(config), look, look_tree)
+    return Valuation(lambda _key, _params: init_head(config), look, look_tree, policy.hidden_tree is not None)
 
 
 def _trees_of(policy: Policy) -> Callable[..., Array]:
@@ -100,7 +102,7 @@ def make_value_score(
     def score(params: ActorCritic, batch: Batch) -> Scores:
         tokens, positions, segments = (jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segments))
         if (tree := batch.tree) is not None:
-            real = segments > 0
+            real = (segments > 0) & (jnp.asarray(tree.after) >= 0)
             trees = (jnp.asarray(x) for x in (tree.tokens, tree.positions, tree.ends))
             states_rud, value_ru = valuation.look_tree(params, *trees)
             states_rsd, value_rs = (before_tokens(x, tree, real) for x in (states_rud, value_ru))

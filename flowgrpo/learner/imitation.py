@@ -22,6 +22,7 @@ from flowgrpo.algorithms.loss import weighted_sums
 from flowgrpo.batching.collate import collate
 from flowgrpo.batching.layouts import rows_by_trajectory
 from flowgrpo.batching.packing import pack
+from flowgrpo.batching.prefix_tree import pack_tree
 from flowgrpo.contracts import Algorithm, Env, Metrics, Observation, Policy, Scores
 from flowgrpo.learner.state import LearnerState
 from flowgrpo.learner.update import make_score, make_update, score_batch
@@ -106,13 +107,19 @@ def imitation_rows(trajectories: Trajectories) -> Batch:
     return rows_by_trajectory(trajectories, _no_advantage(trajectories), _token_weights(trajectories))
 
 
-def packed_imitation(records: Sequence[Trajectory], *, row_length: int, rows: int | None = None) -> Batch:
-    """Demonstrations of any lengths, packed into rows on the host; every chosen token is to be imitated."""
+def packed_imitation(
+    records: Sequence[Trajectory], *, row_length: int, rows: int | None = None, shares: bool = False
+) -> Batch:
+    """Demonstrations of any lengths, packed into rows on the host; every chosen token is to be imitated.
+
+    Where the policy `shares` prefixes, rows are trees: what demonstrations begin with alike is there once.
+    """
     if not records:
         raise BadInput("there is no demonstration to imitate")
     trajectories = collate(records)
     adv_nt = np.zeros(trajectories.turns.shape, np.float32)
-    return pack(trajectories, adv_nt, np.asarray(_token_weights(trajectories)), row_length=row_length, rows=rows)
+    packing = pack_tree if shares else pack
+    return packing(trajectories, adv_nt, np.asarray(_token_weights(trajectories)), row_length=row_length, rows=rows)
 
 
 def _no_advantage(trajectories: Trajectories) -> Array:

@@ -5,24 +5,28 @@
 `value` stands before each chosen token and `last_value` after the last token of a trajectory, where a cut one
 bootstraps. `pack` and the plain layouts carry what was scored into the batch. Trajectories are scored one a row, in
 micro-batches, and never as a whole [row, token, vocabulary] (M4); contexts that are rendered afresh are segments of
-their row. Everything is pure, to be jitted by the caller.
+their row. All of that is pure, to be jitted by the caller. Where the host may pack between programs,
+`make_score_trees` scores the reference on trees, in which what contexts begin with alike is computed once.
 """
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from flowgrpo.batching.layouts import filled, rows_by_trajectory, unpack
 from flowgrpo.contracts import Policy, Scores
 from flowgrpo.learner.critic import Valuation
-from flowgrpo.learner.update import Score, make_score, score_rows
+from flowgrpo.learner.update import Score, make_score, score_batch, score_rows
 from flowgrpo.models.critic import before
 from flowgrpo.models.trainable import acting, cast
-from flowgrpo.parallel.row_sharding import DeviceMesh
+from flowgrpo.parallel.row_sharding import DeviceMesh, replicated
 from flowgrpo.types import AnyArray, BadInput, Batch, Trajectories
 
 ScoreTrajectories = Callable[[Any, Any, Trajectories], Trajectories]  # (params, reference_params, trajectories)
@@ -109,6 +113,36 @@ class _TrajectoryScorer:
         """Compute the values after each token, in the place of log-probabilities."""
         assert self.critic is not None
         return Scores(logp=self.critic.look(params, batch.tokens, batch.positions, batch.segments)[1])
+
+
+def make_score_trees(
+    policy: Policy,
+    packing: Callable[..., Batch],
+    *,
+    temperature=1.0,
+    banned: tuple[int, ...] = (),
+    chunk: int = 1024,
+    compute_dtype: Any = None,
+) -> Callable[[Any, Trajectories], np.ndarray]:
+    """`score(params, trajectories) -> logp_ntl` of all chosen tokens, on the host; `packing` makes trees, a row a step.
+
+    A trajectory that `packing` leaves out gets NaN, so that it can't pass for scored.
+    """
+    score = make_score(policy, temperature=temperature, banned=banned, chunk=chunk, compute_dtype=compute_dtype)
+    # Every process reads all of it, where there are several.
+    everywhere = replicated(policy.mesh) if isinstance(policy.mesh, Mesh) and policy.mesh.is_multi_process else None
+    rows = jax.jit(partial(score_batch, score, micro_rows=1, mesh=policy.mesh), out_shardings=everywhere)
+
+    def score_trajectories(params, trajectories: Trajectories) -> np.ndarray:
+        trajectories = jax.device_get(trajectories)
+        nothing_nt = np.zeros(trajectories.turns.shape, np.float32)
+        batch = packing(trajectories, nothing_nt, nothing_nt + 1)
+        logp_rs, own_rs = np.asarray(rows(params, batch)), np.asarray(batch.segments) > 0
+        logp_ntl = np.where(trajectories.actions, np.nan, 0.0).astype(np.float32)
+        logp_ntl[tuple(np.asarray(x)[own_rs] for x in (batch.trajectory, batch.turn, batch.slot))] = logp_rs[own_rs]
+        return logp_ntl
+
+    return score_trajectories
 
 
 def hint_of(trajectories: Trajectories) -> Array:

@@ -16,6 +16,7 @@ import optax
 
 import flowgrpo as fg
 from flowgrpo import loop
+from flowgrpo.batching.prefix_tree import tree_sizes
 from flowgrpo.learner import conversations
 from flowgrpo.learner.imitation import IMITATION, packed_imitation
 from flowgrpo.learner.loss_scale import optimizer_for
@@ -78,7 +79,10 @@ def split_examples(config: "Config", examples: Sequence[Any]) -> Split:
 def lesson_of(config: "Config", model: Model, held: Sequence[Any], optimizer) -> Lesson:
     """The lesson, examined on these."""
     method, size = METHODS[config.method], config.batch
-    lay = partial(method.rows, row_length=config.max_tokens, rows=size * method.each)
+    sizes = {"row_length": config.max_tokens, "rows": size * method.each}
+    if shares := model.policy.hidden_tree is not None:
+        sizes = tree_sizes(config.max_tokens, size * method.each, micro_rows=config.micro_rows)
+    lay = partial(method.rows, **sizes, shares=shares)
     batches = [lay(held[i : i + size]) for i in range(0, len(held), size)]
     return Lesson(lay, *method.teach(config, model, optimizer, batches))
 
@@ -92,10 +96,10 @@ def _longest(example: Any) -> int:
 def _programs(config: "Config", model: Model, algorithm: fg.Algorithm, optimizer) -> tuple[Callable, Callable]:
     """The update by an algorithm, and the scoring of a batch; both compute in the type of the Config."""
     computes: Any = None if config.dtype == "float32" else config.dtype  # None: that of the parameters
-    sizes = {"micro_rows": config.micro_rows, "compute_dtype": computes}
-    update = make_update(model.policy, algorithm, optimizer, **sizes, watch=None)
+    micro_rows = config.micro_rows if model.policy.hidden_tree is None else 1  # a tree is as long as a micro-batch
+    update = make_update(model.policy, algorithm, optimizer, micro_rows=micro_rows, compute_dtype=computes, watch=None)
     score = make_score(model.policy, compute_dtype=computes)
-    return jax.jit(update), jax.jit(partial(score_batch, score, micro_rows=config.micro_rows))
+    return jax.jit(update), jax.jit(partial(score_batch, score, micro_rows=micro_rows))
 
 
 # Imitation ----------------------------------------------------------------------------------------------

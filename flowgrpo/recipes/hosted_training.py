@@ -175,8 +175,6 @@ def make_hosted_step(setup: HostedSetup, roll_out: RollOut, *, donates: bool = F
     With `donates` the update writes over the parameters and the optimizer's memory of the run that it is given.
     """
     sizes, config, planner = setup.sizes, setup.config, setup.planner
-    appends = config.rendering == "append"
-    trajectories = sizes.queries * sizes.oversample * sizes.samples
     return make_staged(
         planner.policy,
         setup.algorithm,
@@ -185,9 +183,9 @@ def make_hosted_step(setup: HostedSetup, roll_out: RollOut, *, donates: bool = F
         roll_out,
         banned=setup.model.banned,
         tools=len(setup.env.tools),
-        row_length=config.context_tokens,
-        rows=trajectories if appends else trajectories * setup.env.turns,
-        slots=config.context_tokens,
+        longest=config.context_tokens,
+        trajectories=sizes.queries * sizes.oversample * sizes.samples,
+        turns=1 if config.rendering == "append" else setup.env.turns,
         residency=setup.residency,
         donates=donates,
         release=setup.engine.release,  # new weights find nothing in it anyway

@@ -30,6 +30,7 @@ FORMS = {  # what is shown where it is there, and how
     "inference_seconds": "inference {:.1f} s",
     "train_seconds": "update {:.1f} s",
 }
+COMPUTED = "computed {:,.0f} of {:,.0f} context tokens"  # of an update whose contexts begin alike
 
 
 class Progress:
@@ -133,7 +134,10 @@ def fit(parts: Sequence[str], width: int) -> str:
 def format_figures(figures: Mapping[str, Any]) -> list[str]:
     """The figures that are there and are numbers, in words."""
     found = {name: float(figures[name]) for name in FORMS if figures.get(name) is not None}
-    return [FORMS[name].format(value) for name, value in found.items() if math.isfinite(value)]
+    shown = [FORMS[name].format(value) for name, value in found.items() if math.isfinite(value)]
+    computed, laid_out = figures.get("computed_tokens"), figures.get("context_tokens")
+    is_shared = computed is not None and laid_out is not None and computed < laid_out
+    return [*shown, COMPUTED.format(computed, laid_out)] if is_shared else shown
 
 
 def clock_time(seconds: float) -> str:

@@ -16,7 +16,7 @@ N, T, L = 6, 3, 8  # one shape for all seeds, so that each layout compiles once
 SEEDS = range(4)
 PLACE, UNPACK = jax.jit(fg.batching.place), jax.jit(fg.unpack, static_argnums=2)
 each_plain = pytest.mark.parametrize("layout", PLAIN)
-each_layout = pytest.mark.parametrize("layout", ["packed", *PLAIN])
+each_layout = pytest.mark.parametrize("layout", ["packed", "trees", *PLAIN])
 
 
 class Learned(NamedTuple):
@@ -47,8 +47,9 @@ def learned(seed: int) -> Learned:
 
 
 def laid_out(layout: str, case: Learned, **more) -> fg.Batch:
-    """The case in one of the three layouts, on the host."""
-    batch = fg.pack(*case, row_length=T * L, **more) if layout == "packed" else PLAIN[layout](*case, **more)
+    """The case in one of the four layouts, on the host."""
+    packing = {"packed": fg.pack, "trees": fg.batching.pack_tree}.get(layout)
+    batch = PLAIN[layout](*case, **more) if packing is None else packing(*case, row_length=T * L, **more)
     return jax.tree.map(np.asarray, batch)
 
 

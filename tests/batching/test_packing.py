@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flowgrpo as fg
-from flowgrpo.batching.packing import best_fit, pack_after_prompts
+from flowgrpo.batching.packing import best_fit
 
 SEEDS = st.integers(0, 10_000)
 WHOLE = {"row_length": 48}  # any trajectory of `random_records` fits
@@ -231,62 +231,6 @@ def test_what_can_not_be_packed_is_named_with_both_numbers(which, settings, mess
 def test_values_and_trajectories_of_a_wrong_shape_name_what_there_is(source, changes, message):
     with pytest.raises(fg.BadInput, match=f"^{message}$"):
         fg.pack(source, **{"adv": ONE_NT, "weights": ONE_NT, **changes}, row_length=20)
-
-
-# After prompts ----------------------------------------------------------------------------------------
-
-
-def after(context: list[int], *actions: int, group: int = 0) -> fg.Trajectory:
-    """One trajectory of a single turn."""
-    chosen = np.array([False] * len(context) + [True] * len(actions))
-    turn = fg.Turn(np.array([*context, *actions]), chosen, np.zeros(len(chosen)))
-    return fg.Trajectory([turn], 1.0, group)
-
-
-ASKED = [  # the first group shares 3 of 4 tokens, the second 1 of 3
-    after([1, 2, 3, 4], 5, 6),
-    after([7, 8, 9], 5, group=1),
-    after([1, 2, 3, 4], 6),
-    after([1, 2, 3, 4], 5, 5, 5),
-    after([7, 3, 9], 6, group=1),
-]
-
-
-def pack_asked(records=ASKED, **sizes) -> fg.Batch:
-    one_nt = np.ones((len(records), 1))
-    sizes = {"row_length": 4, "prompt_length": 5, "rows": 6, "block": 2} | sizes
-    return pack_after_prompts(records, one_nt, one_nt, **sizes)
-
-
-def test_what_a_group_begins_with_stands_before_each_of_its_blocks_and_nowhere_else():
-    """The last word before an action stays with it, as it predicts it; a block that nothing fills is padding."""
-    batch = pack_asked()
-    assert batch.prompt_tokens.tolist() == [[1, 2, 3, 0, 0], [1, 2, 3, 0, 0], [7, 0, 0, 0, 0]]
-    assert batch.prompt_length.tolist() == [3, 3, 1]
-    assert batch.tokens.tolist() == [[4, 5, 5, 5], [4, 5, 6, 0], [4, 6, 0, 0], [0] * 4, [8, 9, 5, 0], [3, 9, 6, 0]]
-    assert batch.positions[:3].tolist() == [[3, 4, 5, 6], [3, 4, 5, 0], [3, 4, 0, 0]]
-    assert batch.trajectory[:, 0].tolist() == [3, 0, 2, -1, 1, 4]
-    assert batch.slot[:2].tolist() == [[3, 4, 5, 6], [3, 4, 5, -1]]
-    assert batch.chosen.sum() == 8
-    assert pack_asked(prompt_length=2, row_length=5).prompt_length.tolist() == [2, 2, 1]
-    alone = pack_asked(ASKED[:1])
-    assert (alone.prompt_length.tolist(), alone.tokens[0].tolist()) == ([3, 0, 0], [4, 5, 6, 0])
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        (
-            {"row_length": 3},
-            "group 0 has a segment with 4 tokens after those that the group shares, but a row holds 3",
-        ),
-        ({"rows": 5}, "the batch needs more than rows=4 in blocks of 2: raise rows"),
-        ({"prompt_length": 2}, "trajectory 3 has 7 tokens in one context, but a row holds 6"),
-    ],
-)
-def test_what_does_not_fit_after_prompts_is_named(sizes, message):
-    with pytest.raises(fg.BadInput, match=message):
-        pack_asked(**sizes)
 
 
 # The ledger -------------------------------------------------------------------------------------------

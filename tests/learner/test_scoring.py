@@ -1,6 +1,6 @@
 """The inference stage: what the reference and the critic say of trajectories, in every layout of their contexts."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,9 @@ from tiny_learner import BANNED, BIGRAMS, SETTINGS, TEMPERATURE, WIDTH, init
 
 import flowgrpo as fg
 from flowgrpo.batching.layouts import filled
+from flowgrpo.batching.prefix_tree import make_packer, pack_tree
 from flowgrpo.learner.critic import own_network, shared_trunk, with_critic
-from flowgrpo.learner.scoring import make_score_trajectories
+from flowgrpo.learner.scoring import make_score_trajectories, make_score_trees
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.critic import Critic
 from flowgrpo.models.trainable import ActorCritic
@@ -212,3 +213,23 @@ def test_values_need_a_critic():
 def test_sizes_are_checked():
     with pytest.raises(fg.BadInput, match="micro_rows is 0 and slots None, but both must be at least 1"):
         make_score_trajectories(BIGRAMS, needs={"logp_ref"}, micro_rows=0)
+
+
+# On trees -----------------------------------------------------------------------------------------------
+
+
+def test_F10_the_reference_says_on_trees_what_it_says_on_rows_and_nothing_of_what_fits_none():
+    played = bare(3)
+    count, turns = played.turns.shape
+    packing = make_packer(True, longest=48, trajectories=count, turns=turns, micro_rows=2)
+    found_ntl = make_score_trees(BIGRAMS, packing, **SETTINGS)(REFERENCE, played)
+    rows = jax.jit(make_score_trajectories(BIGRAMS, needs={"logp_ref"}, **SETTINGS))
+    expected_ntl, actions_ntl = np.asarray(rows(None, REFERENCE, played).logp_ref), np.asarray(played.actions)
+    np.testing.assert_allclose(found_ntl[actions_ntl], expected_ntl[actions_ntl], atol=1e-5)
+    assert not found_ntl[~actions_ntl].any()
+    dropping = partial(pack_tree, row_length=12, rows=2 * count * turns, too_long="drop")
+    partly_ntl = make_score_trees(BIGRAMS, dropping, **SETTINGS)(REFERENCE, played)
+    gone_n = np.isnan(partly_ntl).any(axis=(1, 2))
+    assert 0 < gone_n.sum() < count
+    assert np.isnan(partly_ntl[gone_n][actions_ntl[gone_n]]).all()
+    np.testing.assert_allclose(partly_ntl[~gone_n], found_ntl[~gone_n], atol=1e-5)

@@ -24,6 +24,9 @@ def test_plain_lines_where_there_is_no_terminal():
     line = "train  12/150  success 0.54  turns 3.2  tool errors 0.08  KL 0.0123  entropy 1.31  3,380 tok/s"
     assert out.getvalue() == f"{line}\nsaved\n"
     assert format_figures({"success": None, "turns": float("nan"), "kl": 0.0, "other": 3}) == ["KL 0.0000"]
+    counts = {"computed_tokens": 4400, "context_tokens": 19840}
+    assert format_figures(counts) == ["computed 4,400 of 19,840 context tokens"]
+    assert format_figures(counts | {"computed_tokens": 19840}) == [], "nothing is shared"
 
 
 def test_a_terminal_line_is_rewritten_and_a_new_phase_begins_another(monkeypatch):

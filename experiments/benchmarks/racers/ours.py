@@ -103,7 +103,7 @@ def _train(lane: protocol.Lane, case: workload.Training, policy: Policy, params:
     policy = policy if case.turns == 1 else _ends_often(policy)
     optimizer = make_optimizer(learning_rate=workload.RATE, clip_norm=workload.CLIP)
     rows = {"micro_rows": MICRO_ROWS[case.turns], "narrowest": NARROWEST[case.turns]}
-    sizes = loop.Settings(queries=PROMPTS, samples=GROUP, share_prompts=True, **rows)
+    sizes = loop.Settings(queries=PROMPTS, samples=GROUP, **rows)
     iteration = loop.make_iteration(_dialogue(case.turns), policy, fg.grpo(beta=case.beta), optimizer, sizes)
     step = loop.three_programs(iteration)
     run = share(loop.start_run(params, optimizer, jax.random.key(0)), policy.mesh)
