@@ -141,7 +141,9 @@ def _measure(case: str, model: Model | None) -> dict[str, Any]:
     records = make_records(case, **sizes)
     batches = {name: _lay_out(records, name == "tree") for name in ("plain", "tree")}
     laid_out, computed = count_tokens(batches["tree"])
-    slots = {"plain": batches["plain"].tokens.size, "tree": np.size(batches["tree"].tree_tokens)}
+    tree = batches["tree"].tree
+    assert tree is not None, "packed as one above"
+    slots = {"plain": batches["plain"].tokens.size, "tree": tree.tokens.size}
     figures: dict[str, Any] = {"case": case, "laid_out": laid_out, "computed": computed}
     figures |= {"share": significant(computed / laid_out), "plain_slots": slots["plain"], "tree_slots": slots["tree"]}
     if model is None:
