@@ -145,6 +145,7 @@ def test_what_is_scored_before_packing_gives_the_parameters_of_the_loop(name, tm
 def test_models_lie_where_the_table_has_them_and_the_programs_are_compiled_once():
     parts = programs("reference", True)
     rollout = getclosurevars(parts.roll_out).nonlocals["rollout"]
+    assert parts.score_trajectories is not None
     score_trees = getclosurevars(parts.score_trajectories).nonlocals["score_trees"]
     compiled: list = [getclosurevars(score_trees).nonlocals["rows"], parts.credit, parts.train, parts.describe, rollout]
     with Residency(places(HOST)) as residency:

@@ -53,7 +53,6 @@ from jax import Array
 import flowgrpo as fg
 from flowgrpo import loop
 from flowgrpo.batching.layouts import filled
-from flowgrpo.batching.packing import pack
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.envs.env import END, PAD
 from flowgrpo.generate.sampler import decode, feed, sampling, start_rows
@@ -104,11 +103,12 @@ def _make_stages(setup: pure.Setup) -> Callable[[loop.Run, float], dict[str, flo
     """A function that measures an iteration as one program, and stage by stage."""
     one = jax.jit(loop.one_program(setup.iteration))
     roll_out, credit, update = map(jax.jit, (setup.iteration.rollout, setup.iteration.credit, setup.iteration.update))
-    sizes: dict[str, Any] = {"row_length": loop.longest(setup.env), "skip_no_signal": setup.algorithm.skips}
+    sizes = {"longest": loop.longest(setup.env), "trajectories": setup.sizes.queries * setup.sizes.samples}
+    packing = setup.iteration.packer(**sizes)
 
     def lay_out(played: Trajectories) -> fg.Batch:  # as `loop.three_programs` does it
         adv, weights, _ = jax.device_get(credit(played))
-        return pack(jax.device_get(played), adv, weights, rows=len(played.group), **sizes)
+        return packing(jax.device_get(played), adv, weights, skip_no_signal=setup.algorithm.skips)
 
     def measure(run: loop.Run, tokens: float) -> dict[str, float]:
         whole = seconds(lambda: one(run))

@@ -388,7 +388,7 @@ def logprobs(
     segments = jnp.ones(tokens.shape, jnp.int32) if segments is None else jnp.asarray(segments)
     settings: dict[str, Any] = {"temperature": temperature, "banned": banned, "kept": kept, "chunk": chunk}
     if tree is not None:
-        real = (segments > 0) & (jnp.asarray(tree.after) >= 0)
+        real = (segments > 0) & (jnp.asarray(tree.after) >= 0)  # before a context's first token nothing stands
         real = real if wanted is None else real & jnp.asarray(wanted)
         return score_next(policy, params, tree_states(policy, params, tree, real), tokens, real, **settings)
     states = policy.hidden(params, tokens, positions, segments, None)[0]

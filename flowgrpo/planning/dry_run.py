@@ -262,7 +262,7 @@ def abstract_state(case: DryRunCase) -> LearnerState:
 
 
 def abstract_batch(case: DryRunCase) -> Batch:
-    """A batch as it comes from the host, with what the algorithm reads in plain rows: as if no contexts began alike."""
+    """A batch as it comes from the host, with what the algorithm reads: plain rows, as if no contexts began alike."""
     shape, read = (case.job.rows, case.job.length), case.algorithm.needs
     whole = {np_type: _laid(jax.ShapeDtypeStruct(shape, np_type), SHARED, case.mesh) for np_type in _TYPES}
     integer, real, flag = whole.values()
