@@ -97,7 +97,7 @@ def _make_turn(before: np.ndarray, action: np.ndarray, **settings: bool) -> fg.T
 
 def _lay_out(records: list[fg.Trajectory], shares: bool) -> fg.Batch:
     """The rows of an update by GRPO, as a run has them, but no more than hold a token."""
-    trajectories, algorithm = fg.collate(records), fg.grpo()
+    trajectories, algorithm = fg.collate(records), fg.grpo(beta=0.0)
     adv, weights = (np.asarray(credit(trajectories)) for credit in (algorithm.advantages, algorithm.weights))
     contexts = _context_lengths(records)
     turns = -(-len(contexts) // len(records))
@@ -130,7 +130,11 @@ def _works(model: Model, part: str, batches: dict[str, fg.Batch]) -> dict[str, C
         return {name: partial(score[name], model.params, batch) for name, batch in batches.items()}
     optimizer = make_optimizer(learning_rate=RATE)
     state = init_learner(model.params, optimizer)
-    make = partial(make_update, model.policy, fg.grpo()) if part == "update" else partial(make_supervised, model.policy)
+    make = (
+        partial(make_update, model.policy, fg.grpo(beta=0.0), watch=None)
+        if part == "update"
+        else partial(make_supervised, model.policy)
+    )
     steps = {name: jax.jit(make(optimizer, micro_rows=rows[name])) for name in rows}
     return {name: partial(steps[name], state, batch) for name, batch in batches.items()}
 
@@ -141,7 +145,9 @@ def _measure(case: str, model: Model | None) -> dict[str, Any]:
     records = make_records(case, **sizes)
     batches = {name: _lay_out(records, name == "tree") for name in ("plain", "tree")}
     laid_out, computed = count_tokens(batches["tree"])
-    slots = {"plain": batches["plain"].tokens.size, "tree": np.size(batches["tree"].tree_tokens)}
+    tree = batches["tree"].tree
+    assert tree is not None, "packed as one above"
+    slots = {"plain": batches["plain"].tokens.size, "tree": tree.tokens.size}
     figures: dict[str, Any] = {"case": case, "laid_out": laid_out, "computed": computed}
     figures |= {"share": significant(computed / laid_out), "plain_slots": slots["plain"], "tree_slots": slots["tree"]}
     if model is None:

@@ -79,7 +79,7 @@ def moved(algorithm, batch: fg.Batch, params, **settings):
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        pytest.param("flow_grpo", {}),
+        pytest.param("flow_grpo", {}, marks=pytest.mark.slow),
         pytest.param("gspo", {}, marks=pytest.mark.slow),
         pytest.param("kimi", {"micro_rows": 2}, marks=pytest.mark.slow),
         pytest.param("flow_grpo", {"mini_batches": 2, "epochs": 2}, marks=pytest.mark.slow),

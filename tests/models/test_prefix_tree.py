@@ -1,5 +1,6 @@
 """F10: what contexts begin with alike is computed once, and everything is as if each were computed apart."""
 
+from dataclasses import replace
 from functools import cache, partial
 from unittest import mock
 
@@ -16,6 +17,7 @@ import flowgrpo as fg
 from flowgrpo.generate.sampler import before_tokens, logprobs
 from flowgrpo.models import attention
 from flowgrpo.models.attention import Sight, attend
+from flowgrpo.models.attention_kernels import flash
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.flash_attention import flash_rows
@@ -196,6 +198,18 @@ def test_F10_the_kernel_of_a_gpu_is_the_plain_formula_on_trees(window):
         found = jax.jit(partial(run, partial(flash_rows, interpret=True, block=32)))(*spoilt)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, jnp.where(real_s[:, None], theirs, 0.0), rtol=0, atol=3e-6)
+
+
+@pytest.mark.slow
+def test_F10_a_gpus_program_for_trees_holds_its_kernel_and_no_array_of_queries_by_keys():
+    sight = branching(groups=4, samples=4, shared=64, own=48)
+    length = sight.q_position.shape[1]
+    shapes = [jax.ShapeDtypeStruct((1, heads, length, 16), jnp.bfloat16) for heads in (4, 2, 2)]
+    config = replace(PLAIN, e=16)
+    step = jax.jit(jax.grad(lambda *arrays: flash(*arrays, sight, config).sum(), argnums=(0, 1, 2)))
+    text = step.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton" in text
+    assert f"{length}x{length}x" not in text
 
 
 def count_pairs(sight: Sight) -> int:
