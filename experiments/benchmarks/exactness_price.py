@@ -1,12 +1,11 @@
 """Price of exactness: seconds of a program over those of the same without one of the means to it.
 
-    sums in pieces      of long products, each within which the order never changes (`products.PIECE`)
+    rows padded         to a number at which each has the same bits in any company (`products.padding`)
     blocks of keys      attention over so many at a time, in sampling as in scoring (`attention.BLOCK`)
     total by product    of attention's shares, instead of a sum along an axis (`attention.total_of`)
     no fusions          of YNNPACK, of which most kinds are wrong in jaxlib 0.10.2 (`launch.NO_FLAWED_FUSION`)
 
-Each program is compiled as it is and without each of them, and all run in turn. Below 1 it costs nothing. The price of
-plain kernels (`launch.round_rows_alike`) shows where another benchmark runs with `--exact` and without. The figures are
+Each program is compiled as it is and without each of them, and all run in turn. Below 1 it costs nothing. The figures are
 in docs/scale.md.
 """
 
@@ -21,11 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import flowgrpo as fg
+from flowgrpo import launch
 from flowgrpo.batching.layouts import full_batch
 from flowgrpo.envs.env import PAD
 from flowgrpo.learner.state import init_learner, make_optimizer
 from flowgrpo.learner.update import make_update
-from flowgrpo.models import attention, kv_cache, products
+from flowgrpo.models import attention, kv_cache
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.parallel.row_sharding import data_mesh, map_rows, share
 from flowgrpo.report.progress import with_progress
@@ -36,7 +36,7 @@ from .racers.ours import generate_block
 
 LARGE = 2**30  # a size that divides nothing
 FUSIONS = "xla_cpu_experimental_ynn_fusion_type"
-MEANS = ("sums in pieces", "blocks of keys", "total by product", "no products of YNNPACK", "no fusions")
+MEANS = ("rows padded", "blocks of keys", "total by product", "no products of YNNPACK", "no fusions")
 # What YNNPACK fuses without a means; the second is JAX's own choice.
 KINDS = {"no products of YNNPACK": ("INDIVIDUAL_DOT",), "no fusions": ("INDIVIDUAL_DOT", "REDUCE")}
 # rows and tokens sampled after 32 given ones, or rows and tokens of a batch
@@ -51,9 +51,9 @@ WORKS = {
 @contextmanager
 def _without(means: str | None) -> Iterator[dict[str, Any]]:
     """Programs that are traced here do without one of the means; what is given are options of their compilation."""
-    pieces, blocks, total = products.PIECE, attention.BLOCK, attention.total_of
-    if means == "sums in pieces":
-        products.PIECE = LARGE
+    is_exact, blocks, total = launch.is_exact, attention.BLOCK, attention.total_of
+    if means == "rows padded":
+        launch.is_exact = lambda: False
     if means == "blocks of keys":
         attention.BLOCK = kv_cache.BLOCK = LARGE
     if means == "total by product":
@@ -61,7 +61,7 @@ def _without(means: str | None) -> Iterator[dict[str, Any]]:
     try:
         yield {FUSIONS: ",".join(f"LIBRARY_FUSION_TYPE_{kind}" for kind in KINDS[means])} if means in KINDS else {}
     finally:
-        products.PIECE, attention.total_of = pieces, total
+        launch.is_exact, attention.total_of = is_exact, total
         attention.BLOCK = kv_cache.BLOCK = blocks
 
 

@@ -54,7 +54,7 @@ _EXACT = flags.DEFINE_bool(
     "exact",
     None,
     "Round every row of a product alike, in any company, so that no result depends on slots or widths; by default "
-    "where an engine answers requests. On processors without AVX-512 a run takes up to 1.6 times as long.",
+    "where an engine answers requests.",
 )
 flags.disclaim_key_flags()  # `read_flags` adopts them for the command
 

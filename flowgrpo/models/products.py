@@ -32,7 +32,8 @@ from flowgrpo.models.quantised import Quantised, times_quantised
 
 PIECE, DIVIDED = 192, 4096  # terms of a sum in one piece, and of the longest sum that is divided
 TILE = 12  # rows: a multiple of every kernel's tile (6 with AVX2, 12 or 24 with AVX-512)
-TRIED = (12, 24, 36, 48, 60, 96, 144, 192, 264, 384, 516, 1032)  # rows that a shape is tried with
+TRIED = (12, 24, 36, 48, 60, 96, 144, 192, 264, 312, 384, 516, 576, 1032)  # rows that a shape is tried with
+FEW, SMALL_WORK = 192, 5e7  # rows that any product may be padded to; multiplications that one of more may have
 TRIED_OUTPUTS = 1024  # columns at most: the order of a sum doesn't depend on more of them
 TRIED_WORK = 2e9  # multiplications of a trial, above which only the first few are made
 
@@ -111,11 +112,14 @@ def product(x_ab: Array, w_bc: Array) -> Array:
 def _exact_product(x_ab: Array, w_bc: Array) -> Array:
     least = padding(*w_bc.shape)
     if least is None:
-        return _sum_pieces(x_ab, _pieces(w_bc)) if _divides(w_bc) else _whole_product(x_ab, w_bc)
-    rows = len(x_ab)
-    short = max(least, -(-rows // TILE) * TILE) - rows
-    padded_ab = jnp.pad(x_ab, ((0, short), (0, 0))) if short else x_ab
-    return _whole_product(padded_ab, w_bc)[:rows]
+        return _sum_pieces(x_ab, _pieces(w_bc) if _divides(w_bc) else [w_bc])
+    return _whole_product(_pad_rows(x_ab, least), w_bc)[: len(x_ab)]
+
+
+def _pad_rows(x_ab: Array, least: int) -> Array:
+    """More rows, of zeros, up to a multiple of `TILE` and to at least so many."""
+    short = max(least, -(-len(x_ab) // TILE) * TILE) - len(x_ab)
+    return jnp.pad(x_ab, ((0, short), (0, 0))) if short else x_ab
 
 
 def _divides(w_bc: Array) -> bool:
@@ -126,7 +130,8 @@ def _divides(w_bc: Array) -> bool:
 def _sum_pieces(x_ab: Array, pieces: Sequence[Array]) -> Array:
     ends = np.cumsum([0, *(len(piece) for piece in pieces)])
     terms = zip(ends, ends[1:], pieces, strict=False)
-    return reduce(jnp.add, [_matmul(x_ab[:, start:end], piece) for start, end, piece in terms])
+    padded_ab = _pad_rows(x_ab, TILE)
+    return reduce(jnp.add, [_matmul(padded_ab[:, start:end], piece) for start, end, piece in terms])[: len(x_ab)]
 
 
 def _pieces(w_bc: Array) -> tuple[Array, ...]:
@@ -162,7 +167,7 @@ def _try_rows(inputs: int, outputs: int) -> int | None:
         if not np.array_equal(np.asarray(out), most_ac[:rows]):
             break
         good.append(rows)
-    return good[-1] if good[-1] <= TRIED[7] else None
+    return good[-1] if good[-1] <= FEW or good[-1] * inputs * outputs <= SMALL_WORK else None
 
 
 def times(x_ab: Array, w: Array | Divided | Quantised) -> Array:

@@ -70,6 +70,8 @@ def test_padding_is_the_least_number_from_which_all_that_were_tried_agree(monkey
     monkeypatch.setattr(products, "_matmul", multiply)
     assert products._try_rows(16, 16) == 36
     monkeypatch.setattr(products, "_matmul", lambda x, w: x @ w + len(x))
+    assert products._try_rows(16, 16) == products.TRIED[-1]  # where that is cheap
+    monkeypatch.setattr(products, "SMALL_WORK", 0)
     assert products._try_rows(16, 16) is None
 
 
