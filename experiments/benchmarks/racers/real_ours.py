@@ -40,6 +40,7 @@ from .real_torch import step_seconds, timed
 from .real_workload import CLIP, RATE, SHORT, Sizes, random_ids, step_prompts
 
 CHUNK = 256  # tokens of a prompt that enter the cache together, as in the agent's recipe
+MICRO_ROWS = 8  # trajectories whose tokens a tree of the GRPO step has room for, as many as a group has
 REPEATS = 5  # of a part in a profile, and of a product
 
 # The race -----------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ def _step(lane: protocol.Lane, sizes: Sizes, model: Model) -> None:
             model.policy,
             fg.grpo(beta=0.0),
             optimizer,
-            loop.Settings(queries=sizes.queries, samples=sizes.samples, micro_rows=1),
+            loop.Settings(queries=sizes.queries, samples=sizes.samples, micro_rows=MICRO_ROWS),
             hosted_rollout(roll_out, lambda played: rollout_of(played.played, (), turns=1, length=context)),
             banned=(),
             tools=0,
