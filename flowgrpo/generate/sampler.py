@@ -481,11 +481,11 @@ def _score_rows(unembed, params, rows: tuple, *, temperature: Array, banned, chu
 
     logits_of, weights = _weights_read(unembed, params, states)
     form = _Form(logits_of, tuple(banned))
-    scores = _score_chunks(
+    logp, entropy = _score_chunks(
         form, weights, temperature, first(states), first(tokens), kept if kept is None else first(kept), trips
     )
     place = order[: real.size]
-    whole = [jnp.zeros(real.size, x.dtype).at[place].set(x.reshape(-1)[: real.size]) for x in scores]
+    whole = [jnp.zeros(real.size, x.dtype).at[place].set(x.reshape(-1)[: real.size]) for x in (logp, entropy)]
     return Scores(*(jnp.where(real, x.reshape(real.shape), 0.0) for x in whole))
 
 
@@ -555,8 +555,8 @@ def _score(cooled: Array, tokens: Array, kept: Array | None) -> tuple[Array, Arr
     recorded = kept[:, 0] >= 0
     among = jnp.where(recorded[:, None], _among(cooled, kept), 0.0)
     weight = jax.nn.logsumexp(among, axis=-1)
-    scores = _pick(cooled, tokens) - weight, _entropy(among - weight[:, None])
-    return *(jnp.where(recorded, x, 0.0) for x in scores), weight
+    logp, entropy = _pick(cooled, tokens) - weight, _entropy(among - weight[:, None])
+    return jnp.where(recorded, logp, 0.0), jnp.where(recorded, entropy, 0.0), weight
 
 
 def _score_backward(form: _Form, saved: tuple, d_scores: tuple) -> tuple:

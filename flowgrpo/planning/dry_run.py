@@ -26,7 +26,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flowgrpo.contracts import Algorithm, Policy
-from flowgrpo.generate.sampler import decode, prefill, sampling, start_rows
+from flowgrpo.generate.sampler import LEAST_CHUNK, LOGITS, decode, prefill, sampling, start_rows
 from flowgrpo.learner.state import LearnerState, init_learner
 from flowgrpo.learner.update import make_score, make_update, score_reference
 from flowgrpo.models.attention import BLOCK
@@ -149,6 +149,7 @@ def dry_update(case: DryRunCase) -> ProgramCost:
     where = jax.tree.map(lambda x: x.sharding, state)
     work = jax.jit(update, donate_argnums=0) if mesh is None else jit_update(update, where, donate=True)
     part = case.trained.take(state.params)
+    trips = (micro_batches(job, mesh), scored_chunks(case))
     kept = {"parameters": local_bytes(state.params), "optimizer": local_bytes(state.optimizer)}
     return measure_program(
         "update",
@@ -156,7 +157,7 @@ def dry_update(case: DryRunCase) -> ProgramCost:
         (state, abstract_batch(case)),
         mesh,
         target=case.target,
-        trips=(micro_batches(job, mesh),),
+        trips=trips if job.rows > job.micro_rows * ways(_sizes_of(mesh), *ROWS) else trips[1:],  # one is no loop
         useful=update_flops(case.config, job),
         floor=kept | update_floor(case.config, job, _sizes_of(mesh), moved=local_count(part)),
         beside=local_bytes(part) if "logp_ref" in case.algorithm.needs else 0,
@@ -173,7 +174,7 @@ def dry_reference(case: DryRunCase) -> ProgramCost:
         (state.params, abstract_batch(case).replace(logp_ref=None)),
         case.mesh,
         target=case.target,
-        trips=(micro_batches(job, case.mesh) * job.mini_batches,),
+        trips=(micro_batches(job, case.mesh) * job.mini_batches, scored_chunks(case)),
         useful=forward_flops(case.config, job.rows * job.length, job.length / 2),
         floor={"parameters": local_bytes(state.params)},
         beside=local_bytes(state.optimizer) + local_bytes(case.trained.take(state.params)),
@@ -333,6 +334,13 @@ def _sizes_of(mesh: Mesh | None) -> dict[str, int]:
 def micro_batches(job: Workload, mesh: Mesh | None) -> int:
     """Say how many micro-batches a device works through for one step."""
     return math.ceil(job.rows / job.mini_batches / (job.micro_rows * ways(_sizes_of(mesh), *ROWS)))
+
+
+def scored_chunks(case: DryRunCase) -> int:
+    """How many chunks of logits a device's share of a micro-batch is scored in, as `sampler.score_next` has it."""
+    tokens = case.job.micro_rows * (case.job.length - 1)
+    chunk = min(case.job.chunk, max(LOGITS // case.config.v, LEAST_CHUNK), tokens)
+    return -(-tokens // chunk)
 
 
 def slots_at_once(case: DryRunCase) -> int:
