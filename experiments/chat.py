@@ -24,7 +24,7 @@ from .cli import app
 from .cli.help import flag_heading
 
 flag_heading("What is run")
-_MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id.")
+_MODEL = flags.DEFINE_string("model", None, "Model folder, GGUF file, smollm2, gemma3, or hub id.")
 _SYSTEM = flags.DEFINE_string("system", None, "What the system message says; none by default.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the answers.")
 flag_heading("Sizes")

@@ -35,7 +35,7 @@ from .cli import app
 from .cli.help import flag_heading
 
 flag_heading("What is run")
-_MODEL = flags.DEFINE_string("model", None, "Model folder, or hub id.", required=True)
+_MODEL = flags.DEFINE_string("model", None, "Model folder, GGUF file, smollm2, gemma3, or hub id.", required=True)
 _NAME = flags.DEFINE_string("name", "planner", "Name of the model, as clients ask for it.")
 _REWARD = flags.DEFINE_string(
     "reward", "posted", "Who judges a session: posted, by its client; a domain, such as math; or MODULE:FUNCTION."

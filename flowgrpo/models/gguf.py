@@ -157,7 +157,7 @@ def from_metadata(
     metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: np.ndarray | None = None
 ) -> families.Source:
     """The config.json that goes with a file's metadata, the shapes of its tensors (rows first) and its rope factors."""
-    name = metadata.get("general.architecture")
+    name = str(metadata.get("general.architecture"))
     if name not in MODEL_TYPES:
         raise BadInput(
             f"general.architecture is {name!r}, which is not supported; supported are {', '.join(MODEL_TYPES)}"
@@ -230,7 +230,7 @@ def to_metadata(source: Mapping[str, Any], config: DecoderConfig, context_length
     """
     kind = str(source.get("model_type"))
     name = ARCHITECTURES[kind]
-    windows, ropes = set(config.windows), set(config.ropes)
+    windows, ropes = {window for window in config.windows if window is not None}, set(config.ropes)
     far = next((r for r, window in zip(config.ropes, config.windows, strict=True) if window is None), config.ropes[0])
     metadata: dict[str, Any] = {
         "general.architecture": name,
@@ -254,10 +254,10 @@ def to_metadata(source: Mapping[str, Any], config: DecoderConfig, context_length
         metadata[f"{name}.rope.scaling.original_context_length"] = far.original_length
         metadata[f"{name}.rope.scaling.yarn_beta_fast"] = float(far.beta_fast)
         metadata[f"{name}.rope.scaling.yarn_beta_slow"] = float(far.beta_slow)
-    if windows != {None}:
-        if len(windows - {None}) != 1:
-            raise BadInput(f"layers with windows of {sorted(windows - {None})} tokens can't be told in GGUF")
-        metadata[f"{name}.attention.sliding_window"] = next(iter(windows - {None}))
+    if windows:
+        if len(windows) > 1:
+            raise BadInput(f"layers with windows of {sorted(windows)} tokens can't be told in GGUF")
+        metadata[f"{name}.attention.sliding_window"] = next(iter(windows))
     if name in ("gemma2", "gemma3"):
         pattern = 2 if name == "gemma2" else 6
         kinds = ["full_attention" if window is None else "sliding_attention" for window in config.windows]
@@ -266,7 +266,7 @@ def to_metadata(source: Mapping[str, Any], config: DecoderConfig, context_length
                 f"llama.cpp lets every layer but each {pattern}th of {name} see a window, and this model doesn't"
             )
         metadata[f"{name}.attention.sliding_window_pattern"] = pattern
-    elif len(ropes) > 1 or (windows != {None} and kind != "mistral"):
+    elif len(ropes) > 1 or (windows and kind != "mistral"):
         raise BadInput(f"{name} has one kind of layer in GGUF, and this model has several")
     if name == "gemma3":
         near = next((r for r, window in zip(config.ropes, config.windows, strict=True) if window), None)

@@ -3,7 +3,7 @@
 Memory is what the programs hold when they hold most (`update_bytes`, `decode_bytes`), within 5 % of what compilers make
 of most of them (docs/scale.md). Seconds serve to rank only: operations over the rate, or bytes over the bandwidth where
 that takes longer, and what is sent over the links. `shape_of_model` gives the shape of a
-published model by its name, or of a folder with a config.json, without weights or network.
+published model by its name, of a folder with a config.json or of a GGUF file, without weights or network.
 """
 
 import math
@@ -14,10 +14,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from flowgrpo.data.gguf_file import read_header
+from flowgrpo.data.named_models import find_gguf
 from flowgrpo.models import families
 from flowgrpo.models.attention import BLOCK, UNROLLED
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import matrices, parameters, shape_of
+from flowgrpo.models.gguf import read_source
 from flowgrpo.models.hf import read_json
 from flowgrpo.models.kv_cache import WIDE_BLOCKS
 from flowgrpo.models.lora import LoraConfig, adapter_axes, adapter_shapes
@@ -59,13 +62,15 @@ PUBLISHED: Mapping[str, dict[str, Any]] = {
 
 
 def shape_of_model(name: str) -> DecoderConfig:
-    """The shape of a published model, or of a folder's config.json."""
+    """The shape of a published model, of a folder's config.json, or of a GGUF file."""
     if name in PUBLISHED:
         return families.decoder_config(families.text_source(PUBLISHED[name], name), name)
+    if (named := find_gguf(name)) is not None:
+        return families.decoder_config(families.text_source(read_source(read_header(named)), str(named)), str(named))
     file = Path(name).expanduser() / "config.json"
     if not file.is_file():
         known = ", ".join(PUBLISHED)
-        raise BadInput(f"--model={name} is neither a folder with a config.json nor one of the shapes {known}")
+        raise BadInput(f"--model={name} is neither a folder with a config.json nor one of the shapes {known}, nor a GGUF file")
     return families.decoder_config(families.text_source(read_json(file), str(file)), str(file))
 
 

@@ -21,7 +21,7 @@ class Config(RunConfig):
     method: str = setting("sft", "Imitate demonstrations, or learn preferences.", "What is run", choices=RATES)
     data: str = setting("", "The examples, a .jsonl file.", "What is run")
     data_sha256: str = setting("", "Of the examples; of the file, where it is empty.")
-    model: str = setting("", "Model folder, or hub id.", "What is run")
+    model: str = setting("", "Model folder, GGUF file, smollm2, gemma3, or hub id.", "What is run")
     epochs: float = setting(1.0, "How often every example is seen.", "Sizes", at_least=0.0)
     batch: int = setting(16, "Examples of a step.", "Sizes", at_least=1)
     max_tokens: int = setting(1024, "Tokens of a conversation at most.", "Sizes", at_least=2)
