@@ -5,8 +5,8 @@
     total by product    of attention's shares, instead of a sum along an axis (`attention.total_of`)
     no fusions          of YNNPACK, of which most kinds are wrong in jaxlib 0.10.2 (`launch.NO_FLAWED_FUSION`)
 
-Each program is compiled as it is and without each of them, and all run in turn. Below 1 it costs nothing. The figures are
-in docs/scale.md.
+Each program is compiled as it is and without each of them, and all run in turn. Below 1 it costs nothing. The figures
+are in docs/scale.md.
 """
 
 import statistics

@@ -249,7 +249,7 @@ def _step(carry, layer: Params, *, view: View, config: DecoderConfig, attend: At
     return run_layer(x, layer, held, view, config, attend), None
 
 
-def _run_apart(step: Callable, x: Array, held: Held | None, layers: Params, count: int) -> tuple[Array, Held | None]:
+def _run_apart(step: Callable, x: Array, held: Held | None, layers: Any, count: int) -> tuple[Array, Any]:
     """Layers one after the other, whose parameters or caches lie on their own."""
     if held is not None and not isinstance(held[0], tuple):
         for index in range(count):
@@ -318,7 +318,8 @@ def unstack_layers(params: Params, *, config: DecoderConfig, together: Sequence[
     layers = [lay_out(dict(zip(stacks, layer, strict=True)), inputs, together) for layer in apart]
     unembedding = params["embed"].T if config.tied else params["unembed"]
     whole: dict[str, Any] = {"embed": params["embed"], "norm": params["norm"], "unembed": divide(unembedding, 1)}
-    return whole | {name: tuple(layer[name] for layer in layers) for name in layers[0]}
+    whole |= {name: tuple(layer[name] for layer in layers) for name in layers[0]}
+    return whole
 
 
 def is_laid_out(params: Params) -> bool:

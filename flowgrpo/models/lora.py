@@ -98,7 +98,8 @@ def lora_policy(
 
     def unstack(params: Adapted) -> Adapted:
         base = lay_out(params.base)
-        return Adapted(base, {name: tuple(x) for name, x in params.adapter.items()} if is_laid_out(base) else params[1])
+        adapter: Any = {name: tuple(x) for name, x in params.adapter.items()} if is_laid_out(base) else params.adapter
+        return Adapted(base, adapter)
 
     lay_out: Any = policy.unstack_layers if apart else None
     return Policy(

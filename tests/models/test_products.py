@@ -96,6 +96,7 @@ def test_an_adapter_decodes_over_parameters_that_are_laid_out(kind):
     adapter = jax.tree.map(lambda x: x + 0.02, init_adapter(jax.random.key(0), config, lora))
     policy, tokens_rs = lora_policy(config, lora, apart=True), np.arange(12).reshape(2, 6) % 11
     params = Adapted(base, adapter)
+    assert policy.unstack_layers is not None
     laid = policy.unstack_layers(params)
     assert ("q+k+v" in laid.base) == (kind is None)
     found, expected = (jax.jit(policy.apply)(x, tokens_rs)[0] for x in (laid, params))
