@@ -481,11 +481,11 @@ def _score_rows(unembed, params, rows: tuple, *, temperature: Array, banned, chu
 
     logits_of, weights = _weights_read(unembed, params, states)
     form = _Form(logits_of, tuple(banned))
-    logp, entropy = _score_chunks(
+    scores: Any = _score_chunks(
         form, weights, temperature, first(states), first(tokens), kept if kept is None else first(kept), trips
     )
     place = order[: real.size]
-    whole = [jnp.zeros(real.size, x.dtype).at[place].set(x.reshape(-1)[: real.size]) for x in (logp, entropy)]
+    whole = [jnp.zeros(real.size, x.dtype).at[place].set(x.reshape(-1)[: real.size]) for x in scores]
     return Scores(*(jnp.where(real, x.reshape(real.shape), 0.0) for x in whole))
 
 
