@@ -160,8 +160,8 @@ class _Reader:
         self.file, self.at = file, 0
         if file.stat().st_size < 24:
             self.refuse_magic(file.read_bytes()[:4])
-        self.data: np.memmap | np.ndarray = np.memmap(file, np.uint8, "r")
-        self.bytes = memoryview(self.data)
+        self.data = np.memmap(file, np.uint8, "r")
+        self.bytes = memoryview(self.data)  # pyright: ignore[reportArgumentType]
         self.refuse_magic(bytes(self.bytes[:4]))
         version, self.tensors, self.entries = struct.unpack_from("<IQQ", self.bytes, 4)
         if version not in VERSIONS:

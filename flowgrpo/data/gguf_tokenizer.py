@@ -211,7 +211,7 @@ def _add_ends(backend: Any, metadata: Mapping[str, Any], tokens: Sequence[str], 
     eos = special["eos_token"] if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     before, after = [f"{bos}:0"] * (bos is not None), [f"{eos}:0"] * (eos is not None)
     single = [*before, "$A:0", *after]
-    steps = [processors.ByteLevel(trim_offsets=False)] if is_byte_level else []
+    steps: list[Any] = [processors.ByteLevel(trim_offsets=False)] if is_byte_level else []
     if len(single) > 1:
         ids = [(token, tokens.index(token)) for token in dict.fromkeys((bos, eos)) if token is not None]
         second = [part.replace("$A:0", "$B:0") for part in single]

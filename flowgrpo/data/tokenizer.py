@@ -317,8 +317,11 @@ def _apply(
 ) -> list[tuple[str, str]]:
     """Render beginnings of chats, `wanted` as (chat, how many messages), as `apply_template` does."""
     if not text.tokenizer.chat_template:
-        place = "take a model that was made to chat" if is_gguf(text.source) else "put a chat_template.jinja there"
-        raise BadInput(f"{text.source} has no chat template: {place}, or pass template= to load_text")
+        if is_gguf(text.source):
+            raise BadInput(f"{text.source} has no chat template: take one that chats, or pass template= to load_text")
+        raise BadInput(
+            f"{text.source} has no chat template: put a chat_template.jinja there, or pass template= to load_text"
+        )
     try:
         template = text.tokenizer.get_chat_template(None, tools)
     except Exception as error:  # of several templates, of which none is the default

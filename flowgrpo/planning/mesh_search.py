@@ -70,7 +70,9 @@ def shape_of_model(name: str) -> DecoderConfig:
     file = Path(name).expanduser() / "config.json"
     if not file.is_file():
         known = ", ".join(PUBLISHED)
-        raise BadInput(f"--model={name} is neither a folder with a config.json nor one of the shapes {known}, nor a GGUF file")
+        raise BadInput(
+            f"--model={name} is neither a folder with a config.json nor one of the shapes {known}, nor a GGUF file"
+        )
     return families.decoder_config(families.text_source(read_json(file), str(file)), str(file))
 
 

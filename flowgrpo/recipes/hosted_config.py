@@ -13,7 +13,9 @@ PROMPTS = ("uniform", "hard", "curriculum")
 class PlannerConfig(TrainingConfig):
     """Settings of a planner that is a model of its own: what is trained of it, in which type, on which devices."""
 
-    model: str | None = setting(None, "Model folder, GGUF file, smollm2, gemma3, or hub id; without one, a small model is made.", "What is run")
+    model: str | None = setting(
+        None, "Model folder, GGUF file, smollm2, gemma3, hub id; none: a small one is made.", "What is run"
+    )
     optimizer: str = setting("adamw", "What remembers gradients.", "Learning", choices=OPTIMIZERS)
     lora_rank: int = setting(0, "Rank of an adapter; 0 trains all parameters.", "Learning", at_least=0)
     lora_alpha: float = setting(32.0, "Scale of an adapter, times its rank.", "Learning", at_least=0.0)

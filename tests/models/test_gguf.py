@@ -257,7 +257,7 @@ def test_a_file_without_tokenizer_is_read_without_text_alone_and_one_without_tem
     assert model.text.encode("abc<end>") == [257, alphabet.index("c"), 256]
     assert model.text.stop_ids == (256,)
     assert model.banned == tuple(sorted({model.text.pad_id, *range(258, 300)}))
-    with pytest.raises(BadInput, match=r"model\.gguf has no chat template: take a model that was made to chat"):
+    with pytest.raises(BadInput, match=r"model\.gguf has no chat template: take one that chats"):
         hf.check_model(path)
     words["tokenizer.chat_template"] = "{% for message in messages %}{{ message.content }}<end>{% endfor %}"
     write_gguf(path, gguf_model("llama"), metadata=words)
