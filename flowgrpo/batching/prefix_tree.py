@@ -38,6 +38,7 @@ from flowgrpo.batching.packing import (
 from flowgrpo.types import BadInput, Batch, Trajectories, Trajectory
 
 TREE_TOKENS = 4096  # at most, unless a context is longer: a micro-batch that fills a device
+LEAST_TREE = 1024  # tokens of a micro-batch, however few rows it is to have: below it contexts have little to share
 BLOCK = 128
 
 
@@ -134,11 +135,12 @@ def tree_sizes(
 ) -> dict[str, int]:
     """`row_length` and `rows` of `pack_tree` that suffice where nothing is shared, as `make_packer` has them.
 
-    A tree has the place of a micro-batch of `micro_rows` rows at most. Long trees repeat little of what the tree before
-    them holds, and short ones leave little of the last one empty: the square root of the contexts balances the two.
-    Where that is no matter, its tokens are a multiple of 128, which kernels work in.
+    A tree has the place of a micro-batch of `micro_rows` rows, or of 1,024 tokens, at most. Long trees repeat little of
+    what the tree before them holds, and short ones leave little of the last one empty: the square root of the contexts
+    balances the two. Where that is no matter, its tokens are a multiple of 128, which kernels work in.
     """
-    row_length = max(longest, min(TREE_TOKENS, micro_rows * longest, math.isqrt(trajectories * turns) * longest))
+    most = min(TREE_TOKENS, max(micro_rows * longest, LEAST_TREE))
+    row_length = max(longest, min(most, math.isqrt(trajectories * turns) * longest))
     row_length = max(longest, row_length - row_length % BLOCK)
     contexts = math.ceil(trajectories / ranks) * turns  # of a rank, in rows that each hold that many at least
     return {"row_length": row_length, "rows": ranks * math.ceil(contexts / (row_length // longest))}

@@ -303,7 +303,7 @@ def _angles(positions: Array, config: DecoderConfig) -> tuple[Array, Array]:
     return jax.lax.platform_dependent(positions, cpu=in_branch, default=turn)
 
 
-def unstack_layers(params: Params, *, config: DecoderConfig, together: Sequence[Sequence[str]] = TOGETHER) -> Params:
+def unstack_layers(params: Params, *, config: DecoderConfig, together: Sequence[Sequence[str]] = TOGETHER) -> Any:
     """Lay the parameters out for many small steps: each layer's on their own, matrices of one input beside each other.
 
     Taken from a stack in each step, they would be copied in each step. The unembedding lies as it is multiplied with,
