@@ -41,6 +41,7 @@ LAWS = {
     "M2": "the cache equals the full forward; rows and time don't leak",
     "M3": "write then read, the same bytes",
     "M4": "no array over rows, tokens and vocabulary",
+    "M5": "GGUF gives the logits of its weights and the ids of its tokenizer",
 }
 
 

@@ -19,6 +19,7 @@ Modules:
     kv_cache           The cache of a decoder: where new tokens go, and what they see
     lora               Low-rank adapters: several policies share one set of base weights (Hu et al., 2021)
     peft               Adapters in PEFT's format, in and out: adapter_config.json and adapter_model.safetensors
+    products           Products of a layer: `x W + b`, with an adapter's, and exact rounding where that is asked for
     quantised          Matrices of frozen layers in 8 or 4 bits an entry: the base under an adapter, or a sampler's
     reward_model       Read scalar-head reward models in the Hugging Face format, and score conversations with them
     splash_attention   Attention over packed rows by JAX's splash attention, a kernel for TPUs
