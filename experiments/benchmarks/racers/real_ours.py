@@ -40,7 +40,7 @@ from .real_torch import step_seconds, timed
 from .real_workload import CLIP, RATE, SHORT, Sizes, random_ids, step_prompts
 
 CHUNK = 256  # tokens of a prompt that enter the cache together, as in the agent's recipe
-MICRO_ROWS = 8  # trajectories whose tokens a tree of the GRPO step has room for, as many as a group has
+MICRO_ROWS = 1  # a tree then has 1,024 tokens
 REPEATS = 5  # of a part in a profile, and of a product
 
 # The race -----------------------------------------------------------------------------------------------
