@@ -9,6 +9,7 @@ Importing JAX starts nothing; the first array or device does. From then on XLA r
 refuses to come too late. What the user wrote in `XLA_FLAGS` stays as it is.
 """
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -94,6 +95,16 @@ def round_rows_alike() -> None:
 def is_exact() -> bool:
     """Whether every row of a product is rounded alike; read where a program is traced (`models.products`)."""
     return _EXACT.is_set()
+
+
+def return_memory() -> None:
+    """Give memory that was freed back to the system, of which glibc keeps what lies below its newest allocation.
+
+    After a rollout of 64 slots of a model of 135 M parameters that is 2 GB, which its update then needs no more of.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if platform.system() == "Linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def processor() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Settings from before the backend starts: XLA's flags, the compilation cache, profiles; and when it is too late."""
 
 import os
+import platform
 import socket
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -155,6 +156,7 @@ def test_a_cache_that_is_too_large_loses_what_was_not_used_for_longest(tmp_path)
 
 SEVERAL_DEVICES = """
 import os
+import platform
 from pathlib import Path
 from threading import Event
 from flowgrpo import launch
@@ -281,3 +283,18 @@ def jax_platforms(names: str | None):
         yield
     finally:
         jax.config.update("jax_platforms", before)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep nothing")
+def test_freed_memory_is_given_back_to_the_system():
+    blocks = [bytearray(100_000) for _ in range(2000)]  # each below what glibc maps on its own
+    last = blocks.pop()  # so that nothing free lies at the end of the heap
+    del blocks
+    kept = resident_bytes()
+    launch.return_memory()
+    assert resident_bytes() < kept - 150e6
+    assert len(last) == 100_000
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

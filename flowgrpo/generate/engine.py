@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flowgrpo import launch
 from flowgrpo.contracts import Completion, EngineClosed, Policy, Request
 from flowgrpo.generate.admission import Admission, Recomputed
 from flowgrpo.generate.cache_copy import copy_rows
@@ -369,6 +370,7 @@ class Engine:
             return
         freed, self._rows, self._laid = sum(x.nbytes for x in jax.tree.leaves(self._rows)), None, None
         self._releases += 1
+        launch.return_memory()
         for slot in self._slots:
             slot.forget()
         for one in leaving:
