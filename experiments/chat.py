@@ -4,9 +4,9 @@
     python -m experiments.chat --model=PATH --top_k=1 --system="Answer in one word."
     echo "Who are you?" | python -m experiments.chat --model=PATH
 
-PATH is a model folder with weights, tokenizer and chat template, or a hub id. `/reset` begins a new conversation,
-`/quit` or the end of the input ends the program, Ctrl-C ends the answer. Each line is a message; from a pipe, only
-the answers are printed. With the same seed and the same messages the answers are the same.
+PATH is a model folder with weights, tokenizer and chat template, a GGUF file, smollm2, gemma3, or a hub id. `/reset`
+begins a new conversation, `/quit` or the end of the input ends the program, Ctrl-C ends the answer. Each line is a
+message; from a pipe, only the answers are printed. With the same seed and the same messages the answers are the same.
 
 Runs anywhere: a model of a billion parameters needs 4 GB in float32. To expect: a few seconds of
 compilation before the first answer, later ones begin at once, since the cache of the conversation is kept.

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flowgrpo as fg
-from flowgrpo.batching.prefix_tree import count_tokens, make_packer, pack_tree
+from flowgrpo.batching.prefix_tree import count_tokens, make_packer, pack_tree, tree_sizes
 from flowgrpo.types import PrefixTree, check_axes
 
 SEEDS = st.integers(0, 10_000)
@@ -183,7 +183,21 @@ def test_ranks_hold_whole_trajectories_equally_many_and_rows_suffice_without_sha
     for micro_rows in (1, 3):
         sizes = {"longest": 44, "trajectories": len(case.records), "turns": 4, "micro_rows": micro_rows, "ranks": ranks}
         again = make_packer(True, **sizes)(case.records, case.adv, case.weights, skip_no_signal=skip)
-        assert tree_of(again).tokens.shape[1] == {1: 44, 3: 128}[micro_rows]
+        assert tree_of(again).tokens.shape == (tree_sizes(**sizes)["rows"], tree_sizes(**sizes)["row_length"])
+
+
+@pytest.mark.parametrize(
+    ("longest", "trajectories", "micro_rows", "row_length"),
+    [
+        (600, 64, 1, 1024),  # a tree has 1,024 tokens at least
+        (600, 64, 3, 1792),  # or those of a micro-batch, in whole blocks
+        (600, 64, 16, 4096),  # up to a bound
+        (5000, 64, 1, 5000),  # that a longer context passes
+        (100, 4, 16, 200),  # of few contexts two rows, so that neither is nearly empty
+    ],
+)
+def test_trees_are_as_long_as_pays(longest, trajectories, micro_rows, row_length):
+    assert tree_sizes(longest, trajectories, micro_rows=micro_rows)["row_length"] == row_length
 
 
 def of_one_turn(context: list[int], *actions: int, group: int = 0, **settings) -> fg.Trajectory:
