@@ -141,7 +141,8 @@ def tree_sizes(
     """
     most = min(TREE_TOKENS, max(micro_rows * longest, LEAST_TREE))
     row_length = max(longest, min(most, math.isqrt(trajectories * turns) * longest))
-    row_length = max(longest, row_length - row_length % BLOCK)
+    whole = row_length + -row_length % BLOCK
+    row_length = max(longest, whole if whole <= most else row_length - row_length % BLOCK)
     contexts = math.ceil(trajectories / ranks) * turns  # of a rank, in rows that each hold that many at least
     return {"row_length": row_length, "rows": ranks * math.ceil(contexts / (row_length // longest))}
 

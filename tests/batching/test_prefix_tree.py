@@ -193,7 +193,8 @@ def test_ranks_hold_whole_trajectories_equally_many_and_rows_suffice_without_sha
         (600, 64, 3, 1792),  # or those of a micro-batch, in whole blocks
         (600, 64, 16, 4096),  # up to a bound
         (5000, 64, 1, 5000),  # that a longer context passes
-        (100, 16, 16, 384),  # of few contexts several rows, so that none is nearly empty
+        (100, 16, 16, 512),  # of few contexts several rows, so that none is nearly empty
+        (20, 4, 1, 128),
     ],
 )
 def test_trees_are_as_long_as_pays(longest, trajectories, micro_rows, row_length):

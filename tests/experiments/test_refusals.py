@@ -312,6 +312,7 @@ def test_every_flag_that_an_error_names_is_one_of_the_command_that_says_it():
             flags = (
                 {flag for module in modules for flag in read(module)[1]} | {"help", "name"} | settings(folder, command)
             )
+            flags |= {"merge"}  # of llama-gguf-split
             flags |= {f"no{flag}" for flag in flags}
             trains = bool(settings(folder, command))
             for module in modules:
