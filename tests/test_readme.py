@@ -14,10 +14,12 @@ def blocks(language: str) -> list[str]:
 
 
 def test_commands_name_what_exists():
-    """The main command's module is there, and CI runs the test command to the letter."""
-    main, test = (block.strip() for block in blocks("sh"))
-    module = shlex.split(main)[-1].replace(".", "/")
-    assert (ROOT / f"{module}.py").exists()
+    """The modules of the main command and of a real model are there, and CI runs the test command to the letter."""
+    main, test, real = (block.strip() for block in blocks("sh"))
+    for command in (main, real):
+        words = shlex.split(command)
+        module = [after for word, after in zip(words, words[1:], strict=False) if word == "-m"][-1].replace(".", "/")
+        assert (ROOT / f"{module}.py").exists()
     assert test in (ROOT / ".ci/run").read_text()
 
 
