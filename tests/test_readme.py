@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -18,7 +19,7 @@ def test_commands_name_what_exists():
     main, test, real = (block.strip() for block in blocks("sh"))
     for command in (main, real):
         words = shlex.split(command)
-        module = [after for word, after in zip(words, words[1:], strict=False) if word == "-m"][-1].replace(".", "/")
+        module = [after for word, after in pairwise(words) if word == "-m"][-1].replace(".", "/")
         assert (ROOT / f"{module}.py").exists()
     assert test in (ROOT / ".ci/run").read_text()
 
