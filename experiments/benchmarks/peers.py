@@ -117,7 +117,7 @@ def _open_racer(name: str, case: str, python: str, folder: Path) -> Racer:
         devices=flags.FLAGS["cpu_devices"].value or launch.cores(),
         folder=str(own),
     )
-    command = [python, "-m", f"{__package__}.racers.{MODULES[name]}", json.dumps(job._asdict())]
+    command = [python, "-m", f"{__package__}.racers.{MODULES[name]}", json.dumps(job._asdict(), default=dict)]
     logs = Path(_LOGS.value).absolute() if _LOGS.value else own
     log = logs / f"{case}-{name}.log"
     return Racer(name, command, env=racer_environment(ENVIRONMENT), log=log, folder=own, timeout=_TIMEOUT.value)

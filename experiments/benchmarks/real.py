@@ -219,7 +219,7 @@ def _race(part: str, name: str, python: str, model: str, scratch: Path) -> dict[
         exact=name == EXACT,
         sizes={size: flag.value for size, flag in _SIZES.items()},
     )
-    command = [python, "-m", f"{__package__}.racers.{system.module}", json.dumps(job._asdict())]
+    command = [python, "-m", f"{__package__}.racers.{system.module}", json.dumps(job._asdict(), default=dict)]
     files = {"folder": folder, "log": logs / f"{part}-{name}.log"}
     racer = Racer(name, command, env=racer_environment(ENVIRONMENT), timeout=_TIMEOUT.value, **files)
     with racer:
