@@ -35,7 +35,7 @@ def test_offloading_changes_no_number_and_says_what_it_moved(tmp_path):
     for (_, figures), (_, others) in zip(*runs.values(), strict=True):
         clocks, more = figures.pop("timings"), others.pop("timings")
         assert figures == others
-        assert figures["fill_rate"] > 0.3
+        assert figures["computed_tokens"] == figures["fill_rate"] * 128  # in one tree: the least block of kernels
         assert 0 < figures["outcome"] < 1
         assert clocks["moves"] == {}
         assert clocks["freed_bytes"] == more["freed_bytes"] > 0  # the sampler's cache, whatever else stays
