@@ -6,6 +6,7 @@ share them. The summary names the ten tests that took most processor time, which
 
 import os
 import resource
+import signal
 from pathlib import Path
 
 FLAGS = (
@@ -33,6 +34,8 @@ from hypothesis import settings
 from flowgrpo import launch
 
 launch.round_rows_alike()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_debug_nans", True)
