@@ -5,7 +5,7 @@ what the parts of a decode step, a prefill and an update take.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
@@ -153,11 +153,16 @@ def _layer_shapes(config: DecoderConfig) -> list[tuple[int, int]]:
     return [(d, heads + 2 * config.k * config.e), (heads, d), (d, 2 * config.f), (config.f, d)]
 
 
+@cache
+def _matrices(config: DecoderConfig) -> list[list[Array]]:
+    """The matrices of all layers, once for all products of a process."""
+    return [[jnp.full(shape, 0.01, jnp.float32) for shape in _layer_shapes(config)] for _ in range(config.num_layers)]
+
+
 def _products(config: DecoderConfig, rows: int) -> Callable[[], Array]:
     """All products of the layers with so many rows, and nothing else; each reads a number of the one before."""
-    shapes = _layer_shapes(config)
-    layers = [[jnp.full(shape, 0.01, jnp.float32) for shape in shapes] for _ in range(config.num_layers)]
-    inputs = {size: jnp.ones((rows, size), jnp.float32) for size, _ in shapes}
+    layers = _matrices(config)
+    inputs = {size: jnp.ones((rows, size), jnp.float32) for size, _ in _layer_shapes(config)}
 
     @jax.jit
     def multiply(inputs, layers):
@@ -211,7 +216,7 @@ def _profile(lane: protocol.Lane, sizes: Sizes, model: Model) -> None:
         works |= {f"{name} {part}": work for part, work in _step_works(model, sizes, rows).items()}
     while True:
         lane.wait()
-        took = medians_in_turn(works, REPEATS)
+        took = medians_in_turn(works, REPEATS, warm=True)
         for name in ("stream", "rows"):
             took[f"{name} whole"] /= SHORT
         lane.done(0, **took)
