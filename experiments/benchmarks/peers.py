@@ -28,7 +28,6 @@ nothing compiled beforehand; `MiB` the most memory that the process held. CPUs a
 cores it takes a quarter of an hour.
 """
 
-import json
 import os
 import sys
 import tempfile
@@ -84,7 +83,7 @@ from flowgrpo.report.tables import show_lines
 from flowgrpo.types import BadInput
 
 from . import measuring
-from .racers.protocol import RacerJob
+from .racers.protocol import RacerJob, racer_command
 from .racers.race import Racer, missing_packages, racer_environment, read_interpreters, run_race, summarize
 
 
@@ -117,7 +116,7 @@ def _open_racer(name: str, case: str, python: str, folder: Path) -> Racer:
         devices=flags.FLAGS["cpu_devices"].value or launch.cores(),
         folder=str(own),
     )
-    command = [python, "-m", f"{__package__}.racers.{MODULES[name]}", json.dumps(job._asdict(), default=dict)]
+    command = racer_command(python, MODULES[name], job)
     logs = Path(_LOGS.value).absolute() if _LOGS.value else own
     log = logs / f"{case}-{name}.log"
     return Racer(name, command, env=racer_environment(ENVIRONMENT), log=log, folder=own, timeout=_TIMEOUT.value)

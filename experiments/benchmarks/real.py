@@ -24,7 +24,6 @@ llama.cpp reads a GGUF, in float32 (`llama_cpp`) and as the file has it (`llama_
 `--gguf` where the model is a folder. A model that is no folder is written as one for the others.
 """
 
-import json
 import os
 import statistics
 import sys
@@ -109,7 +108,7 @@ from flowgrpo.report.tables import show_lines, significant
 from flowgrpo.types import BadInput
 
 from . import measuring
-from .racers.protocol import END, STEP, RacerJob
+from .racers.protocol import END, STEP, RacerJob, racer_command
 from .racers.race import Racer, missing_packages, racer_environment, read_interpreters
 
 # Models -----------------------------------------------------------------------------------------------
@@ -219,7 +218,7 @@ def _race(part: str, name: str, python: str, model: str, scratch: Path) -> dict[
         exact=name == EXACT,
         sizes={size: flag.value for size, flag in _SIZES.items()},
     )
-    command = [python, "-m", f"{__package__}.racers.{system.module}", json.dumps(job._asdict(), default=dict)]
+    command = racer_command(python, system.module, job)
     files = {"folder": folder, "log": logs / f"{part}-{name}.log"}
     racer = Racer(name, command, env=racer_environment(ENVIRONMENT), timeout=_TIMEOUT.value, **files)
     with racer:

@@ -63,6 +63,11 @@ class Lane:
         os._exit(0)
 
 
+def racer_command(python: str, module: str, job: RacerJob) -> list[str]:
+    """Start a module of this package with a job, which its `open_lane` reads."""
+    return [python, "-m", f"{__package__}.{module}", json.dumps(job._asdict(), default=dict)]
+
+
 def open_lane() -> tuple[Lane, RacerJob]:
     """Open the lane before any library can print, and read the job."""
     return Lane(), RacerJob(**json.loads(sys.argv[1]))
