@@ -137,12 +137,11 @@ def tree_sizes(
 
     A tree has the place of a micro-batch of `micro_rows` rows, or of 1,024 tokens, at most. Long trees repeat little of
     what the tree before them holds, and short ones leave little of the last one empty: the square root of the contexts
-    balances the two. Where that is no matter, its tokens are a multiple of 128, which kernels work in.
+    balances the two. Its tokens are a multiple of 128, which kernels work in, unless it holds a single context.
     """
     most = min(TREE_TOKENS, max(micro_rows * longest, LEAST_TREE))
-    row_length = max(longest, min(most, math.isqrt(trajectories * turns) * longest))
-    whole = row_length + -row_length % BLOCK
-    row_length = max(longest, whole if whole <= most else row_length - row_length % BLOCK)
+    blocks = min(math.ceil(math.isqrt(trajectories * turns) * longest / BLOCK), most // BLOCK)
+    row_length = max(longest, blocks * BLOCK)
     contexts = math.ceil(trajectories / ranks) * turns  # of a rank, in rows that each hold that many at least
     return {"row_length": row_length, "rows": ranks * math.ceil(contexts / (row_length // longest))}
 

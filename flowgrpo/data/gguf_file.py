@@ -133,8 +133,7 @@ def _tensor(gguf: Any, file: Path, name: str, shape: tuple[int, ...], kind: int,
         known = gguf.GGMLQuantizationType(kind)
         block, size = gguf.GGML_QUANT_SIZES[known]
         gguf.dequantize(np.zeros((1, size), np.uint8), known)
-    # Of a number that is no type, a type without blocks, and one that the package only has the name of.
-    except (ValueError, KeyError, NotImplementedError):
+    except (ValueError, KeyError, NotImplementedError):  # what the package raises: no such type, no blocks, a mere name
         names = {number.value: number.name for number in gguf.GGMLQuantizationType}
         raise BadInput(
             f"{file}: {name} is of the type {names.get(kind, kind)}, which the package gguf {gguf_version()} does not "
