@@ -116,7 +116,6 @@ def become(job: dict) -> None:
     os.chdir(job["cwd"])
     if "COVERAGE_PROCESS_CONFIG" in os.environ:
         __import__("coverage").process_startup(force=True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
     for number, name in enumerate(job["files"]):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), number)
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115

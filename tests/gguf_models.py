@@ -1,14 +1,18 @@
-"""Small random models of the architectures that GGUF has, each with a tokenizer of its family's kind."""
+"""Small random models of GGUF's architectures, each with a tokenizer of its family's kind, and those of packages."""
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
+import pytest
 from model_cases import GEMMA3, LLAMA3, made
 from tiny_models import random_params
 from tokenizer_cases import LINES, STYLES, byte_level, fast
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from flowgrpo.data.gguf_tokenizer import CUTS
+from flowgrpo.data.named_models import NAMED, find_gguf
 from flowgrpo.data.tokenizer import Text, any_of, closing_id
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.families import decoder_config, text_source
@@ -32,6 +36,15 @@ TEXTS = [
     "  the capital of France   is Paris ",
     "",
 ]
+
+
+def packaged(name: str) -> Path:
+    """The file of a model that comes as a package; without the package the test is skipped."""
+    if not all(find_spec(module) for module, _ in NAMED[name].parts):
+        pytest.skip(f"{name} is not installed")  # SmolLM2's package compiles llama.cpp, so [oracle] has Gemma's alone
+    file = find_gguf(name)
+    assert file is not None
+    return file
 
 
 def cut_tokenizer(name: str) -> Tokenizer:

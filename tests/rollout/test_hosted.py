@@ -717,15 +717,6 @@ def test_S4_a_failure_of_the_engine_or_the_caller_is_said_and_nothing_hangs(engi
         run(engine, tasks_of(4, 4), width=5, more=more)
 
 
-@pytest.fixture
-def interruptible():
-    """Ctrl-C raises, also where the tests were started in the background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_the_rollout_at_once(engine):
     """While the engine is asked, and answers nothing."""
     engine.hold()

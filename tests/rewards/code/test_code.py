@@ -299,8 +299,7 @@ BAD_TESTS = {
     "assert (V(1) + V(2)).x == 3": "leaves it to the class V",
     "v = V(1)\nw = v * 2\nassert w.x == 2 and v.x == 1": "as if it were plain data",
     "s = Bag()\ns.put(1)\nassert s == [1]": "as if it were plain data",
-    # The text of a task's tests: ones that skip themselves would judge nothing.
-    "import pytest\npytest.skip()\nassert f(1)": "uses pytest.skip",
+    "import pytest\npytest.skip()\nassert f(1)": "uses pytest.skip",  # a task's tests, which would judge nothing
 }
 BAD_CASES = [
     ([], "its list of tests is empty"),
