@@ -79,6 +79,7 @@ from .models import small_config as small_config
 from .recipes.own_agent import train_agent as train_agent
 from .rewards import router as router
 from .rollout import check_host_env as check_host_env
+from .rollout import demonstrate as demonstrate
 from .rollout import hosted as hosted
 from .rollout import make_exam as make_exam
 from .rollout import make_rollout as make_rollout

@@ -9,9 +9,11 @@ import pytest
 from agent_cases import ECHO, agent_text
 from timing import deadline
 
+from flowgrpo.agent.action_forms import parse_call, parse_lines, parse_tool_call
 from flowgrpo.agent.rendering import Frame
-from flowgrpo.agent.roles import arguments_of, parse_arguments, parse_plan, parse_verdict, parse_words
+from flowgrpo.agent.roles import parse_arguments, parse_verdict, parse_words
 from flowgrpo.agent.state import PLANNER, AgentState, Budget, Memory, MemoryRecord, render
+from flowgrpo.agent.tool_arguments import arguments_of
 from flowgrpo.contracts import Call
 from flowgrpo.data.tokenizer import clean as valid
 from flowgrpo.generate.openai_wire import RemoteFailure, TextRequest, completion_of, failure_message, retry_after
@@ -45,7 +47,19 @@ PIECES = [
     "\x1b[0;",
     "\x1b",
 ]
-PIECES += ["Tool: ", "Context:\n", "verdict\n", "verdict ", "stop ", '{"a":', '\\"', "\ud800", "\U000e0041", "one a "]
+PIECES += [
+    "Tool: ",
+    "Context:\n",
+    "verdict\n",
+    "verdict ",
+    "stop ",
+    '{"a":',
+    '\\"',
+    "\ud800",
+    "\U000e0041",
+    "one a ",
+    "echo(a) ",
+]
 
 
 def _called(tools, words):
@@ -74,7 +88,8 @@ def readers(folder, tools):
     text = agent_text()
     return {
         "roles": lambda words: [
-            parse(STATE, words) for parse in (parse_plan, parse_arguments, parse_verdict, parse_words)
+            parse(STATE, words)
+            for parse in (parse_lines, parse_call, parse_tool_call, parse_arguments, parse_verdict, parse_words)
         ],
         "arguments": partial(arguments_of, ECHO),
         "schema": lambda words: check_arguments(ECHO, {words: words}),

@@ -83,6 +83,6 @@ def make_setup(folder, engine: Engine, params, offload: str = "none", **settings
         algorithm=fg.flow_grpo(beta=0.01),
         optimizer=make_optimizer(learning_rate=0.01),
         sizes=loop.Settings(queries=4, samples=4, micro_rows=8),
-        warm_start=lambda: no_warm_start(jax.tree.map(jnp.copy, params)),
+        warm_start=lambda _: no_warm_start(jax.tree.map(jnp.copy, params)),
         story=lambda *_: "",
     )

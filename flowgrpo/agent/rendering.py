@@ -44,7 +44,7 @@ Rendering = Callable[[Frame, AgentState, Role], tuple[AgentState, Said | None]]
 
 def fresh(frame: Frame, state: AgentState, role: Role) -> tuple[AgentState, Said | None]:
     """The prompt of this turn alone."""
-    tokens = _fit(frame, state.memory, state.budget.tokens, lambda seen: _first(frame, state, role, seen))
+    tokens = _fit(frame, role, state.memory, state.budget.tokens, lambda seen: _first(frame, state, role, seen))
     return state, None if tokens is None else Said(tokens, appends=False)
 
 
@@ -56,7 +56,7 @@ def appending(frame: Frame, state: AgentState, role: Role) -> tuple[AgentState, 
         begins = state.conversation is None
         return _first(frame, state, role, seen) if begins else _next(frame, state, role, talk, seen)
 
-    tokens = _fit(frame, memory, state.budget.tokens, write)
+    tokens = _fit(frame, role, memory, state.budget.tokens, write)
     if tokens is None:
         return state, None
     budget = state.budget._replace(tokens=state.budget.tokens - len(tokens))
@@ -81,11 +81,11 @@ def _next(frame: Frame, state: AgentState, role: Role, talk: Conversation, seen:
     return write_plainly(frame.text, messages, lambda text, messages: add_messages(text, last, messages).tokens[1:])
 
 
-def _fit(frame: Frame, memory: Memory, limit: int, write: Callable[[str], Tokens]) -> Tokens | None:
+def _fit(frame: Frame, role: Role, memory: Memory, limit: int, write: Callable[[str], Tokens]) -> Tokens | None:
     """Write the prompt with as much memory as `limit` tokens leave room for; None where it is too long without any."""
     budget = frame.memory_tokens
     while True:
-        seen = render(memory, budget=budget, count=frame.count)
+        seen = render(memory, budget=budget, count=frame.count, write_record=role.line)
         tokens = write(seen)
         if len(tokens) <= limit:
             return tokens

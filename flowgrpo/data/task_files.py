@@ -6,14 +6,17 @@
 
 A record has `id`, `query`, `answers` (or `answer`: a text, a number, or a list; [] where there is no gold answer, and
 may be missing where there are `tests`), `domain`, and may have `image` or `images` (paths, from the folder of the
-file). AgentFlow's `id, question, result, source, extra_info` is read as it is. What else a record holds, and what its
-`metadata` holds, becomes the task's metadata; null is the same as missing. `fields` gives other names, with dots into
-nested records; `id=#` makes ids of the content, `domain` stands in where a record names none. A bad record is a
-`BadInput` with file, line and field; `skip_bad=True` leaves it out and says so.
+file). AgentFlow's `id, question, result, source, extra_info` is read as it is, and so is GSM8K's `question, answer`:
+what stands behind `####` is the gold answer, all of it `metadata["solution"]`, its `<<48/2=24>>` are the steps of a
+calculator that lead to `final`, as an expert takes them, and ids are made of the content. What else a record holds, and
+what its `metadata` holds, becomes the task's metadata; null is the same as missing. `fields` gives other names, with
+dots into nested records; `id=#` makes ids of the content, `domain` stands in where a record names none. A bad record is
+a `BadInput` with file, line and field; `skip_bad=True` leaves it out and says so.
 """
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from hashlib import blake2b
@@ -29,6 +32,9 @@ from flowgrpo.types import BadInput, Task
 GYM = "reasoning_gym"
 CONTENT = "#"  # the field that an id made of the content is mapped to
 OWN = {"id": "id", "query": "query", "answers": "answers", "domain": "domain", "images": "images"}
+SOLVED = "####"  # between a solution of GSM8K and its answer
+MARKED = re.compile(r"<<([^<>=]+)=[^<>]*>>")  # a computation in it
+GSM8K = {"id": CONTENT, "query": "question", "answers": "answer", "domain": "domain", "images": "image"}
 AGENTFLOW = {"id": "id", "query": "question", "answers": "result", "domain": "source", "images": "image"}
 
 
@@ -157,6 +163,9 @@ def _task(record: FileRecord, fields: Mapping[str, str], domain: str | None, fol
         raise BadInput(f"{place}: {content}")
     content = {name: value for name, value in content.items() if value is not None}
     names = {**_layout(content), **fields}
+    if _is_gsm8k(content):
+        content = {**_gsm8k_metadata(content["answer"]), **content}
+        content["answer"] = content["answer"].rpartition(SOLVED)[2].strip()
     query = _text(place, names["query"], _take(place, content, names, "query"))
     untold = "answers" not in fields and names["answers"] not in content and ("tests" in content or "tests" in fields)
     gold = [] if untold else _take(place, content, names, "answers")
@@ -180,9 +189,24 @@ def _layout(content: Mapping[str, Any]) -> dict[str, str]:
     """Say which field is which, where no mapping says so."""
     if "query" not in content and {"question", "result"} <= set(content):
         return AGENTFLOW
+    if _is_gsm8k(content):
+        return {**GSM8K, "id": "id"} if "id" in content else GSM8K
     one = {"answers": "answer"} if "answers" not in content else {}
     image = {"images": "image"} if "images" not in content else {}
     return {**OWN, **one, **image}
+
+
+def _is_gsm8k(content: Mapping[str, Any]) -> bool:
+    """Say whether a record is a question and a solution that ends with `#### 18`."""
+    solution = content.get("answer")
+    return "query" not in content and "question" in content and isinstance(solution, str) and SOLVED in solution
+
+
+def _gsm8k_metadata(solution: str) -> dict[str, Any]:
+    """A solution of GSM8K, and the calls of a calculator that it marks as `<<48/2=24>>`, with the answer after them."""
+    steps = [["calculator", expression.strip()] for expression in MARKED.findall(solution)]
+    final = solution.rpartition(SOLVED)[2].strip()
+    return {"solution": solution} | ({"steps": steps, "final": final} if steps else {})
 
 
 def _find(content: Mapping[str, Any], field: str) -> Any:

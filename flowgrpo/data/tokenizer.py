@@ -317,10 +317,10 @@ def _apply(
 ) -> list[tuple[str, str]]:
     """Render beginnings of chats, `wanted` as (chat, how many messages), as `apply_template` does."""
     if not text.tokenizer.chat_template:
-        if is_gguf(text.source):
-            raise BadInput(f"{text.source} has no chat template: take one that chats, or pass template= to load_text")
+        fix = "take one that chats" if is_gguf(text.source) else "put a chat_template.jinja there"
         raise BadInput(
-            f"{text.source} has no chat template: put a chat_template.jinja there, or pass template= to load_text"
+            f"{text.source} has no chat template: {fix}, or give one as chat_template, where that is a setting "
+            "(template= of load_text)"
         )
     try:
         template = text.tokenizer.get_chat_template(None, tools)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import Array
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
@@ -76,7 +77,10 @@ class Sampled(struct.PyTreeNode):
 def cool(logits: AnyArray, temperature: AnyArray, banned: tuple[int, ...]) -> Array:
     """Logits over the temperature in float32, without tokens that can't be sampled: [... v], [...] -> [... v]."""
     cooled = jnp.asarray(logits).astype(jnp.float32) / jnp.asarray(temperature)[..., None]
-    return cooled.at[..., jnp.array(banned, jnp.int32)].set(-jnp.inf) if banned else cooled
+    if not banned:
+        return cooled
+    # A mask, and no write at these places, whose gradient would be a constant of all logits that XLA folds.
+    return jnp.where(np.isin(np.arange(cooled.shape[-1]), banned), -jnp.inf, cooled)
 
 
 def kept_set(cooled_rv: Array, settings: Sampling, width: int) -> Array:

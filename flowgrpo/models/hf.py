@@ -259,13 +259,14 @@ def load_model(
     sharding: Placing | None = None,
     text: bool = True,
     quantised: str | None = None,
+    template: str | None = None,
 ) -> Model:
     """Read a folder, a GGUF file, a model that comes as a package ("smollm2", "gemma3"), or a hub id.
 
     `dtype` is what the parameters are stored in, whatever the files have. `sharding`, one for all or a function
     of a parameter's name and axes, says where each goes as soon as it is complete. `text=False` reads no tokenizer.
     `quantised` is "int8" or "nf4" for matrices of layers that are quantised on the host, a layer at a time, so that no
-    device ever holds the whole model in `dtype`.
+    device ever holds the whole model in `dtype`. `template` (Jinja) takes the place of the chat template.
     """
     kind = None if quantised is None else check_kind(quantised)
     folder, source, config = _shape(path)
@@ -273,17 +274,17 @@ def load_model(
     tensors = _tensors(folder, config)
     if sharding is None:
         check_room(folder, config, dtype, kind)
-    words = load_text(folder) if text else None
+    words = load_text(folder, template) if text else None
     _check_ids(folder, words, config)
     coded = {} if kind is None else dict.fromkeys(matrices(config), kind)
     params = {name: _read(name, tensors, config, dtype, sharding, coded.get(name)) for name in parameters(config)}
     return Model(make_policy(config, dtype=dtype, apart=True), params, words, config, source)
 
 
-def check_model(path: str | Path) -> None:
+def check_model(path: str | Path, template: str | None = None) -> None:
     """Raise `BadInput` where `load_model` would, or where the chat template writes no message; no weights are read."""
     folder, _, config = _shape(path)
-    text = load_text(folder)
+    text = load_text(folder, template)
     start(text, [{"role": "user", "content": "x"}])
     _check_ids(folder, text, config)
     _tensors(folder, config)

@@ -4,6 +4,7 @@ Modules:
 
     agent               The recipe of a run on the agent system: its planner is trained in the flow, with real tools
     agent_config        Settings of a run on the agent system
+    agent_warm_start    What a pretrained planner imitates before reinforcement, and the check of its form
     cluster             The recipe of a cluster that trains the agent system
     cluster_config      Settings of a cluster that trains the agent system, and the schedule that they mean
     cluster_trainer     The trainer of a cluster
@@ -39,6 +40,7 @@ Modules:
     study_arms          One arm of a study: what differs from the others flows in
     study_pages         Show what came of a study
     task_choice         Which tasks a hosted run trains on
+    task_sets/          Task sets that are made here without a file, small enough for a pretrained model on a CPU
 """
 
 import lazy_loader

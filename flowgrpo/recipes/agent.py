@@ -4,10 +4,11 @@ with open(config, folder) as setup: ...      the parts, while sandbox, servers a
 result = train(Config(updates=3), "runs/agent")
 """
 
+import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
@@ -19,19 +20,21 @@ import optax
 
 from flowgrpo import launch
 from flowgrpo.agent import roles
+from flowgrpo.agent.action_forms import ACTION_FORMS
+from flowgrpo.agent.examples import worked_examples
 from flowgrpo.agent.rendering import appending, fresh
 from flowgrpo.agent.role_backends import either, remote_speaker, speaker
-from flowgrpo.agent.roles import Schema
 from flowgrpo.agent.state import DONE
 from flowgrpo.agent.system import agent_system
+from flowgrpo.agent.tool_arguments import Schema, signature
 from flowgrpo.agent.transcript import show_transcript
 from flowgrpo.algorithms.compose import newest_segment_only
 from flowgrpo.algorithms.options import Correction
 from flowgrpo.contracts import Algorithm, Do, HostEnv, Reward, Tool
 from flowgrpo.data.task_files import parse_fields, read_tasks
 from flowgrpo.data.tasks import split_tasks
-from flowgrpo.data.tokenizer import Text
-from flowgrpo.files import make_folder
+from flowgrpo.data.tokenizer import Messages, Text, start
+from flowgrpo.files import make_folder, read_json, write_whole
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.openai_client import remote
 from flowgrpo.generate.openai_wire import TextRequest
@@ -41,6 +44,7 @@ from flowgrpo.models.hf import Model, check_model, save_model
 from flowgrpo.recipes import offline_start, offline_tasks, registry, task_choice
 from flowgrpo.recipes.agent_config import Config, TaskConfig
 from flowgrpo.recipes.agent_config import preset as preset
+from flowgrpo.recipes.agent_warm_start import check_format_followed, make_warm_start, obedience
 from flowgrpo.recipes.hosted import (
     HostedSetup,
     compare_before_after,
@@ -54,13 +58,16 @@ from flowgrpo.recipes.hosted import (
     sizes_of,
 )
 from flowgrpo.recipes.hosted_training import HostedWork, begin_hosted, train_hosted, training_tasks
-from flowgrpo.recipes.planner import check_planner, frozen, load_start, make_planner
+from flowgrpo.recipes.names import WITH_THE_TASKS
+from flowgrpo.recipes.planner import check_planner, frozen, load_start, make_planner, template_of
 from flowgrpo.recipes.registry import base_of, falling_optimizer, make_algorithm, make_reward, make_tool
 from flowgrpo.recipes.task_choice import Draw
+from flowgrpo.recipes.task_sets import TASK_SETS, TaskSet
 from flowgrpo.report.progress import with_progress
 from flowgrpo.rollout.records import Played
 from flowgrpo.rollout.replay import last_state
 from flowgrpo.run.run_dir import START, read_run
+from flowgrpo.run.run_files import EXAMPLES, RUN
 from flowgrpo.run.session import Tested, open_session
 from flowgrpo.run.time_budget import ENDLESS, TimeBudget
 from flowgrpo.run.warm_start import no_warm_start
@@ -69,7 +76,7 @@ from flowgrpo.tools.calculator import calculator
 from flowgrpo.tools.mcp import Stdio, mcp_tools
 from flowgrpo.tools.python import python
 from flowgrpo.tools.search import Corpus, Document, read_corpus, search
-from flowgrpo.tools.toolset import ToolFailure, toolset
+from flowgrpo.tools.toolset import ToolFailure, Toolset, toolset
 from flowgrpo.types import BadInput, Task
 
 NAME = "agent"
@@ -85,12 +92,24 @@ class Source(NamedTuple):
     domains: tuple[str, ...]
 
 
+def task_set_of(config: TaskConfig) -> TaskSet | None:
+    """The tasks that are made here, where `--tasks` names such a set."""
+    return TASK_SETS.get(config.tasks or "")
+
+
 def tasks_of(config: TaskConfig) -> Source:
     """Those of a file, or of the offline world, which never end: the first `POOL` of them have a number."""
     seed = config.seed
+    if (made := task_set_of(config)) is not None:
+        return Source(
+            draw=partial(made.draw, seed),
+            train=lambda: made.draw(seed, "train", 0, POOL),
+            domains=(made.examples[0].domain,),
+        )
     if config.tasks is None:
         if config.model is not None:
-            raise BadInput("--model needs --tasks: a .jsonl or .parquet file of tasks, or reasoning_gym:NAME")
+            sets = ", ".join(TASK_SETS)
+            raise BadInput(f"--model needs --tasks: a .jsonl or .parquet file of tasks, reasoning_gym:NAME, or {sets}")
         names = tuple(config.domains.split(","))
         return Source(
             draw=lambda split, first, count: offline_tasks.make_tasks(seed, first, count, split, names),
@@ -108,6 +127,7 @@ def tasks_of(config: TaskConfig) -> Source:
 
 RENDERINGS = {"fresh": fresh, "append": appending}
 BRIEF = ""  # the small model learns what to do from demonstrations
+EXAMPLES_DEPEND_ON = ("examples", "tasks", "actions", "tools", "mcp", "corpus", "passages", "memory_tokens")
 PROBE = 60.0  # seconds in which a server that speaks a role has to answer at the start
 SPOKEN = {
     "executor": roles.executor,
@@ -123,7 +143,7 @@ def check_settings(config: TaskConfig) -> Source:
     algorithm_of(config)
     optimizer_of(config)
     if config.model is not None:
-        check_model(config.model)
+        check_model(config.model, template_of(config))
     return tasks_of(config)
 
 
@@ -144,11 +164,14 @@ def open(config: Config, folder: Path, *, begin: Callable[[], object] = do_nothi
         tools = stack.enter_context(toolset(own, seconds=config.tool_seconds, workers=config.slots))
         served_by = {name: who for name, who in config.roles.items() if "://" in who}
         endpoints = {name: _endpoint(name, who, config, stack) for name, who in served_by.items()}
+        shown = example_tasks(config, source)
         begin()
         make = partial(_make_env, schemas=tools.schemas, config=config)
         if config.model is None:
             offline_start.write_start(folder / START, make, tools.do, config)
         model = load_start(config.model or folder / START, config)
+        make_with_examples = partial(make, examples=_examples(config, model.text, shown, tools, folder))
+        make = make if config.drop_examples else make_with_examples
         setup = assemble(
             stack,
             config,
@@ -162,12 +185,20 @@ def open(config: Config, folder: Path, *, begin: Callable[[], object] = do_nothi
             prompts=hard,
             story=partial(_story, model.text),
         )
+        form = ACTION_FORMS[config.actions]
         speakers, spoken = _speakers(config, frozen(model, config), stack)
         start = model._replace(params=setup.planner.params)
+        setup = setup._replace(do=either(tools.do, endpoints | speakers), spoken=spoken)
+        if config.model is None:
+            yield setup._replace(
+                warm_start=lambda setup: offline_start.script_imitation(start, setup.env, tools.do, config)
+            )
+            return
+        how = {"config": config, "make_env": make_with_examples, "form": form, "schemas": tools.schemas}
         yield setup._replace(
-            do=either(tools.do, endpoints | speakers),
-            spoken=spoken,
-            warm_start=partial(offline_start.script_imitation, start, setup.env, tools.do, config),
+            seen=obedience,
+            check_first=partial(check_format_followed, text=model.text, config=config),
+            warm_start=partial(make_warm_start, **how),
         )
 
 
@@ -209,7 +240,7 @@ def assemble(
         algorithm=algorithm_of(config),
         optimizer=optimizer_of(config),
         sizes=sizes_of(config, planner),
-        warm_start=partial(no_warm_start, planner.params),
+        warm_start=lambda _: no_warm_start(planner.params),
         **own,
     )
 
@@ -245,9 +276,14 @@ def reward_of(config: TaskConfig, source: Source, sandbox: Sandbox) -> Reward:
     return registry.route(registry.Means(sandbox=sandbox), default=default)
 
 
-def _make_env(text: Text, *, schemas: Sequence[Schema], config: Config, turns: int) -> HostEnv:
+def _make_env(text: Text, *, schemas: Sequence[Schema], config: Config, turns: int, examples: Messages = ()) -> HostEnv:
     """The agent system over these tools."""
-    brief = {"instructions": BRIEF, "describe": itemgetter("name")} if config.model is None else {}
+    form = ACTION_FORMS[config.actions]
+    brief: dict[str, Any] = {"instructions": BRIEF, "describe": itemgetter("name")}
+    if config.model is not None:
+        brief = {"instructions": "\n".join(filter(None, (form.instructions, instructions_of(config))))}
+    if task_set_of(config) is not None:
+        brief["describe"] = signature
     players: dict[str, Any] = {  # plain code, or a `Role` that is spoken; None for an analyst of "none"
         name: None if who == "none" else RULES[name] if who == "rule" else SPOKEN[name]()
         for name, who in config.roles.items()
@@ -255,7 +291,7 @@ def _make_env(text: Text, *, schemas: Sequence[Schema], config: Config, turns: i
     return agent_system(
         text,
         schemas=schemas,
-        planner=roles.planner(**brief),
+        planner=roles.planner(form=form, examples=examples, **brief),
         **players,
         turns=turns,
         rendering=RENDERINGS[config.rendering],
@@ -263,6 +299,65 @@ def _make_env(text: Text, *, schemas: Sequence[Schema], config: Config, turns: i
         context_tokens=config.context_tokens,
         memory_tokens=config.memory_tokens,
     )
+
+
+# Examples ------------------------------------------------------------------------------------------------
+
+
+def instructions_of(config: Config) -> str:
+    """What the planner is told beside the form of its actions."""
+    made = task_set_of(config)
+    return config.instructions or ("" if made is None else made.instructions)
+
+
+def example_tasks(config: Config, source: Source) -> Sequence[Task]:
+    """The tasks that are to be worked examples, none of which the run is measured by."""
+    made = task_set_of(config)
+    if config.examples == "none":
+        return ()
+    if config.examples == WITH_THE_TASKS:
+        assert made is not None  # as the Config demands
+        tasks = made.examples
+    else:
+        fields = parse_fields(list(config.fields))
+        tasks = tuple(read_tasks(config.examples, fields=fields, domain=config.domain or "answer"))
+    _check_unseen(config, tasks, source)
+    return tasks
+
+
+def _examples(config: Config, text: Text, tasks: Sequence[Task], tools: Toolset, folder: Path) -> Messages:
+    """The worked examples of a run, as they were when it began: a tool may say something else today."""
+    if not tasks:
+        return ()
+    path, settings = folder / EXAMPLES, config.to_json()
+    made_with = {name: settings[name] for name in EXAMPLES_DEPEND_ON}
+    if path.exists() and (folder / RUN).exists():  # or else a dry run made them
+        saved = read_json(path, "remove it, and the examples are made anew")
+        if saved.get("made_with") == made_with:
+            return saved["messages"]
+    form = ACTION_FORMS[config.actions]
+    messages = worked_examples(text, form, tasks, tools.do, schemas=tools.schemas, memory_tokens=config.memory_tokens)
+    length, room = len(start(text, messages).tokens), config.context_tokens - config.max_tokens
+    if length >= room:
+        raise BadInput(
+            f"--examples={config.examples} take {length} tokens, and --context_tokens={config.context_tokens} leaves "
+            f"{room} before an action of --max_tokens={config.max_tokens}: raise it, or give fewer examples"
+        )
+    saved = {"made_with": made_with, "messages": messages}
+    write_whole(make_folder(folder) / EXAMPLES, json.dumps(saved, indent=1) + "\n")
+    return messages
+
+
+def _check_unseen(config: Config, examples: Iterable[Task], source: Source) -> None:
+    """Raise `BadInput` for an example that is a task of the validation or the test."""
+    asked = {example.query: example.id for example in examples}
+    for split, count in (("validation", config.validation_tasks), ("test", config.test_tasks)):
+        for task in source.draw(split, 0, count):
+            if task.query in asked:
+                raise BadInput(
+                    f"--examples={config.examples}: the example {asked[task.query]!r} is a task of the {split} "
+                    f"({task.query!r:.80}): take one that the run is not measured by"
+                )
 
 
 # Roles --------------------------------------------------------------------------------------------------
@@ -339,10 +434,18 @@ def _corpus(config: Config) -> Corpus:
     """The corpus that is named, or that of the offline world."""
     if config.corpus is not None:
         return read_corpus(config.corpus)
+    made = task_set_of(config)
+    if made is not None and made.passages is not None:
+        return corpus_of(made.passages())
     if config.model is not None:
         raise BadInput("the tool search needs --corpus: a .jsonl, .txt or .md file, or a folder of them")
-    texts = enumerate(offline_tasks.passages(), 1)
-    return Corpus(tuple(Document(one["title"], one["text"], "corpus.jsonl", n, False) for n, one in texts))
+    return corpus_of(offline_tasks.passages())
+
+
+def corpus_of(passages: Sequence[Mapping[str, str]]) -> Corpus:
+    """A corpus of passages that are made here, as if they were the lines of a file."""
+    numbered = enumerate(passages, 1)
+    return Corpus(tuple(Document(each["title"], each["text"], "corpus.jsonl", n, False) for n, each in numbered))
 
 
 def first_prompt(env: HostEnv, text: Text, task: Task, do: Do) -> str:

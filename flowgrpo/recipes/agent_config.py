@@ -11,11 +11,12 @@ from typing import Any
 
 from flowgrpo.errors import BadInput
 from flowgrpo.recipes.hosted_config import ChoiceConfig, HostedConfig
-from flowgrpo.recipes.names import ALGORITHMS, OFFLINE_DOMAINS
+from flowgrpo.recipes.names import ACTION_FORMS, ALGORITHMS, OFFLINE_DOMAINS, PACKAGED, TASK_SETS, WITH_THE_TASKS
 from flowgrpo.run.config import make_config, setting
 
 ROLES = ("executor", "verifier", "generator", "analyst")
 CONTROLS = ("none", "shuffled_rewards")
+KEEP_EXAMPLES = ("none", "expert")  # warm starts on what nobody said with examples
 SERVED = "model, rule, or an OpenAI-compatible server and its model, as URL#MODEL"
 
 
@@ -54,8 +55,8 @@ class TaskConfig(HostedConfig, ChoiceConfig):
     )
     # Not `updates`, so that a run that is made longer goes on as if all updates had been asked for at once.
     decay_updates: int = setting(50, "Updates in which the learning rate falls.", "Learning", at_least=1)
-    warm_steps: int = setting(800, "Steps of imitation at most, in the offline run.", "Learning", at_least=0)
-    demonstrations: int = setting(8000, "How many are imitated, in the offline run.", "Learning", at_least=0)
+    warm_steps: int = setting(800, "Steps of imitation at most.", "Learning", at_least=0)
+    demonstrations: int = setting(8000, "Tasks that are demonstrated, for the imitation.", "Learning", at_least=0)
     correction: float = setting(
         0.0, "Bound of the correction for tokens of other weights or another engine; 0: none.", "Learning", at_least=0.0
     )
@@ -96,6 +97,34 @@ class Config(TaskConfig):
         "The agents",
     )
     mcp: tuple[str, ...] = setting((), "An MCP server: a command, or the URL of one.", "The agents", repeated=True)
+    actions: str = setting(
+        "lines",
+        "How the planner writes an action: lines Tool: and Context:, calls such as calculator(1 + 2), or tool_calls in "
+        "the tags of Qwen and Hermes.",
+        "The agents",
+        choices=ACTION_FORMS,
+    )
+    examples: str = setting(
+        "none",
+        "Worked examples before the question: none, tasks (those of --tasks=word_problems and its like), or a file.",
+        "The agents",
+    )
+    drop_examples: bool = setting(
+        False,
+        "Leave the examples out of the prompt after the warm start, which imitates what was said with them: contexts "
+        "become short, and all else cheap.",
+        "The agents",
+    )
+    warm_start: str = setting(
+        "none",
+        "What a given model imitates first: none, expert (the steps that tasks carry), own (its own right answers), or "
+        "the right answers of another model: folder, GGUF file, name, or hub id.",
+        "Learning",
+    )
+    warm_temperature: float = setting(
+        1.0, "Sampling temperature of the answers that a warm start imitates.", "Sampling", at_least=0.0
+    )
+    instructions: str = setting("", "What the planner is told beside the form of its actions.", "The agents")
     rendering: str = setting(
         "append", "Render each context afresh, or append to one.", "The agents", choices=("fresh", "append")
     )
@@ -111,11 +140,29 @@ class Config(TaskConfig):
         super().__post_init__()
         for name, who in self.roles.items():
             check_role(name, who)
+        if self.actions != "lines" and self.rendering != "append":
+            raise BadInput(
+                f"--actions={self.actions} makes a conversation of calls and answers: give --rendering=append"
+            )
+        if self.warm_start != "none" and self.model is None:
+            raise BadInput(f"--warm_start={self.warm_start} needs --model: the small model here imitates a script")
+        if self.warm_start != "none" and not (self.warm_steps and self.demonstrations):
+            raise BadInput(f"--warm_start={self.warm_start} needs --warm_steps and --demonstrations, of which one is 0")
+        if self.drop_examples and self.warm_start in KEEP_EXAMPLES:
+            raise BadInput("--drop_examples is for a warm start on what was said with them: give --warm_start=own, too")
+        if self.examples == WITH_THE_TASKS and self.tasks not in TASK_SETS:
+            known = ", ".join(TASK_SETS)
+            raise BadInput(f"--examples=tasks are those of --tasks={known}, not of {self.tasks}: give a file of them")
 
     @classmethod
     def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the offline run, or those of the paper for a model."""
-        return super().defaults(chosen) | (PAPER if chosen.get("model") else {})
+        """Those of the offline run, those of the paper for a model, or those of a small model for a set of tasks."""
+        if not chosen.get("model"):
+            return super().defaults(chosen)
+        defaults = super().defaults(chosen) | PAPER
+        if (tasks := chosen.get("tasks")) in TASK_SETS:
+            return defaults | SMALL | {"tools": TASK_SETS[tasks], **LONG_ANSWERS.get(tasks, {}), **_first_steps(chosen)}
+        return defaults | SMALL if chosen["model"] in PACKAGED else defaults
 
     @property
     def roles(self) -> dict[str, str]:
@@ -126,6 +173,17 @@ class Config(TaskConfig):
             "generator": self.generator,
             "analyst": self.analyst,
         }
+
+
+def _first_steps(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """How a planner learns the form of an action, for a set of tasks whose tasks carry their steps.
+
+    An expert's demonstrations need no examples, and many of them cost little. What is sampled is sampled with examples,
+    and imitated without them.
+    """
+    warm_start = chosen.get("warm_start", "expert")
+    expert = {"examples": "none", "demonstrations": 512} if warm_start == "expert" else {"examples": WITH_THE_TASKS}
+    return {"warm_start": warm_start, "drop_examples": warm_start not in KEEP_EXAMPLES, **expert}
 
 
 # With a model: the settings of the paper (AgentFlow, arXiv:2510.05592), as far as any agent has them.
@@ -164,6 +222,49 @@ PAPER: dict[str, Any] = LARGE | {
     "passages": 3,
     "tool_seconds": 30.0,
 }
+
+# A pretrained model of some hundred million parameters on a processor.
+SMALL: dict[str, Any] = {
+    "learning_rate": 1e-4,
+    "lora_rank": 16,
+    "beta": 0.0,
+    "clip_high": 0.28,
+    "temperature": 1.0,
+    "max_tokens": 24,
+    "context_tokens": 1152,  # nine blocks of a cache: more than eight are looped over, which compiles in half the time
+    "turns": 4,
+    "exam_turns": 4,
+    "mini_batches": 2,
+    "queries": 8,
+    "samples": 8,
+    "updates": 24,
+    "decay": 0.1,
+    "decay_updates": 24,
+    "micro_rows": 1,
+    "slots": 64,
+    "validation_tasks": 64,
+    "test_tasks": 200,
+    "dtype": "float32",
+    "remat": False,
+    "steps": 4,  # an action has some ten tokens
+    "chunk": 32,  # what contexts begin with alike is shared in pieces of so many tokens
+    "memory_tokens": 128,
+    "actions": "calls",
+    "rendering": "append",
+    "warm_temperature": 0.7,  # at which a pretrained model keeps to a form that it sees in examples
+    "warm_steps": 32,
+    "warm_rows": 2,
+    "warm_rate": 5e-4,
+    "demonstrations": 128,
+    "executor": "rule",
+    "verifier": "rule",
+    "generator": "rule",
+    "analyst": "none",
+    "passages": 1,
+    "recorded": 2,
+}
+# Sets of tasks whose answers don't fit into SMALL's max_tokens: four names take 27.
+LONG_ANSWERS: dict[str, dict[str, Any]] = {"alphabet_sort": {"max_tokens": 32}}
 
 
 def preset(model: str | None = None, **chosen: Any) -> Config:

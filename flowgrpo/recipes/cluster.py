@@ -181,6 +181,7 @@ def train(
     """Master a cluster to the end of the run -> its result; without a `backend`, over a Ray of this machine's own."""
     path, plan = Path(folder).absolute(), schedule_of(config)
     source = agent.check_settings(config)
+    agent.example_tasks(config, source)  # which raises where they are wrong, before anything is removed
     if not resume:
         begin_anew(path)
     shape = PoolShape(

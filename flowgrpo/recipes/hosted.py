@@ -63,13 +63,14 @@ class HostedSetup(NamedTuple):
     algorithm: fg.Algorithm
     optimizer: optax.GradientTransformation
     sizes: loop.Settings
-    warm_start: Callable[[], WarmStart]
+    warm_start: Callable[["HostedSetup"], WarmStart]  # of the setup as it runs, with its journal and progress
     story: Callable[[HostEnv, Played], str]  # a trajectory as text, with what it was played in
     solved: Callable[[Scored], bool] = is_solved  # by what a reward said, which `correct` records
     journal: Journal | None = None  # of what the world answers
     prompts: Hard | None = None  # what chooses the tasks of training, where `tasks` does not
     share: Callable[[int], dict[str, float]] = lambda _update: {}  # figures of the tasks that may come up in an update
     seen: Callable[[Sequence[Played]], dict[str, float]] = lambda _played: {}  # more figures of an update's rollout
+    check_first: Callable[[Sequence[Played]], None] = lambda _played: None  # raises where a first rollout is hopeless
     spoken: Engine | None = None  # of the roles that frozen weights speak
     progress: Progress | None = None  # that shows how far rollouts are
     submit: Submit | None = None  # that of the engine, or what stands before it
@@ -189,8 +190,8 @@ def play_tasks(
 
 
 def width_of(setup: HostedSetup) -> int:
-    """Trajectories at a time: fewer than slots, so that a conversation that waits for a tool keeps its cache."""
-    return setup.width or max(setup.config.slots * 3 // 4, 2)
+    """Trajectories at a time: no more than slots, so that a conversation that waits for a tool keeps its cache."""
+    return setup.width or setup.config.slots
 
 
 def make_hosted_rollout(

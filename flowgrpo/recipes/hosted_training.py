@@ -117,7 +117,7 @@ class HostedWork(TestedWork):
         return self.setup.planner.params
 
     def warm_start(self) -> WarmStart:
-        return self.setup.warm_start()
+        return self.setup.warm_start(self.setup)
 
     def make_step(self) -> Step:
         # The base of an adapter is the start's, too, and the rest of such a run is small.
@@ -208,6 +208,8 @@ def learned_from(setup: HostedSetup, run: loop.Run, played: Hosted, timings: Map
     """Make the rollout of an update: trajectories as arrays, with figures by domain; record the first groups."""
     played, update = in_order(played), int(run.update)  # as the rollout's arrays have them
     check_prompts_fit(setup.config, update, played.played)
+    if update == 0:
+        setup.check_first(played.played)
     rollout, judged = dense(setup, played), valid(played.played)
     if setup.config.control == "shuffled_rewards":
         judge_key = _keys(run.key, update)[1]

@@ -37,6 +37,15 @@ STUDIES = (  # of `recipes.studies`
     "imitation",
     "hindsight",
 )
+ACTION_FORMS = ("lines", "calls", "tool_calls")  # of `agent.action_forms`
+TASK_SETS = {  # of `recipes.task_sets`, with the tools of each
+    "word_problems": "calculator",
+    "two_hop": "search",
+    "reverse_text": "",
+    "alphabet_sort": "",
+}
+PACKAGED = ("smollm2", "gemma3")  # of `data.named_models`: small enough for a processor
+WITH_THE_TASKS = "tasks"  # the examples that come with a set of tasks
 OFFLINE_DOMAINS = ("mathematics", "code", "search", "drawing")  # of `recipes.offline_tasks`
 CHECKS = (  # of `recipes.device_checks.suite`
     "environment",

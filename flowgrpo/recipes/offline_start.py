@@ -22,22 +22,26 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 import flowgrpo as fg
-from flowgrpo.contracts import Do, HostEnv, HostStep, Said
+from flowgrpo.agent.action_forms import write_lines
+from flowgrpo.contracts import Do, HostEnv
 from flowgrpo.data.tokenizer import Text, load_text
 from flowgrpo.files import read_json
 from flowgrpo.learner.imitation import make_supervised, make_validation, packed_imitation
 from flowgrpo.learner.state import init_learner, make_optimizer
 from flowgrpo.models.decoder import matrices
 from flowgrpo.models.hf import Model, init_model, save_model
+from flowgrpo.models.trainable import WHOLE, Trained
 from flowgrpo.recipes.agent_config import TaskConfig
 from flowgrpo.recipes.hosted import HostedConfig
 from flowgrpo.recipes.offline_tasks import LANDS, TOWNS, TRADES, WARES, make_tasks, passages
+from flowgrpo.rollout.demonstrations import play_actions
 from flowgrpo.run.run_dir import differing
 from flowgrpo.run.run_files import NOTE
 from flowgrpo.run.warm_start import WarmStart, no_warm_start
-from flowgrpo.types import BadInput, Status, Task, Trajectory, Turn
+from flowgrpo.types import BadInput, Task, Trajectory
 
 TOOLS = ("calculator", "python", "search")
 STRANGERS = ("browser", "lookup", "solver")  # tools that don't exist
@@ -59,7 +63,7 @@ class ScriptFlaws:
 
 def action(tool: str, context: str) -> str:
     """Write an action of a planner in its form."""
-    return f"Tool: {tool}\nContext: {context}"
+    return write_lines({"name": tool}, context)
 
 
 def script(task: Task, random: Random, flaws: ScriptFlaws) -> Iterator[str]:
@@ -119,36 +123,10 @@ def demonstrate_script(
 
     def played(number: int, task: Task) -> Trajectory:
         actions = script(task, np.random.default_rng([seed, number]), ScriptFlaws())
-        return play_script(env, text, do, task, actions, group=number)
+        return play_actions(env, text, do, task, actions, group=number)
 
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(played, range(len(tasks)), tasks))
-
-
-def play_script(env: HostEnv, text: Text, do: Do, task: Task, actions: Iterator[str], *, group: int = 0) -> Trajectory:
-    """The trajectory of these actions, up to the environment's limit."""
-    key = jax.random.key(group)
-    state, said = env.reset(key, task, do)
-    turns: list[Turn] = []
-    step: HostStep | None = None
-    for words in actions:
-        sampled = [*text.encode(words), text.stop_ids[0]]
-        if said.max_tokens is not None and len(sampled) > said.max_tokens and turns:
-            break
-        turns.append(_turn(said, sampled))
-        state, step = env.step(state, sampled, do)
-        if step.done or len(turns) == env.turns:
-            break
-        assert step.said is not None
-        said = step.said
-    status = step.status if step is not None else Status.ABORTED
-    return Trajectory(turns, 1.0, group, status=status, appends=said.appends)
-
-
-def _turn(said: Said, sampled: Sequence[int]) -> Turn:
-    size = len(said.tokens)
-    tokens = np.array([*said.tokens, *sampled], np.int32)
-    return Turn(tokens, np.arange(len(tokens)) >= size, np.zeros(len(tokens), np.float32))
 
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
@@ -310,10 +288,18 @@ def script_imitation(model: Model, env: HostEnv, do: Do, config: TaskConfig) -> 
 
 
 def warm_start_on(
-    rows: Mapping[str, fg.Batch], model: Model, config: HostedConfig, *, patience: int, **sizes: int
+    rows: Mapping[str, fg.Batch],
+    model: Model,
+    config: HostedConfig,
+    *,
+    patience: int,
+    optimizer: optax.GradientTransformation | None = None,
+    trained: Trained = WHOLE,
+    every: int = 50,
+    **sizes: int,
 ) -> WarmStart:
-    """The imitation of these rows, validated on their part "validation"."""
-    optimizer = make_optimizer(
+    """The imitation of these rows, validated on their part "validation"; by Muon where no optimizer is given."""
+    optimizer = optimizer or make_optimizer(
         learning_rate=config.warm_rate,
         warmup_steps=20,
         decay_steps=config.warm_steps,
@@ -321,12 +307,14 @@ def warm_start_on(
     )
     loss = jax.jit(make_validation(model.policy, banned=model.banned, **sizes))
     return WarmStart(
-        state=init_learner(model.params, optimizer),
-        step=jax.jit(make_supervised(model.policy, optimizer, banned=model.banned, **sizes)),
+        state=init_learner(model.params, optimizer, trained),
+        step=jax.jit(make_supervised(model.policy, optimizer, banned=model.banned, trained=trained, **sizes)),
         batches=lambda first: islice(shuffled_batches(rows["train"], config.warm_rows, config.seed), first, None),
         validate=lambda params: loss(params, rows["validation"]),
         steps=config.warm_steps,
+        every=every,
         patience=patience,
+        trained=trained,
     )
 
 

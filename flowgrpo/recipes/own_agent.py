@@ -98,8 +98,9 @@ def open(
         setup = setup._replace(submit=host.submit_to(setup.engine.submit), seen=context_figures)
         if config.model is None:
             start = model._replace(params=setup.planner.params)
-            imitate = partial(offline_start.script_imitation, start, setup.env, host.do, config)
-            setup = setup._replace(warm_start=imitate)
+            setup = setup._replace(
+                warm_start=lambda setup: offline_start.script_imitation(start, setup.env, host.do, config)
+            )
         yield setup
 
 

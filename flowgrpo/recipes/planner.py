@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from flowgrpo.contracts import Policy
+from flowgrpo.data.chat_templates import read_template
 from flowgrpo.loop import sampled
 from flowgrpo.models.attention_kernels import attention_named
 from flowgrpo.models.decoder import make_policy
@@ -59,7 +60,12 @@ class Planner(NamedTuple):
 def load_start(path: str | Path, config: PlannerConfig) -> Model:
     """The model that a planner starts as, in the type in which its parameters are kept."""
     dtype = "float32" if has_masters(config) else config.dtype
-    return load_model(path, dtype=dtype, quantised=base_kind(config))
+    return load_model(path, dtype=dtype, quantised=base_kind(config), template=template_of(config))
+
+
+def template_of(config: PlannerConfig) -> str | None:
+    """The chat template that a run's settings give a model; None where it has its own."""
+    return None if config.chat_template is None else read_template(config.chat_template)
 
 
 def frozen(start: Model, config: PlannerConfig) -> Model:

@@ -27,6 +27,7 @@ from flowgrpo.rewards.answers.game24 import game24
 from flowgrpo.rewards.answers.match import answer
 from flowgrpo.rewards.answers.numbers import rounded, within
 from flowgrpo.rewards.answers.school import school
+from flowgrpo.rewards.answers.similarity import plain_list, similarity
 from flowgrpo.rewards.code.reward import code
 from flowgrpo.rewards.combine import router
 from flowgrpo.rewards.reasoning_gym import PRELOAD as REASONING_GYM
@@ -176,6 +177,8 @@ DOMAINS: Mapping[str, Domain] = {
     "mathematics": _MATH,
     "k12": Domain(lambda means: school(close=means.close)),
     "game24": Domain(lambda _: game24()),
+    "reverse_text": Domain(lambda _: similarity()),
+    "alphabet_sort": Domain(lambda _: similarity(power=4.0, spell=plain_list)),
     "code": Domain(_code),
     "vision": Domain(lambda _: box_iou()),
     "point": Domain(lambda _: point_in_box()),
@@ -194,12 +197,32 @@ def preload(names: Collection[str]) -> tuple[str, ...]:
     """The modules that a sandbox for some domains preloads; raises where an extra is missing."""
     used = [DOMAINS[name] for name in DOMAINS if name in names]
     for domain in used:
-        if domain.needs and find_spec(domain.needs) is None:
-            raise fg.BadInput(f"judging these tasks needs {domain.needs}: {pip_install(domain.extra)}")
+        if missing := _missing(domain):
+            raise fg.BadInput(missing)
     return tuple(dict.fromkeys(module for domain in used for module in domain.preload))
 
 
+def _missing(domain: Domain) -> str:
+    """What to install before tasks of a domain can be judged; "" where everything is here."""
+    if not domain.needs or find_spec(domain.needs) is not None:
+        return ""
+    return f"judging these tasks needs {domain.needs}: {pip_install(domain.extra)}"
+
+
 def route(means: Means, *, default: str | None = None) -> Reward:
-    """The router over all domains; tasks of a domain that isn't known go to the reward of `default`."""
-    made = {name: domain.make(means) for name, domain in DOMAINS.items()}
+    """The router over all domains; tasks of a domain that isn't known go to the reward of `default`.
+
+    The domains whose extra is missing are in the way of no other: they raise where a task of theirs is to be judged.
+    """
+
+    def make(domain: Domain) -> Reward:
+        if not (missing := _missing(domain)):
+            return domain.make(means)
+
+        def score(_task: fg.Task, _output: str) -> fg.Scored:
+            raise fg.BadInput(missing)
+
+        return Reward(score)
+
+    made = {name: make(domain) for name, domain in DOMAINS.items()}
     return router(made, default=made[default] if default else None)

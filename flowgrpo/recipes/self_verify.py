@@ -40,7 +40,7 @@ from flowgrpo.recipes.hosted import (
     sizes_of,
 )
 from flowgrpo.recipes.hosted_training import HostedWork, exam_key, train_hosted
-from flowgrpo.recipes.planner import check_planner, frozen, load_start, make_planner
+from flowgrpo.recipes.planner import check_planner, frozen, load_start, make_planner, template_of
 from flowgrpo.recipes.registry import base_of
 from flowgrpo.recipes.self_verify_tasks import Config
 from flowgrpo.recipes.self_verify_tasks import preset as preset
@@ -72,7 +72,7 @@ def open(config: Config, folder: Path, *, begin: Callable[[], object] = do_nothi
     check_planner(config)
     with ExitStack() as stack:
         if config.model is not None:
-            check_model(config.model)
+            check_model(config.model, template_of(config))
         draw, check = _tasks_and_check(config, stack)
         begin()
         if config.model is None:
@@ -102,7 +102,7 @@ def open(config: Config, folder: Path, *, begin: Callable[[], object] = do_nothi
                 config.dtype, make_optimizer(learning_rate=config.learning_rate, base=base_of(config.optimizer))
             ),
             sizes=sizes_of(config, planner),
-            warm_start=lambda: no_warm_start(jax.tree.map(jnp.copy, planner.params)),
+            warm_start=lambda _: no_warm_start(jax.tree.map(jnp.copy, planner.params)),
             story=lambda _, played: verdict_story(played),
             solved=is_right,
         )

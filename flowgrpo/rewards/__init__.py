@@ -13,6 +13,7 @@ Modules:
 from flowgrpo.rewards.answers.game24 import game24
 from flowgrpo.rewards.answers.match import answer, exact, match_answers, named, numeric, same_text
 from flowgrpo.rewards.answers.school import school
+from flowgrpo.rewards.answers.similarity import plain_list, similarity
 from flowgrpo.rewards.answers.symbolic import mathematics
 from flowgrpo.rewards.code.reward import code
 from flowgrpo.rewards.combine import router, score_async, second_check, threaded, with_length

@@ -4,6 +4,7 @@ Modules:
 
     compiled            Compiled rollouts of pure environments, and their figures
     contract_check      Check the contract of host environments: raise where a rule is broken, or return what was played
+    demonstrations      Record demonstrations on a host environment, in exact tokens
     effects             Record what tools, roles and rewards answered, and give the same answers again (A2, S1)
     exams               Fresh tasks of an environment, and examinations on them
     host_adapter        A pure environment as a host environment, so that whatever plays those plays these too (E2)
@@ -19,6 +20,7 @@ Modules:
 
 from flowgrpo.rollout.compiled import make_rollout, repeat, shuffled_rewards, tool_mix
 from flowgrpo.rollout.contract_check import check_host_env
+from flowgrpo.rollout.demonstrations import demonstrate
 from flowgrpo.rollout.exams import draw_tasks, make_evaluation, make_exam
 from flowgrpo.rollout.host_adapter import as_host
 from flowgrpo.rollout.hosted import hosted

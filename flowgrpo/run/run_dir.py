@@ -27,6 +27,7 @@ from flowgrpo.files import make_folder, read_json, write_whole
 from flowgrpo.run.run_files import (
     BEFORE,
     CHECKPOINTS,
+    EXAMPLES,
     MADE,
     NOTE,
     OVERWRITTEN,
@@ -95,7 +96,7 @@ def begin_anew(folder: str | os.PathLike, *, also: Sequence[str] = ()) -> None:
     path = Path(folder)
     if not path.exists() or not any(path.iterdir()):
         return
-    if not any((path / mark).exists() for mark in (RUN, LOCK, f"{START}/{NOTE}", f".{START}")):
+    if not any((path / mark).exists() for mark in (RUN, LOCK, EXAMPLES, f"{START}/{NOTE}", f".{START}")):
         raise BadInput(f"{path} holds no run that could be begun again: choose another folder, or empty it yourself")
     with _alone(path):
         if not (path / RUN).exists():  # killed before it began, so that what has the name of metrics isn't its own

@@ -19,6 +19,7 @@ from flowgrpo.types import BadInput
 RUN = "run.json"  # there from the start of a run on
 START, NOTE = "start", "made_with.json"  # the model that a run made to begin with, and the settings that it depends on
 RESULT = "result.json"
+EXAMPLES = "worked_examples.json"  # of a planner's prompt, as the tools answered when the run began
 
 # Patterns, from the folder of the run on; what ends in a slash is a folder of Orbax and is removed whole.
 _STEP = "[0-9]" * 8
@@ -26,7 +27,13 @@ _FILES = (METRICS, TIMINGS, WARNINGS, RESULT, SENT, CURVES, "curves.svg", "traje
 OVERWRITTEN = (  # by a new run
     *_FILES,
     *(f".{name}-{'[0-9a-f]' * 8}" for name in (*_FILES, RUN)),  # what a killed process had not put into its place
-    *("trajectories/[0-9]*.jsonl", "trajectories/test-*.jsonl", "journal/[0-9]*-*.jsonl", "batches/[0-9]*.jsonl"),
+    *(
+        "trajectories/[0-9]*.jsonl",
+        "trajectories/test-*.jsonl",
+        "trajectories/warm_start.jsonl",
+        "journal/[0-9]*-*.jsonl",
+        "batches/[0-9]*.jsonl",
+    ),
 )
 CHECKPOINTS = tuple(
     f"checkpoints/{begin}{_STEP}/{part}"
@@ -35,6 +42,7 @@ CHECKPOINTS = tuple(
 )
 BEFORE = (  # made before there is a run.json
     *(f"warm_start/{pattern}" for pattern in CHECKPOINTS),
+    EXAMPLES,
     *(f"{place}/{name}" for place in (START, f".{START}", f".{START}-whole") for name in (*MODEL_FILES, NOTE)),
 )
 MADE = (*OVERWRITTEN, *CHECKPOINTS, *BEFORE, "events.jsonl", f"{TENSORBOARD}/*/events.out.tfevents.*.flowgrpo")

@@ -17,6 +17,7 @@ import optax
 
 from flowgrpo.contracts import Params
 from flowgrpo.learner.state import LearnerState, init_learner
+from flowgrpo.models.trainable import WHOLE, Trained
 from flowgrpo.run.checkpoints import Checkpoints
 from flowgrpo.run.time_budget import ENDLESS, TimeBudget
 from flowgrpo.types import BadInput, Batch
@@ -34,6 +35,7 @@ class WarmStart(NamedTuple):
     steps: int  # at most
     every: int = 50  # steps between two validations
     patience: int = 6  # validations that may bring nothing
+    trained: Trained = WHOLE  # the part that moves: what a checkpoint holds
 
 
 def no_warm_start(params: Params) -> WarmStart:
@@ -69,8 +71,11 @@ def warm_start(
     with Checkpoints(folder / WARM, keep=1, background=True) as checkpoints:
         latest = checkpoints.latest()
         if latest is not None:
-            template = {"count": ..., "state": warm.state, "best": warm.state.params, "losses": ..., "position": ...}
+            template = {"count": ..., "losses": ..., "position": ..., **_part(warm.trained, warm.state)}
             at = Reached(**checkpoints.restore(latest, template))
+            best = warm.trained.put(warm.state.params, at.best)
+            params = warm.trained.put(warm.state.params, at.state.params)
+            at = at._replace(state=at.state.replace(params=params), best=best)
         else:
             loss = float(warm.validate(warm.state.params))
             tell(0, loss)
@@ -87,11 +92,18 @@ def warm_start(
             losses = [*at.losses, loss]
             _check(losses)
             at = Reached(count, state, state.params if loss == min(losses) else at.best, losses, position())
-            checkpoints.save(count, {**at._asdict(), "position": dict(at.position)})
+            saved = {"count": count, "losses": losses, "position": dict(at.position)}
+            checkpoints.save(count, {**saved, **_part(warm.trained, state, at.best)})
             if _is_over(at, warm):
                 break
             budget.check()
     return at.best
+
+
+def _part(trained: Trained, state: LearnerState, best: Params | None = None) -> dict[str, Any]:
+    """What a checkpoint holds of a state, and of the best parameters; those of the state by default."""
+    best = state.params if best is None else best
+    return {"state": state.replace(params=trained.take(state.params)), "best": trained.take(best)}
 
 
 def saved_position(folder: Path) -> Mapping[str, Any] | None:

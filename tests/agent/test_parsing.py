@@ -5,17 +5,10 @@ from agent_cases import ADD, ECHO, SCHEMAS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowgrpo.agent.roles import (
-    arguments_of,
-    command_of,
-    parse_arguments,
-    parse_plan,
-    parse_verdict,
-    parse_words,
-    read_object,
-    spoken,
-)
+from flowgrpo.agent.action_forms import parse_lines, spoken
+from flowgrpo.agent.roles import parse_arguments, parse_verdict, parse_words
 from flowgrpo.agent.state import AgentState, Budget, Malformed, PlannerChoice, Verdict
+from flowgrpo.agent.tool_arguments import arguments_of, command_of, read_object
 
 STATE = AgentState("t", "q", SCHEMAS, Budget(3, 100), "planner")
 DEEP = '{"a": ' * 30_000 + "1" + "}" * 30_000
@@ -38,7 +31,7 @@ DEEP = '{"a": ' * 30_000 + "1" + "}" * 30_000
     ],
 )
 def test_a_plan_is_read(words, found):
-    assert parse_plan(STATE, words) == found
+    assert parse_lines(STATE, words) == found
 
 
 @pytest.mark.parametrize(
@@ -59,21 +52,21 @@ def test_a_plan_is_read(words, found):
     ],
 )
 def test_A4_a_plan_that_cannot_be_read_says_why(words, reason):
-    found = parse_plan(STATE, words)
+    found = parse_lines(STATE, words)
     assert isinstance(found, Malformed)
     assert reason in found.reason
 
 
 @given(st.text("toolcnexsubga:\n -<think>/{}\"'", max_size=80))
 def test_A4_whatever_is_said_is_a_value_or_malformed(words):
-    assert isinstance(parse_plan(STATE, words), PlannerChoice | Malformed)
+    assert isinstance(parse_lines(STATE, words), PlannerChoice | Malformed)
     assert isinstance(parse_arguments(STATE, words), dict | Malformed)
     assert isinstance(parse_verdict(STATE, words), Verdict | Malformed)
     assert isinstance(parse_words(STATE, words), str | Malformed)
 
 
 def test_a_long_unknown_name_is_not_repeated_in_full():
-    found = parse_plan(STATE, "Tool: " + "x" * 10_000)
+    found = parse_lines(STATE, "Tool: " + "x" * 10_000)
     assert isinstance(found, Malformed)
     assert len(found.reason) < 150
 

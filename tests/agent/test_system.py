@@ -6,6 +6,7 @@ from agent_cases import ADD, ECHO, SCHEMAS, agent_text, ids, plan, play, run_too
 from flowgrpo.agent import roles
 from flowgrpo.agent.rendering import appending, fresh
 from flowgrpo.agent.system import agent_system
+from flowgrpo.agent.tool_arguments import signature
 from flowgrpo.contracts import Call, Result
 from flowgrpo.rollout.effects import recorded
 from flowgrpo.types import BadInput, Status
@@ -230,7 +231,7 @@ def test_settings_that_cannot_work_are_refused(settings, words):
 
 
 def test_the_planners_words_are_replaceable_and_its_prompt_is_compact():
-    env = system(planner=roles.planner(instructions="Plan.", describe=roles.signature))
+    env = system(planner=roles.planner(instructions="Plan.", describe=signature))
     played = play(env, TEXT, [], of=task("2 + 3?"))
     assert played.prompts(TEXT)[0].endswith(
         "user\nPlan.\nQuestion:\n> 2 + 3?\nTools:\necho(words)\nadd(a, b, note?)\nanswer(text)\nTurns left: 3"

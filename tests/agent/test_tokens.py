@@ -15,6 +15,7 @@ from tokenizer_cases import render
 from flowgrpo.agent import roles
 from flowgrpo.agent.rendering import appending, fresh
 from flowgrpo.agent.system import agent_system
+from flowgrpo.agent.tool_arguments import signature
 from flowgrpo.contracts import Call, Result
 from flowgrpo.data.tokenizer import add_messages
 from flowgrpo.data.tokenizer import start as start_conversation
@@ -153,7 +154,7 @@ def test_no_prompt_is_longer_than_its_room(rendering, room, memory, seed):
     env = agent_system(
         text,
         schemas=[ECHO],
-        planner=roles.planner(instructions="", describe=roles.signature),
+        planner=roles.planner(instructions="", describe=signature),
         rendering=rendering,
         turns=8,
         max_tokens=60,

@@ -5,12 +5,13 @@ from agent_cases import SCHEMAS, agent_text, plan, play, run_tools
 
 from flowgrpo.agent import roles
 from flowgrpo.agent.system import agent_system
+from flowgrpo.agent.tool_arguments import signature
 from flowgrpo.agent.transcript import show_transcript
 from flowgrpo.contracts import Result
 from flowgrpo.types import Turn
 
 TEXT = agent_text()
-PLAIN = roles.planner(instructions="Plan.", describe=roles.signature)
+PLAIN = roles.planner(instructions="Plan.", describe=signature)
 
 
 def turns_of(played):

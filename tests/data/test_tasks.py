@@ -116,6 +116,25 @@ def test_fields_are_mapped_dots_lead_into_records_and_ids_may_be_made_of_the_con
     assert one.id != two.id == again.id
 
 
+def test_the_layout_of_gsm8k_is_read_as_it_is_and_its_answer_stands_behind_the_mark(write):
+    solution = "She has 2 * 600 = <<2*600=1200>>1200 shells.\n#### 1,200"
+    record = {"question": "How many?", "answer": solution}
+    (task,) = read_tasks(write(record), domain="answer")
+    assert (task.query, task.answers, task.domain) == ("How many?", ("1,200",), "answer")
+    steps = [["calculator", "2*600"]]
+    assert task.metadata == {"solution": solution, "steps": steps, "final": "1,200"}
+    (bare,) = read_tasks(write({**record, "answer": "It is so.\n#### 7"}), domain="answer")
+    assert bare.metadata == {"solution": "It is so.\n#### 7"}
+    mapped = read_tasks(write(record), domain="answer", fields={"query": "question", "answers": "answer", "id": "#"})
+    assert mapped.items == (task,)
+    (named,) = read_tasks(write({**record, "id": "g1", "domain": "k12"}))
+    assert (named.id, named.domain, named.answers) == ("g1", "k12", ("1,200",))
+    with pytest.raises(BadInput, match="field 'answer' holds '', but an answer is a text or a number"):
+        read_tasks(write({**record, "answer": "Nothing. ####"}), domain="answer")
+    with pytest.raises(BadInput, match="field 'query' is missing"):
+        read_tasks(write({**record, "answer": "1200"}), domain="answer")
+
+
 def test_images_are_found_beside_the_task_file_under_any_name_or_are_missing(write, tmp_path):
     cat = str(tmp_path / "cat.png")
     (tmp_path / "cat.png").write_bytes(b"x")

@@ -328,7 +328,7 @@ def test_a_template_that_is_missing_or_can_not_be_used_is_refused(texts, tmp_pat
     assert text.stop_ids == (id_of(text, "<eos>"),)
     for call in (lambda: start(text, [USER]), lambda: add_messages(text, Conversation((1,), (True,)), [USER])):
         with pytest.raises(
-            BadInput, match=r"no chat template: put a chat_template\.jinja there, or pass template= to load_text"
+            BadInput, match=r"no chat template: put a chat_template\.jinja there, or give one as chat_template"
         ):
             call()
     assert start(load_text(tmp_path, template=GEMMA), [USER]) == start(texts["gemma"], [USER])

@@ -1,10 +1,12 @@
 """Benchmarks print a table and one JSON line, whose figures are not judged here: they are commands, and not tests."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from commands import ROOT
+from tiny_planner import EXAMPLE, SIZES, planner_folder, write_tasks
 
 from experiments.benchmarks import attention
 from experiments.benchmarks.ceilings import shape_called
@@ -12,7 +14,7 @@ from experiments.benchmarks.shapes import LEARNERS
 from flowgrpo.batching.layouts import full_batch
 from flowgrpo.planning.cost_model import count_parameters
 from flowgrpo.types import check_axes
-from tests.experiments.conftest import last_line
+from tests.experiments.conftest import check_refused, last_line
 
 
 def test_shapes_have_the_sizes_that_are_reported():
@@ -52,6 +54,41 @@ def test_a_way_of_attention_is_timed_and_compared_with_float32():
     assert 0 < plain["out"] < 0.02 < 0.4 < other["out"] < 0.6
     assert max(plain[name] for name in ("d_q", "d_k", "d_v")) < 0.05
     assert min(plain["forward_ms"], plain["both_ms"]) > 0
+
+
+@pytest.mark.slow
+def test_a_pretrained_model_is_measured_before_and_after_and_what_has_ended_is_not_run_again(command, tmp_path):
+    """A tiny model that imitates experts, in two runs: without updates, and of one seed."""
+    sizes = SIZES | {
+        "warm_steps": 120,
+        "warm_rate": 0.02,
+        "warm_rows": 4,
+        "demonstrations": 60,
+        "updates": 1,
+        "lora_rank": 0,
+    }
+    sizes |= {"examples": write_tasks(tmp_path / "examples.jsonl", EXAMPLE)}
+    more = " ".join(f"--{name}={value}" for name, value in sizes.items())
+    flags = [f"--model={planner_folder()}", "--seeds=1", "--nocontrol", "--num_tasks=3", "--samples=2"]
+    flags += [f"--folder={tmp_path}", f"--agentflow={more} --decay_updates=1"]
+    found = last_line(command("benchmarks.agents", *flags))
+    assert [(row["run"], row["planner"]) for row in found["rows"]] == [
+        ("pretrained, examples", "start"),
+        ("seed-1", "start"),
+        ("seed-1", "best"),
+    ]
+    assert all(row["low"] <= row["pass@1"] <= min(row["pass@2"], row["high"]) for row in found["rows"])
+    assert all(row["gib"] > 0 for row in found["rows"])
+    named = f"{planner_folder().name}-word_problems"
+    assert (tmp_path / f"{named}-trajectories.md").read_text().count("Before:") == 3
+    assert "seed 1" in (tmp_path / f"{named}-curves.svg").read_text()
+    measured = tmp_path / f"{named}-seed-1" / "measured.json"
+    assert json.loads(measured.read_text())["minutes"] > 0
+    written = measured.stat().st_mtime_ns
+    assert last_line(command("benchmarks.agents", *flags))["rows"] == found["rows"]
+    assert measured.stat().st_mtime_ns == written
+    other = command("benchmarks.agents", *flags[:-1], f"{flags[-1]} --turns=3", check=False)
+    check_refused(other, "was made with command python -m flowgrpo agentflow")
 
 
 @pytest.mark.oracle

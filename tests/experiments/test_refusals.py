@@ -98,6 +98,13 @@ BAD_INPUT = [
     ("agentflow", "--model=mute --tasks=answer.jsonl", "mute has no chat template: put a chat_template.jinja there"),
     ("agentflow", "--model=gutted --tasks=answer.jsonl", "model.safetensors can't be read as safetensors"),
     ("agentflow", "--model=model", "--model needs --tasks: a .jsonl or .parquet file"),
+    ("agentflow", "--actions=calls --rendering=fresh", "a conversation of calls and answers: give --rendering=append"),
+    ("agentflow", "--warm_start=own", "--warm_start=own needs --model: the small model here imitates a script"),
+    (
+        "agentflow",
+        "--model=model --tasks=word_problems --examples=none.jsonl --workdir=run --noresume",
+        "none.jsonl is no file; give the path of a task file",
+    ),
     ("agentflow", GIVEN, "the tool search needs --corpus"),
     ("agentflow", "--model=model --tasks=chemistry.jsonl", "tasks of the domain 'chemistry' have no reward"),
     ("agentflow", f"{GIVEN} --domain=chess", "--domain=chess has no reward; choose from answer, "),
@@ -250,13 +257,14 @@ def test_flags_that_cannot_be_read_end_with_status_2(command, module, given, sai
 OPENERS = {"evaluate", "export", "replay", "view"}  # say what is wrong with a run, in the flags it was started with
 PARTS_ONLY = {  # commands that take nothing from a module that would say its sentences
     "flowgrpo.recipes.agent": {"train_agent", "train_env"},
-    "flowgrpo.recipes.agent_config": {"self_verify"},
+    "flowgrpo.recipes.agent_config": {"self_verify", "train_agent", "train_env"},
+    "flowgrpo.recipes.agent_warm_start": {"train_agent", "train_env"},
     "flowgrpo.recipes.hosted": {"quickstart"},
     "flowgrpo.recipes.hosted_config": {"quickstart", "self_verify"},
     "flowgrpo.recipes.planner": {"quickstart"},
     "flowgrpo.run.warm_start": {"finetune"},
     "flowgrpo.planning.targets": {"benchmarks.update"},
-    "flowgrpo.data.task_files": {"finetune", "simulate", "benchmarks.cluster"},
+    "flowgrpo.data.task_files": {"finetune", "simulate", "benchmarks.agents", "benchmarks.cluster"},
 }
 # They say what is wrong with the settings of a run.
 RUNS = ("flowgrpo.recipes.", "flowgrpo.run.", "flowgrpo.distributed.", "flowgrpo.report.sinks")

@@ -234,6 +234,12 @@ def test_a_missing_extra_is_named(monkeypatch):
     with pytest.raises(BadInput, match=r"needs math_verify: pip install 'math-verify"):
         registry.preload(["math", "code"])
     assert registry.preload(["code", "poem"]) == ()
+    with Sandbox(unsafe=True) as sandbox:  # and is in the way of no other domain
+        reward = registry.route(registry.Means(sandbox=sandbox))
+        scored = {name: reward.score(Task("t", "?", ("4",), name), "4") for name in ("math", "answer")}
+    assert scored["answer"].value == 1.0
+    assert scored["math"].value is None
+    assert "needs math_verify: pip install 'math-verify" in scored["math"].reason
 
 
 def write_judge(folder: Path) -> None:

@@ -146,7 +146,7 @@ def test_the_tokenizer_goes_with_the_model_unless_none_is_wanted(tmp_path, monke
     with pytest.raises(BadInput):
         hf.load_model(tmp_path)
     monkeypatch.setattr(
-        "flowgrpo.models.hf.load_text", lambda folder: words if (folder / "tokenizer.json").exists() else 1
+        "flowgrpo.models.hf.load_text", lambda folder, _template: words if (folder / "tokenizer.json").exists() else 1
     )
     hf.save_model(tmp_path, random_model("llama")._replace(text=words))
     assert hf.load_model(tmp_path).text is words

@@ -9,6 +9,7 @@ import pytest
 from flowgrpo.agent import roles
 from flowgrpo.agent.rendering import appending
 from flowgrpo.agent.system import agent_system
+from flowgrpo.agent.tool_arguments import signature
 from flowgrpo.data.tokenizer import load_text
 from flowgrpo.models.hf import load_model
 from flowgrpo.recipes import registry
@@ -19,13 +20,13 @@ from flowgrpo.recipes.offline_start import (
     ScriptFlaws,
     demonstrate_script,
     note_made,
-    play_script,
     script,
     shuffled_batches,
     write_model,
     write_start,
 )
 from flowgrpo.recipes.offline_tasks import DOMAINS, MAKERS, SPLITS, combinations, make_tasks, passages
+from flowgrpo.rollout.demonstrations import play_actions
 from flowgrpo.run.config import setting_infos
 from flowgrpo.sandbox import Sandbox
 from flowgrpo.tools.calculator import calculator
@@ -51,7 +52,7 @@ def world(tmp_path_factory):
             env = agent_system(
                 text,
                 schemas=tools.schemas,
-                planner=roles.planner(instructions="Go.", describe=roles.signature),
+                planner=roles.planner(instructions="Go.", describe=signature),
                 turns=5,
                 max_tokens=200,
                 context_tokens=2000,
@@ -92,7 +93,7 @@ def test_what_is_unknown_is_refused(given, said):
 def played(world, tasks, flaws):
     """(trajectories of the script with these slips, their answers, what they are paid)."""
     text, env, do, reward = world
-    records = [play_script(env, text, do, task, script(task, np.random.default_rng(0), flaws)) for task in tasks]
+    records = [play_actions(env, text, do, task, script(task, np.random.default_rng(0), flaws)) for task in tasks]
     last = [record.turns[-1] for record in records]
     outputs = [text.decode(turn.tokens[turn.chosen][:-1]).split("Context: ", 1)[1] for turn in last]
     return records, outputs, [scored.value for scored in reward.many(tasks, outputs)]

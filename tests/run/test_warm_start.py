@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from flowgrpo.learner.state import LearnerState, init_learner
-from flowgrpo.run.checkpoints import params_sha256
+from flowgrpo.models.trainable import Trained
+from flowgrpo.run.checkpoints import Checkpoints, params_sha256
 from flowgrpo.run.warm_start import WARM, WarmStart, finish_warm_start, no_warm_start, saved_position, warm_start
 from flowgrpo.types import BadInput
 
@@ -54,6 +55,42 @@ def test_S1_a_kill_at_any_moment_gives_the_same_bits_and_every_validation_once(t
     assert params_sha256(again) == params_sha256(whole)
     assert heard == told
     assert [count for count, _ in told] == [0, 4, 8, 12, 16, 20, 24]
+
+
+def frozen_beside(killed_at: int | None = None) -> WarmStart:
+    """The same warm start, of which a base that is frozen is no part."""
+    warm, base = make(killed_at=killed_at), jnp.full(1000, 3.0)
+    trained = Trained(lambda params: {"w": params["w"]}, lambda params, part: {**params, **part})
+
+    def step_part(state: LearnerState, batch: jax.Array) -> tuple[LearnerState, None]:
+        params = state.params
+        state, _ = step(state.replace(params=trained.take(params)), batch)
+        return state.replace(params=trained.put(params, state.params)), None
+
+    state = warm.state.replace(params={"base": base, **warm.state.params})
+    return warm._replace(state=state, step=step_part, trained=trained)
+
+
+@pytest.mark.parametrize("killed_at", [1, 9, 23])
+def test_S1_checkpoints_hold_the_part_that_is_trained_and_what_is_killed_gets_the_rest_from_the_start(
+    tmp_path, killed_at
+):
+    told, heard = [], []
+    whole = warm_start(frozen_beside(), tmp_path / "whole", lambda *seen: told.append(seen))
+    plain = warm_start(make(), tmp_path / "plain", lambda *_: None)
+    np.testing.assert_array_equal(whole["w"], plain["w"])
+    with pytest.raises(KeyboardInterrupt):
+        warm_start(frozen_beside(killed_at), tmp_path / "parts", lambda *seen: heard.append(seen))
+    checkpoints = Checkpoints(tmp_path / "parts" / WARM)
+    if (latest := checkpoints.latest()) is not None:
+        assert [set(checkpoints.part(latest, place)) for place in ("state/params", "best")] == [{"w"}, {"w"}]
+        del heard[1 + latest // 4 :]
+    else:
+        heard.clear()
+    again = warm_start(frozen_beside(), tmp_path / "parts", lambda *seen: heard.append(seen))
+    assert heard == told
+    assert params_sha256(again) == params_sha256(whole)
+    np.testing.assert_array_equal(again["base"], np.full(1000, 3.0))
 
 
 def test_it_ends_where_the_loss_falls_no_more_with_the_parameters_at_the_lowest(tmp_path):

@@ -9,6 +9,7 @@ Modules:
     match           The answer matcher: `match_answers` makes a reward of rules, `answer` the plain one
     numbers         Numbers as people write them: `read_plain` reads a text as an exact `Number`
     school          K-12 answers: `school` is the matcher with the rules of a school
+    similarity      Similarity to gold: `similarity` pays how much of two texts is alike, raised to a power
     spelling        Text as it is compared: `plain_text` takes off typography, `bare` also what school forgives
     symbolic        Symbolic mathematics: `mathematics` is the matcher with math-verify
     symbolic_child  Verdicts of math-verify on pairs of strings, reached in a process that can be killed

@@ -1,0 +1,40 @@
+"""Chat templates for models that come without one, by name, or as a file of Jinja.
+
+    read_template("gemma"), read_template("mine.jinja") -> the template
+
+A base model has seen few of the control tokens that its tokenizer knows: `plain` uses none but that of the end.
+"""
+
+from pathlib import Path
+
+from flowgrpo.types import BadInput
+
+TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "gemma": (
+        "{{ bos_token }}{% for message in messages %}<start_of_turn>"
+        "{{ 'model' if message.role == 'assistant' else message.role }}\n{{ message.content }}<end_of_turn>\n"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    ),
+    "plain": (
+        "{{ bos_token }}{% for message in messages %}"
+        "{% if message.role == 'assistant' %}>>> {{ message.content }}{{ eos_token }}\n"
+        "{% else %}{{ message.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}>>> {% endif %}"
+    ),
+}
+
+
+def read_template(name: str) -> str:
+    """The template of that name, or of that file."""
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        fix = f"give a file of Jinja, or one of {', '.join(TEMPLATES)}"
+        raise BadInput(f"the chat template {name} can't be read ({why}): {fix}") from None

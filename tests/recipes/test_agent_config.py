@@ -1,0 +1,91 @@
+"""Settings of the agent run: what contradicts itself is one sentence, and a set of tasks brings those that fit it."""
+
+import pytest
+
+from flowgrpo.recipes.agent_config import LARGE, LONG_ANSWERS, PAPER, SMALL, Config, preset
+from flowgrpo.recipes.names import TASK_SETS
+from flowgrpo.types import BadInput
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        (
+            {"model": "x", "actions": "calls"},
+            "--actions=calls makes a conversation of calls and answers: give --rendering=append",
+        ),
+        (
+            {"model": "x", "actions": "tool_calls", "rendering": "fresh"},
+            "--actions=tool_calls makes a conversation of calls and answers: give --rendering=append",
+        ),
+        ({"actions": "prose"}, "--actions=prose is unknown; choose from lines, calls, tool_calls"),
+        (
+            {"warm_start": "own"},
+            "--warm_start=own needs --model: the small model here imitates a script",
+        ),
+        (
+            {"model": "x", "warm_start": "own", "warm_steps": 5},
+            "--warm_start=own needs --warm_steps and --demonstrations, of which one is 0",
+        ),
+        (
+            {"model": "x", "tasks": "word_problems", "warm_steps": 0},
+            "--warm_start=expert needs --warm_steps and --demonstrations, of which one is 0",
+        ),
+        (
+            {"model": "x", "tasks": "word_problems", "warm_start": "expert", "drop_examples": True},
+            "--drop_examples is for a warm start on what was said with them: give --warm_start=own, too",
+        ),
+        (
+            {"model": "x", "tasks": "word_problems", "warm_start": "none", "drop_examples": True},
+            "--drop_examples is for a warm start on what was said with them: give --warm_start=own, too",
+        ),
+        (
+            {"model": "x", "tasks": "train.jsonl", "examples": "tasks"},
+            "--examples=tasks are those of --tasks=word_problems, two_hop, reverse_text, alphabet_sort, not of "
+            "train.jsonl: give a file of them",
+        ),
+        ({"examples": "tasks"}, "not of None: give a file of them"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(chosen, said):
+    with pytest.raises(BadInput) as refused:
+        preset(**chosen)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("name", TASK_SETS)
+def test_a_set_of_tasks_brings_the_settings_of_a_small_model_and_its_tools(name):
+    settings = preset(model="x", tasks=name).to_json()
+    expected = SMALL | LONG_ANSWERS.get(name, {}) | {"demonstrations": 512}  # of an expert, which cost nothing
+    assert {key: settings[key] for key in SMALL} == expected
+    assert (settings["tools"], settings["warm_start"], settings["examples"]) == (TASK_SETS[name], "expert", "none")
+    assert settings["group_seconds"] == LARGE["group_seconds"]
+
+
+def test_what_is_chosen_stands_and_a_file_of_tasks_brings_those_of_the_paper():
+    chosen = preset(model="x", tasks="word_problems", lora_rank=2, actions="lines", tools="python", context_tokens=600)
+    assert (chosen.lora_rank, chosen.actions, chosen.tools, chosen.context_tokens) == (2, "lines", "python", 600)
+    paper = preset(model="x", tasks="train.jsonl").to_json()
+    assert {key: paper[key] for key in PAPER} == PAPER
+    assert (paper["actions"], paper["examples"], paper["warm_start"]) == ("lines", "none", "none")
+
+
+@pytest.mark.parametrize(
+    ("warm_start", "examples", "drops"),
+    [("own", "tasks", True), ("some/model", "tasks", True), ("none", "tasks", False), ("expert", "none", False)],
+)
+def test_examples_are_left_out_only_after_a_warm_start_on_what_was_said_with_them(warm_start, examples, drops):
+    """So that each --warm_start can be given alone."""
+    settings = preset(model="x", tasks="word_problems", warm_start=warm_start)
+    assert (settings.examples, settings.drop_examples) == (examples, drops)
+    assert preset(model="x", tasks="word_problems", warm_start="own", drop_examples=False).drop_examples is False
+
+
+def test_offline_settings_write_lines_without_examples():
+    config = Config()
+    assert (config.actions, config.examples, config.warm_start, config.drop_examples) == (
+        "lines",
+        "none",
+        "none",
+        False,
+    )
