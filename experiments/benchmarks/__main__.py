@@ -13,6 +13,7 @@ GROUPS = {
     "The machine": ("ceilings", "startup"),
     "Learning": ("update", "attention", "packing", "prefixes", "meshes"),
     "Playing": ("decode", "hosted", "gateway", "exactness", "loading"),
+    "Real models": ("agents",),
     "Looking": ("viewer",),
     "Rewards": ("answers", "rewards"),
     "Whole iterations": ("iteration", "seeds", "staged", "cluster"),
