@@ -216,10 +216,14 @@ def publish_study(docs: Path, name: str, study: Study, runs: RunResults, seeds: 
 
 
 def processor_of_bits() -> str:
-    """Name what the bits of a run depend on: the kind of device, its widest vectors, and the version of XLA."""
+    """Name what the bits of a run depend on: the kind of device, its generation and widest vectors, and XLA's version.
+
+    Generations of a maker's processors share a name in virtual machines, and XLA compiles for each by its own rules.
+    """
     told = processor()
+    generation = f"family {told['cpu family']}, model {told['model']}, " if "cpu family" in told else ""
     wide = "AVX-512" if "avx512f" in told.get("flags", "").split() else "no AVX-512"
-    return f"{machine()['device_kind']}, {wide}, jaxlib {version('jaxlib')}"
+    return f"{machine()['device_kind']}, {generation}{wide}, jaxlib {version('jaxlib')}"
 
 
 def insert_table(text: str, begin: str, end: str, table: str) -> str:

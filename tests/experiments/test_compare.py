@@ -289,7 +289,8 @@ def test_a_study_whose_time_is_over_ends_before_its_next_arm(asked, tmp_path, ca
 def test_a_published_run_comes_out_again_to_the_bit(monkeypatch):
     """The warm start, ten updates and two examinations of 256 tasks, with the flags of users, of one study of many.
 
-    A processor on which none was run rounds otherwise: it has to come near, and the command says what is not equal.
+    A processor on which none was run rounds otherwise, one of another generation, too: it has to come near, and the
+    command says what is not equal.
     """
     made_on = json.loads(Path("docs/studies/machines.json").read_text())
     here = study_pages.processor_of_bits()
