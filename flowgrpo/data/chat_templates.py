@@ -2,7 +2,8 @@
 
     read_template("gemma"), read_template("mine.jinja") -> the template
 
-A base model has seen few of the control tokens that its tokenizer knows: `plain` uses none but that of the end.
+A base model has seen few of the control tokens that its tokenizer knows: `plain` uses none but that of the end. An
+invitation to answer ends with a line, since a space would be a token of its own there, and part of a word elsewhere.
 """
 
 from pathlib import Path
@@ -22,8 +23,8 @@ TEMPLATES = {
     ),
     "plain": (
         "{{ bos_token }}{% for message in messages %}"
-        "{% if message.role == 'assistant' %}>>> {{ message.content }}{{ eos_token }}\n"
-        "{% else %}{{ message.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}>>> {% endif %}"
+        "{% if message.role == 'assistant' %}>>>\n{{ message.content }}{{ eos_token }}\n"
+        "{% else %}{{ message.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}>>>\n{% endif %}"
     ),
 }
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from flowgrpo.data.foreign_files import check_files, check_tokenizer
 from flowgrpo.data.gguf_file import is_gguf, read_header
-from flowgrpo.data.gguf_tokenizer import build_tokenizer, generation_config
+from flowgrpo.data.gguf_tokenizer import SPACE, build_tokenizer, generation_config
 from flowgrpo.data.named_models import find_gguf
 from flowgrpo.data.templates import ENDLESS, render
 from flowgrpo.data.templates import start as start_rendering
@@ -146,8 +146,8 @@ def closing_id(text: Text) -> int | None:
 
 
 def guard(text: Text) -> Text:
-    """`text` that breaks up every added token in messages, also those like <think> that aren't marked as special."""
-    return replace(text, special=any_of(text.tokenizer.get_added_vocab()))
+    """`text` that breaks up every control token in messages, also those like <think> that aren't marked as special."""
+    return replace(text, special=any_of(_control_tokens(text)))
 
 
 def any_of(spells: Iterable[str]) -> re.Pattern[str]:
@@ -214,9 +214,15 @@ def encode_marked(text: Text, string: str) -> list[int]:
 
 
 def control_ids(text: Text, ids: Iterable[int]) -> list[int]:
-    """Those of the ids that are added tokens, which templates write and data must not."""
-    control = frozenset(text.tokenizer.get_added_vocab().values())
+    """Those of the ids that are control tokens, which templates write and data must not."""
+    control = frozenset(_control_tokens(text).values())
     return [i for i in ids if i in control]
+
+
+def _control_tokens(text: Text) -> dict[str, int]:
+    """All added tokens but those of white space, which is words like any other: Gemma adds its ends of lines."""
+    added = text.tokenizer.get_added_vocab()
+    return {spelled: i for spelled, i in added.items() if spelled.replace(SPACE, " ").strip()}
 
 
 def write_plainly(

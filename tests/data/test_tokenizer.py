@@ -29,7 +29,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from flowgrpo.data import templates, tokenizer
-from flowgrpo.data.tokenizer import Conversation, add_action, add_messages, load_text, start
+from flowgrpo.data.tokenizer import Conversation, add_action, add_messages, guard, load_text, start, write_plainly
 from flowgrpo.types import BadInput
 
 
@@ -219,6 +219,27 @@ def test_encode_adds_no_special_tokens(texts, tmp_path):
     assert text.tokenizer.encode("a")[0] == tokenizer.bos_token_id
     assert text.decode(text.encode("the capital")) == "the capital"
     assert start(text, [USER]).tokens.count(tokenizer.bos_token_id) == 1
+
+
+def test_tokens_of_white_space_are_words_and_other_added_tokens_are_broken_up(tmp_path):
+    """Gemma adds its ends of lines and tabs: only `<b>` comes apart in a message."""
+    made = fast(byte_level(), STYLES["gemma"], GEMMA)
+    made.add_tokens(["\n", "\n\n", "\t", "\u2581\u2581", "<b>"])
+    made.save_pretrained(tmp_path)
+    text = load_text(tmp_path)
+    guarded = guard(text)
+
+    def first_prompt(words: str) -> tuple[int, ...]:
+        ask = [says("user", words)]
+        return write_plainly(guarded, ask, lambda own, messages: start(own, messages).tokens)
+
+    words = "the capital\n\nof\tFrance"
+    assert first_prompt(words) == start(text, [says("user", words)]).tokens
+    assert len(first_prompt(words)) < len(first_prompt("the")) + len(words) - len("the")
+    (bold,) = text.encode("<b>")
+    assert bold in start(text, [says("user", "a <b> c")]).tokens
+    assert bold not in first_prompt("a <b> c")
+    assert text.decode(first_prompt("a <b>\n c")) == text.decode(start(text, [says("user", "a <b>\n c")]).tokens)
 
 
 @pytest.mark.parametrize("name", NAMES)
