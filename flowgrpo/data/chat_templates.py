@@ -2,8 +2,11 @@
 
     read_template("gemma"), read_template("mine.jinja") -> the template
 
-A base model has seen few of the control tokens that its tokenizer knows: `plain` uses none but that of the end. An
-invitation to answer ends with a line, since a space would be a token of its own there, and part of a word elsewhere.
+A base model has seen few of the control tokens that its tokenizer knows: `plain` uses none but that of the end, and
+`lines` not even that: an answer is one line, and ends with it where the end of a line is a token of its own, as it is
+for Gemma. Before any training Gemma 3 270M ends 97 % of its actions so, and 4 % by a control token. An invitation to
+answer ends with a line, since a space would be a token of its own there, and part of a word elsewhere. In both of them
+words alone part the turns, which a tool can write, too.
 """
 
 from pathlib import Path
@@ -20,6 +23,10 @@ TEMPLATES = {
         "{{ 'model' if message.role == 'assistant' else message.role }}\n{{ message.content }}<end_of_turn>\n"
         "{% endfor %}"
         "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    ),
+    "lines": (
+        "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}>>>\n{% endif %}"
+        "{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}>>>\n{% endif %}"
     ),
     "plain": (
         "{{ bos_token }}{% for message in messages %}"

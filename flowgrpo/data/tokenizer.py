@@ -457,6 +457,13 @@ def _find_pad_id(text: Text) -> int:
 
 
 def _first_token(text: Text, string: str) -> int | None:
-    """The id of the added token that `string` begins with after white space, or None where it is ordinary text."""
-    added, bare = text.tokenizer.get_added_vocab(), string.lstrip()
-    return added.get(max((token for token in added if bare.startswith(token)), key=len, default=""))
+    """The id of the added token that `string` begins with, or None where it is ordinary text.
+
+    White space before a control token doesn't count; where there is none, it may be an added token itself, as the end
+    of a line is for Gemma.
+    """
+    added = text.tokenizer.get_added_vocab()
+    for begun in (string.lstrip(), string):
+        if matching := [token for token in added if begun.startswith(token)]:
+            return added[max(matching, key=len)]
+    return None

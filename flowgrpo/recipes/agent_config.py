@@ -159,7 +159,7 @@ class Config(TaskConfig):
         """Those of the offline run, those of the paper for a model, or those of a small model for a set of tasks."""
         if not chosen.get("model"):
             return super().defaults(chosen)
-        defaults = super().defaults(chosen) | PAPER
+        defaults = super().defaults(chosen) | PAPER | {"chat_template": BASE_TEMPLATES.get(chosen["model"])}
         if (tasks := chosen.get("tasks")) in TASK_SETS:
             return defaults | SMALL | {"tools": TASK_SETS[tasks], **LONG_ANSWERS.get(tasks, {}), **_first_steps(chosen)}
         return defaults | SMALL if chosen["model"] in PACKAGED else defaults
@@ -263,6 +263,8 @@ SMALL: dict[str, Any] = {
     "passages": 1,
     "recorded": 2,
 }
+# Of packaged models that come without one.
+BASE_TEMPLATES = {"gemma3": "lines"}
 # Sets of tasks whose answers don't fit into SMALL's max_tokens: four names take 27.
 LONG_ANSWERS: dict[str, dict[str, Any]] = {"alphabet_sort": {"max_tokens": 32}}
 

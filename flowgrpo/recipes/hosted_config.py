@@ -17,7 +17,7 @@ class PlannerConfig(TrainingConfig):
         None, "Model folder, GGUF file, smollm2, gemma3, hub id; none: a small one is made.", "What is run"
     )
     chat_template: str | None = setting(
-        None, "Of a model without one: a file of Jinja, or chatml, gemma, plain.", "What is run"
+        None, "Of a model without one: a file of Jinja, or chatml, gemma, lines, plain.", "What is run"
     )
     optimizer: str = setting("adamw", "What remembers gradients.", "Learning", choices=OPTIMIZERS)
     lora_rank: int = setting(0, "Rank of an adapter; 0 trains all parameters.", "Learning", at_least=0)

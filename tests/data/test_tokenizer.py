@@ -29,6 +29,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from flowgrpo.data import templates, tokenizer
+from flowgrpo.data.chat_templates import read_template
 from flowgrpo.data.tokenizer import Conversation, add_action, add_messages, guard, load_text, start, write_plainly
 from flowgrpo.types import BadInput
 
@@ -240,6 +241,28 @@ def test_tokens_of_white_space_are_words_and_other_added_tokens_are_broken_up(tm
     assert bold in start(text, [says("user", "a <b> c")]).tokens
     assert bold not in first_prompt("a <b> c")
     assert text.decode(first_prompt("a <b>\n c")) == text.decode(start(text, [says("user", "a <b>\n c")]).tokens)
+
+
+def test_an_answer_may_end_with_its_line_where_that_is_a_token(tmp_path):
+    """As the template `lines` has it for a base model; a control token goes first, and words end nothing."""
+    made = fast(byte_level(), STYLES["gemma"], read_template("lines"))
+    made.add_tokens(["\n", "\n\n"])
+    made.save_pretrained(tmp_path)
+    text = load_text(tmp_path)
+    (end,) = text.encode("\n")
+    assert text.stop_ids == (text.tokenizer.eos_token_id, end)
+    asked = start(text, [USER])
+    assert text.decode(asked.tokens) == "<bos>the number?\n>>>\n"
+    for said, closed in (("18\n", True), ("18", False)):  # whole, or cut before its end
+        whole = add_messages(text, add_action(asked, text.encode(said)), [says("user", "and now?")])
+        assert text.decode(whole.tokens) == "<bos>the number?\n>>>\n18\nand now?\n>>>\n"
+        assert whole.chosen[whole.tokens.index(end, len(asked.tokens))] == closed
+    for template in (GEMMA, read_template("plain")):
+        ends = load_text(tmp_path, template).stop_ids
+        assert end not in ends
+        assert [text.decode([i]) for i in ends] in (["<eos>", "<end_of_turn>"], ["<eos>"])
+    fast(byte_level(), STYLES["gemma"], read_template("lines")).save_pretrained(tmp_path / "bytes")
+    assert [text.decode([i]) for i in load_text(tmp_path / "bytes").stop_ids] == ["<eos>"]
 
 
 @pytest.mark.parametrize("name", NAMES)

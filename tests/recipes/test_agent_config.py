@@ -89,3 +89,11 @@ def test_offline_settings_write_lines_without_examples():
         "none",
         False,
     )
+
+
+def test_a_packaged_base_model_has_a_template():
+    """And another one where the user gives it, or where the model comes with its own."""
+    assert preset(model="gemma3").chat_template == "lines"
+    assert preset(model="gemma3", chat_template="plain").chat_template == "plain"
+    assert preset(model="smollm2").chat_template is None
+    assert preset(model="x").chat_template is None
