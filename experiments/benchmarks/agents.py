@@ -37,7 +37,9 @@ PARTS = ("format", "train")
 flag_heading("What is run")
 _PARTS = flags.DEFINE_list("parts", ["train"], f"Which of {', '.join(PARTS)}, by commas.")
 _MODEL = flags.DEFINE_string("model", "smollm2", "The model, as agentflow takes it.")
-_SET = flags.DEFINE_enum("tasks", "word_problems", list(TASK_SETS), "The set of tasks.")
+_SET = flags.DEFINE_string(
+    "tasks", "word_problems", f"The tasks: {', '.join(TASK_SETS)}, or a file, as agentflow has it."
+)
 _SEEDS = flags.DEFINE_list("seeds", ["100", "101", "102"], "Seeds of the runs, by commas.")
 _CONTROL = flags.DEFINE_bool("control", True, "Run the control with shuffled rewards, too.")
 _MORE = flags.DEFINE_string(
@@ -150,7 +152,7 @@ def _call(command: list[str]) -> tuple[int, str, float]:
 
 
 def _folder_of(name: str) -> Path:
-    return Path(_FOLDER.value) / f"{Path(_MODEL.value).name}-{_SET.value}-{name}".replace(" ", "-")
+    return Path(_FOLDER.value) / f"{Path(_MODEL.value).name}-{Path(_SET.value).stem}-{name}".replace(" ", "-")
 
 
 def run(name: str, *more: str) -> dict[str, Any]:

@@ -161,7 +161,7 @@ class Config(TaskConfig):
             return super().defaults(chosen)
         defaults = super().defaults(chosen) | PAPER | {"chat_template": BASE_TEMPLATES.get(chosen["model"])}
         if (tasks := chosen.get("tasks")) in TASK_SETS:
-            return defaults | SMALL | {"tools": TASK_SETS[tasks], **LONG_ANSWERS.get(tasks, {}), **_first_steps(chosen)}
+            return defaults | SMALL | {"tools": TASK_SETS[tasks], **ONE_TURN.get(tasks, {}), **_first_steps(chosen)}
         return defaults | SMALL if chosen["model"] in PACKAGED else defaults
 
     @property
@@ -178,12 +178,18 @@ class Config(TaskConfig):
 def _first_steps(chosen: Mapping[str, Any]) -> dict[str, Any]:
     """How a planner learns the form of an action, for a set of tasks whose tasks carry their steps.
 
-    An expert's demonstrations need no examples, and many of them cost little. What is sampled is sampled with examples,
-    and imitated without them.
+    An expert's demonstrations need no examples, and many of them cost little: least where a task has one turn. What is
+    sampled is sampled with examples, and imitated without them.
     """
     warm_start = chosen.get("warm_start", "expert")
-    expert = {"examples": "none", "demonstrations": 512} if warm_start == "expert" else {"examples": WITH_THE_TASKS}
-    return {"warm_start": warm_start, "drop_examples": warm_start not in KEEP_EXAMPLES, **expert}
+    if warm_start == "expert":
+        many = {"demonstrations": 2048, "warm_steps": 128} if chosen["tasks"] in ONE_TURN else {"demonstrations": 512}
+        return {"warm_start": warm_start, "examples": "none", **many}
+    return {
+        "warm_start": warm_start,
+        "examples": WITH_THE_TASKS,
+        "drop_examples": warm_start not in KEEP_EXAMPLES,
+    }
 
 
 # With a model: the settings of the paper (AgentFlow, arXiv:2510.05592), as far as any agent has them.
@@ -265,8 +271,11 @@ SMALL: dict[str, Any] = {
 }
 # Of packaged models that come without one.
 BASE_TEMPLATES = {"gemma3": "lines"}
-# Sets of tasks whose answers don't fit into SMALL's max_tokens: four names take 27.
-LONG_ANSWERS: dict[str, dict[str, Any]] = {"alphabet_sort": {"max_tokens": 32}}
+# Sets of tasks of one turn without a tool, whose contexts are short; four names take 27 tokens.
+ONE_TURN: dict[str, dict[str, Any]] = {
+    "reverse_text": {"context_tokens": 384, "warm_rows": 3},
+    "alphabet_sort": {"context_tokens": 384, "warm_rows": 3, "max_tokens": 32},
+}
 
 
 def preset(model: str | None = None, **chosen: Any) -> Config:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowgrpo.recipes.agent_config import LARGE, LONG_ANSWERS, PAPER, SMALL, Config, preset
+from flowgrpo.recipes.agent_config import LARGE, ONE_TURN, PAPER, SMALL, Config, preset
 from flowgrpo.recipes.names import TASK_SETS
 from flowgrpo.types import BadInput
 
@@ -56,7 +56,8 @@ def test_settings_that_contradict_each_other_are_refused(chosen, said):
 @pytest.mark.parametrize("name", TASK_SETS)
 def test_a_set_of_tasks_brings_the_settings_of_a_small_model_and_its_tools(name):
     settings = preset(model="x", tasks=name).to_json()
-    expected = SMALL | LONG_ANSWERS.get(name, {}) | {"demonstrations": 512}  # of an expert, which cost nothing
+    demonstrated = {"demonstrations": 2048, "warm_steps": 128} if name in ONE_TURN else {"demonstrations": 512}
+    expected = SMALL | ONE_TURN.get(name, {}) | demonstrated
     assert {key: settings[key] for key in SMALL} == expected
     assert (settings["tools"], settings["warm_start"], settings["examples"]) == (TASK_SETS[name], "expert", "none")
     assert settings["group_seconds"] == LARGE["group_seconds"]
