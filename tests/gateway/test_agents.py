@@ -292,14 +292,22 @@ def test_S1_an_agent_that_asks_for_something_else_after_a_kill_is_aborted(engine
     assert again.reason == "the agent was started again after a kill, and its request 0 is another than before"
 
 
-def test_killing_the_process_of_a_named_function_fails_what_it_plays_and_the_next_rollout_begins_another(engine):
-    environ = {"PYTHONPATH": os.pathsep.join(sys.path)}
+def test_killing_the_process_of_a_named_function_fails_what_it_plays_and_the_next_rollout_begins_another(
+    engine, tmp_path
+):
+    answered = tmp_path / "answered"
+    environ = {"PYTHONPATH": os.pathsep.join(sys.path), "ANSWERED": str(answered)}
     with hosting("gateway_cases:slow", engine, environ=environ, retries=0) as play:
-        worker = play.host._start
-        killer = threading.Timer(6.0, lambda: os.kill(worker._process.pid, signal.SIGKILL))
+
+        def kill_once_answered() -> None:
+            while not answered.exists():
+                time.sleep(0.05)
+            os.kill(play.host._start._process.pid, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_once_answered, daemon=True)
         killer.start()
         one = play(1).played[0]
-        killer.cancel()
+        killer.join(timeout=60)
         assert one.status == Status.ABORTED
         assert "the process of gateway_cases:slow ended with status -9" in one.reason
 
