@@ -118,7 +118,7 @@ def measure(folder: Path) -> dict[str, Any]:
     with agent.open(config, folder) as setup:
         session = open_session(HostedWork(setup, read_run(folder)["recipe"]), folder)
         best, final = session.best_params()
-        planners = {"start": session.start} | ({"best": final} if config.updates else {})
+        planners = {"start": session.start} | ({"best": final} if best else {})
         setup = compile_engines(setup)
         for name, params in planners.items():
             began = time.monotonic()
@@ -139,6 +139,8 @@ def measure(folder: Path) -> dict[str, Any]:
                 }
                 for each in played[::samples][:SHOWN]
             ]
+    if config.updates and not best:  # nothing was gained: the best planner is the start
+        measured["best"] = measured["start"]
     return measured | {"best_update": best}
 
 
