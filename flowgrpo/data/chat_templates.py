@@ -4,9 +4,9 @@
 
 A base model has seen few of the control tokens that its tokenizer knows: `plain` uses none but that of the end, and
 `lines` not even that: an answer is one line, and ends with it where the end of a line is a token of its own, as it is
-for Gemma. Before any training Gemma 3 270M ends 97 % of its actions so, and 4 % by a control token. An invitation to
-answer ends with a line, since a space would be a token of its own there, and part of a word elsewhere. In both of them
-words alone part the turns, which a tool can write, too.
+for Gemma. After six worked examples and no training 97 % of Gemma 3 270M's actions are in form with `lines`, and 4 %
+with `plain`. Both invite an answer by a whole line: a space at its end would be a token of its own in the prompt, and
+part of a word in the examples. In both, turns are told apart by words that a tool could write, too.
 """
 
 from pathlib import Path
