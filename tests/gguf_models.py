@@ -41,7 +41,7 @@ TEXTS = [
 def packaged(name: str) -> Path:
     """The file of a model that comes as a package; without the package the test is skipped."""
     if not all(find_spec(module) for module, _ in NAMED[name].parts):
-        # [oracle] has Gemma's package alone: SmolLM2's compiles llama.cpp, unless pip has --no-deps, which no extra says.
+        # [oracle] has Gemma's package alone: SmolLM2's compiles llama.cpp, and no extra can say --no-deps.
         pytest.skip(f"{name} is not installed: {NAMED[name].install}")
     file = find_gguf(name)
     assert file is not None
