@@ -6,8 +6,8 @@
 Laid out for decoding (`lay_out`), matrices of the same input lie beside each other and are multiplied as one: a step of
 few rows is bound by reading weights, and by starting kernels.
 
-On a CPU the kernels for float32 take rows in tiles, and sum what is left over, or few rows, in another order; a deep
-model enlarges the difference a hundredfold. In exact mode (`launch.is_exact`) rows are padded to a number at which each
+On a CPU kernels take rows in tiles, and sum what is left over, or few rows, in another order; a deep model enlarges the
+difference a hundredfold. In exact mode (`launch.is_exact`) rows are padded to a number at which each
 has the same bits in any company: multiples of 12, at least as many as `padding` finds by trying. Where no number does,
 a long sum is made of pieces, within which the order never changes, at half the rate.
 """
@@ -103,13 +103,17 @@ _matmul = partial(jnp.matmul, precision=PRECISE)
 
 @jax.custom_jvp
 def product(x_ab: Array, w_bc: Array) -> Array:
-    """`x w` in their type; of float32 in exact mode, a row's bits are the same in any company (F7, E3)."""
-    if x_ab.dtype != jnp.float32 or not launch.is_exact():
+    """`x w` in their type; in exact mode a row's bits are the same in any company (F7, E3)."""
+    if not launch.is_exact():
         return _whole_product(x_ab, w_bc)
-    return jax.lax.platform_dependent(x_ab, w_bc, cpu=_exact_product, default=_whole_product)
+    return jax.lax.platform_dependent(
+        x_ab, w_bc, cpu=lambda x, w: _exact_product(x, w).astype(x.dtype), default=_whole_product
+    )
 
 
 def _exact_product(x_ab: Array, w_bc: Array) -> Array:
+    """In float32, whatever the factors: of its kernels the tiles are known."""
+    x_ab, w_bc = x_ab.astype(jnp.float32), w_bc.astype(jnp.float32)
     least = padding(*w_bc.shape)
     if least is None:
         return _sum_pieces(x_ab, _pieces(w_bc) if _divides(w_bc) else [w_bc])
@@ -193,6 +197,12 @@ def _product_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
 @jax.custom_vjp
 def wide_product(x_ab: Array, w_bc: Array) -> Array:
     """`product` in float32, of factors in a narrower type, in which its gradient is computed, too."""
+    if not launch.is_exact():
+        return _widened_product(x_ab, w_bc)
+    return jax.lax.platform_dependent(x_ab, w_bc, cpu=_exact_product, default=_widened_product)
+
+
+def _widened_product(x_ab: Array, w_bc: Array) -> Array:
     return jnp.matmul(x_ab, w_bc, preferred_element_type=jnp.float32)
 
 

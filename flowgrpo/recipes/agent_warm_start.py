@@ -9,6 +9,7 @@ What is sampled is written to `trajectories/warm_start.jsonl`, slice by slice, s
 same demonstrations.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,7 +30,7 @@ from flowgrpo.recipes.offline_start import warm_start_on
 from flowgrpo.rollout.demonstrations import demonstrate, imitate_played, spoken_actions
 from flowgrpo.rollout.records import Played, from_json
 from flowgrpo.run.warm_start import WarmStart, no_warm_start
-from flowgrpo.types import BadInput, Trajectory
+from flowgrpo.types import BadInput, Task, Trajectory
 
 SAMPLED = "trajectories/warm_start.jsonl"  # in the folder of a run
 FIRST = 1 << 20  # tasks of training from this one on: others than those of the updates, where tasks never end
@@ -51,7 +52,7 @@ def make_warm_start(
     if config.warm_start == "none":
         return no_warm_start(setup.planner.params)
     if config.warm_start == "expert":
-        tasks = setup.tasks("train", FIRST, config.demonstrations)
+        tasks = _solved_tasks(setup.tasks("train", FIRST, config.demonstrations))
         expert = partial(scripted_actions, form=form, schemas=schemas)
         return imitate(setup, demonstrate(env, tasks, expert, text=text, do=setup.do))
     if config.warm_start == "own":
@@ -66,6 +67,17 @@ def make_warm_start(
         actions = [spoken_actions(played, teacher.text, text) for played in successes]
     pairs = zip(successes, actions, strict=True)
     return imitate(setup, [imitate_played(env, text, played, said, group=played.group) for played, said in pairs])
+
+
+def _solved_tasks(tasks: Sequence[Task]) -> Sequence[Task]:
+    """The tasks that say how they are solved, or all of them where none does."""
+    solved = [task for task in tasks if {"steps", "final"} <= task.metadata.keys()]
+    if 0 < len(solved) < len(tasks):
+        logging.getLogger(__name__).warning(
+            f"{len(tasks) - len(solved)} of {len(tasks)} tasks have no fields steps and final, which say how a task is "
+            "solved, and are not demonstrated"
+        )
+    return solved or tasks
 
 
 def _successes(setup: HostedSetup, config: Config) -> list[Played]:

@@ -43,6 +43,20 @@ def test_E3_a_row_of_a_product_has_the_same_bits_in_any_company(inputs, outputs,
         np.testing.assert_array_equal(np.asarray(multiply(x_ab[:rows], w_bc)), whole[:rows], err_msg=str(rows))
 
 
+@pytest.mark.parametrize("name", ["product", "wide_product"])
+def test_E3_so_it_has_in_bfloat16(name, mode):
+    mode(True)
+    rng = np.random.default_rng(0)
+    x_ab, w_bc = (
+        jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16) for shape in ((130, 576), (576, 97))
+    )
+    multiply = jax.jit(lambda x, w: getattr(products, name)(x, w))
+    whole = np.asarray(multiply(x_ab, w_bc))
+    assert whole.dtype == (jnp.float32 if name == "wide_product" else jnp.bfloat16)
+    for rows in (2, 3, 7, 8, 13, 25, 32, 49):
+        np.testing.assert_array_equal(np.asarray(multiply(x_ab[:rows], w_bc)), whole[:rows], err_msg=str(rows))
+
+
 def test_rows_are_padded_in_exact_mode_alone(mode):
     shapes = {}
     for exact in (True, False):

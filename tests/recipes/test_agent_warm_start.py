@@ -74,6 +74,19 @@ def test_experts_are_imitated_by_the_adapter_alone(world, expert, tmp_path):
     assert EXAMPLES in {path.name for path in world.folder.iterdir()}
 
 
+def test_a_task_that_does_not_say_how_it_is_solved_is_left_out(world, tmp_path, caplog):
+    def tasks(split, first, count):
+        drawn = list(world.tasks(split, first, count))
+        return [replace(drawn[0], metadata={}), *drawn[1:]]
+
+    few = warm_start_of(world._replace(tasks=tasks), tmp_path, demonstrations=6)
+    of_all = warm_start_of(world, tmp_path, demonstrations=6)
+    assert "1 of 6 tasks have no fields steps and final" in caplog.text
+    assert rows_of(few, world.model.text) != rows_of(of_all, world.model.text)
+    with pytest.raises(BadInput, match="doesn't say how it is solved"):
+        warm_start_of(world._replace(tasks=lambda *drawn: tasks(*drawn)[:1]), tmp_path, demonstrations=1)
+
+
 def test_S1_a_checkpoint_holds_the_adapter_alone_and_what_is_killed_goes_on_to_the_same_bits(expert, tmp_path):
     told, heard = [], []
     whole = warm_start(expert, tmp_path / "whole", lambda *seen: told.append(seen))

@@ -165,7 +165,7 @@ def check_widths(bench: Bench) -> list[CheckLine]:
             alone = [run(tokens_ru, length_r, key_r, np.arange(rows) == row)[row] for row in range(rows)]
         advice = (
             "Bits of a row depend on its company (E3), so a run that is killed need not end at the same bits: "
-            "use --deterministic, and report the device."
+            "use --deterministic (on a CPU --exact), and report the device."
         )
         same = [together[row] == shuffled[at] for at, row in enumerate(order)]
         lines.append(holds(f"the same bits in any order, {form.name}", all(same), advice))
