@@ -48,20 +48,23 @@ def _copy_layers(layers, *, source_n: Array, target_n: Array, held_n: Array):
 
 def _copy_slots(x: Array, *, source_n: Array, target_n: Array, held_n: Array) -> Array:
     """The first `held` slots, rounded up to blocks, of each row [r k c e] or [n r k c e]."""
-    layers, _, heads, capacity, width = (1, *x.shape)[-5:]  # a layer on its own is a stack of one
+    *layers, _, heads, capacity, width = x.shape
     size = BLOCK if capacity % BLOCK == 0 else capacity
-    sizes = (layers, 1, heads, size, width)
+    sizes = (*layers, 1, heads, size, width)
     blocks_n = -(-jnp.clip(held_n, 0, capacity) // size)
     order_n = jnp.argsort(blocks_n == 0, stable=True)  # those that copy anything, in their order
 
     def copy_row(number, x: Array) -> Array:
         i = order_n[number]
 
+        def place(row, block) -> tuple:
+            return (*(0 for _ in layers), row, 0, block * size, 0)
+
         def copy_block(block, x: Array) -> Array:
-            part = jax.lax.dynamic_slice(x, (0, source_n[i], 0, block * size, 0), sizes)
-            return jax.lax.dynamic_update_slice(x, part, (0, target_n[i], 0, block * size, 0))
+            part = jax.lax.dynamic_slice(x, place(source_n[i], block), sizes)
+            return jax.lax.dynamic_update_slice(x, part, place(target_n[i], block))
 
         return jax.lax.fori_loop(0, blocks_n[i], copy_block, x)
 
-    stacked = x.reshape(layers, *x.shape[-4:])
-    return jax.lax.fori_loop(0, (blocks_n > 0).sum(), copy_row, stacked).reshape(x.shape)
+    # With an axis added, a cache of one head would be copied as a whole before and after.
+    return jax.lax.fori_loop(0, (blocks_n > 0).sum(), copy_row, x)
