@@ -1,5 +1,7 @@
 """Requests that enter together: each distinct piece once, and the bits that each has alone (E3)."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -101,6 +103,15 @@ def test_copies_in_order_leave_other_rows_alone(stacked):
     for now, was in zip(whole[1], whole[0], strict=True):
         for row, held in enumerate([3, 130, 129, 7, 384]):
             np.testing.assert_array_equal(now[row, :, :held], was[rows[row], :, :held])
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_cache_of_one_head_is_copied_in_place(stacked):
+    from flowgrpo.models.kv_cache import make_cache
+
+    cache = make_cache(8, 300, config=replace(CONFIG, k=1), stacked=stacked)
+    program = jax.jit(copy_rows, donate_argnums=0).lower(cache, *np.zeros((3, 8), np.int32), 8).compile()
+    assert not [line for line in program.as_text().splitlines() if " copy(" in line and "f32[" in line]
 
 
 def family(count: int, seed: int) -> list[fg.Request]:

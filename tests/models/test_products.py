@@ -16,7 +16,7 @@ from flowgrpo.models.lora import Adapted, LoraConfig, init_adapter, lora_policy
 from flowgrpo.models.quantised import quantise_layers
 
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
-SHAPES = [(576, 960), (1536, 64), (64, 24), (200, 7), (32, 32)]
+SHAPES = [(576, 960), (1536, 64), (64, 24), (200, 7), (32, 32), (96, 1024)]  # the last is crowded
 
 
 @pytest.fixture
@@ -41,6 +41,42 @@ def test_E3_a_row_of_a_product_has_the_same_bits_in_any_company(inputs, outputs,
     whole = np.asarray(multiply(x_ab, w_bc))
     for rows in (2, 3, 7, 8, 13, 25, 32, 49, 130):
         np.testing.assert_array_equal(np.asarray(multiply(x_ab[:rows], w_bc)), whole[:rows], err_msg=str(rows))
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_E3_so_it_has_where_the_matrix_lies_the_other_way(inputs, outputs, mode):
+    mode(True)
+    rng = np.random.default_rng(0)
+    x_ab, w_cb = rng.standard_normal((300, inputs), np.float32), rng.standard_normal((outputs, inputs), np.float32)
+    multiply = jax.jit(lambda x, w: products.product_transposed(x, w))
+    whole = np.asarray(multiply(x_ab, w_cb))
+    np.testing.assert_allclose(whole, x_ab @ w_cb.T, rtol=1e-4, atol=1e-4)
+    for rows in (2, 7, 13, 25, 49, 130):
+        np.testing.assert_array_equal(np.asarray(multiply(x_ab[:rows], w_cb)), whole[:rows], err_msg=str(rows))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_gradient_of_a_product_is_the_same_whichever_way_the_matrix_lies(exact, mode):
+    mode(exact)
+    x_ab, w_cb = (np.random.default_rng(0).standard_normal(shape, np.float32) for shape in ((60, 24), (512, 24)))
+    expected = jax.grad(lambda x, w: jnp.sum(jnp.sin(x @ w.T)), argnums=(0, 1))(x_ab, w_cb)
+    for multiply in (products.product_transposed, lambda x, w: products.product(x, w.T)):
+        found = jax.jit(jax.grad(lambda x, w, multiply=multiply: jnp.sum(jnp.sin(multiply(x, w))), argnums=(0, 1)))
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), found(x_ab, w_cb), expected)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("rows", [7, 60])
+def test_a_crowded_matrix_has_columns_more_which_nobody_sees(exact, rows, mode):
+    mode(exact)
+    x_ab, w_bc = (np.random.default_rng(0).standard_normal(shape, np.float32) for shape in ((rows, 40), (40, 1024)))
+    laid = products.divide(jnp.asarray(w_bc).reshape(40, 8, 128), 1)
+    assert [piece.shape for piece in laid.pieces] == [(40, 1024 + products.ADDED)]
+    assert laid.shape == (40, 8, 128)
+    out = np.asarray(jax.jit(products.times)(x_ab, laid))
+    np.testing.assert_array_equal(out, jax.jit(products.times)(x_ab, w_bc))
+    np.testing.assert_allclose(out, x_ab @ w_bc, rtol=1e-4, atol=1e-4)
+    assert products.divide(jnp.zeros((40, 1000)), 1).shape == (40, 1000)  # as it is
 
 
 @pytest.mark.parametrize("name", ["product", "wide_product"])
