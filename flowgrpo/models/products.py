@@ -235,10 +235,19 @@ def _whole_product(x_ab: Array, w_bc: Array) -> Array:
 
 @partial(product.defjvp, symbolic_zeros=True)
 def _product_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    """A gradient may be summed in any order, and is faster in one piece; what is frozen has none."""
+    """A gradient may be summed in any order, and is faster in one piece; what is frozen has none.
+
+    What is transposed to a gradient has columns added where that is crowded: `g w^T` by its rows, `x^T g` by its own.
+    """
     (x, w), (dx, dw) = primals, tangents
     out: Array = product(x, w)
-    changes = [_whole_product(a, b) for a, b, d in ((dx, w, dx), (x, dw, dw)) if not isinstance(d, SymbolicZero)]
+    spreads = x.dtype == jnp.float32 and len(x) >= SPREAD_ROWS and jax.default_backend() == "cpu"
+    changes = []
+    if not isinstance(dx, SymbolicZero):
+        added = ADDED if spreads and is_crowded(len(w)) else 0
+        changes.append(_whole_product(jnp.pad(dx, ((0, 0), (0, added))), jnp.pad(w, ((0, added), (0, 0)))))
+    if not isinstance(dw, SymbolicZero):
+        changes.append(_whole_product(x, _spread(dw))[:, : w.shape[1]] if spreads else _whole_product(x, dw))
     return out, reduce(jnp.add, changes) if changes else jnp.zeros_like(out)
 
 
