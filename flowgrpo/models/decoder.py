@@ -34,9 +34,9 @@ from flowgrpo.models.kv_cache import (
     write_cache,
 )
 from flowgrpo.models.products import (
-    divide,
     fused_name,
     lay_out,
+    lay_out_matrix,
     multiply,
     multiply_each,
     product_transposed,
@@ -326,7 +326,11 @@ def unstack_layers(params: Params, *, config: DecoderConfig, together: Sequence[
     apart = zip(*stacks.values(), strict=True)
     layers = [lay_out(dict(zip(stacks, layer, strict=True)), inputs, together) for layer in apart]
     unembedding = params["embed"].T if config.tied else params["unembed"]
-    whole: dict[str, Any] = {"embed": params["embed"], "norm": params["norm"], "unembed": divide(unembedding, 1)}
+    whole: dict[str, Any] = {
+        "embed": params["embed"],
+        "norm": params["norm"],
+        "unembed": lay_out_matrix(unembedding, 1),
+    }
     whole |= {name: tuple(layer[name] for layer in layers) for name in layers[0]}
     return whole
 

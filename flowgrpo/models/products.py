@@ -11,9 +11,9 @@ output begin in the same sets of a cache. Such matrices have some columns more (
 with 2,048 outputs of 640 inputs 90 in place of 40 GFLOP/s on one core, with 262,144 outputs 91 in place of 28.
 
 On a CPU kernels take rows in tiles, and sum what is left over, or few rows, in another order; a deep model enlarges the
-difference a hundredfold. In exact mode (`launch.is_exact`) rows are padded to a number at which each
-has the same bits in any company: multiples of 12, at least as many as `padding` finds by trying. Where no number does,
-a long sum is made of pieces, within which the order never changes, at half the rate.
+difference a hundredfold. In exact mode (`launch.is_exact`) rows are padded to a number at which each has the same bits
+in any company: multiples of 12, at least as many as `padding` finds by trying. Where no number does, a long sum is made
+of pieces, within which the order never changes, at half the rate.
 """
 
 import math
@@ -298,13 +298,13 @@ def lay_out(layer: Mapping[str, Any], inputs: Mapping[str, int], together: Seque
         if any(isinstance(w, Quantised) for w in matrices) or len({w.dtype for w in matrices}) > 1:
             continue
         beside = jnp.concatenate([w.reshape(len(w), -1) for w in matrices], axis=1)
-        laid[fused_name(names)] = Fused(divide(beside, 1), tuple(w.shape[1:] for w in matrices))
+        laid[fused_name(names)] = Fused(lay_out_matrix(beside, 1), tuple(w.shape[1:] for w in matrices))
         for name in names:
             del laid[name]
-    return laid | {name: divide(laid[name], count) for name, count in inputs.items() if name in laid}
+    return laid | {name: lay_out_matrix(laid[name], count) for name, count in inputs.items() if name in laid}
 
 
-def divide(w: Any, inputs: int) -> Any:
+def lay_out_matrix(w: Any, inputs: int) -> Any:
     """A matrix as `times` reads it on a CPU; its first so many axes are summed over."""
     if isinstance(w, Quantised) or w.dtype != jnp.float32 or jax.default_backend() != "cpu":
         return w

@@ -72,13 +72,13 @@ def test_the_gradient_of_a_product_is_the_same_whichever_way_the_matrix_lies(exa
 def test_a_crowded_matrix_has_columns_more_which_nobody_sees(exact, rows, mode):
     mode(exact)
     x_ab, w_bc = (np.random.default_rng(0).standard_normal(shape, np.float32) for shape in ((rows, 40), (40, 1024)))
-    laid = products.divide(jnp.asarray(w_bc).reshape(40, 8, 128), 1)
+    laid = products.lay_out_matrix(jnp.asarray(w_bc).reshape(40, 8, 128), 1)
     assert [piece.shape for piece in laid.pieces] == [(40, 1024 + products.ADDED)]
     assert laid.shape == (40, 8, 128)
     out = np.asarray(jax.jit(products.times)(x_ab, laid))
     np.testing.assert_array_equal(out, jax.jit(products.times)(x_ab, w_bc))
     np.testing.assert_allclose(out, x_ab @ w_bc, rtol=1e-4, atol=1e-4)
-    assert products.divide(jnp.zeros((40, 1000)), 1).shape == (40, 1000)  # as it is
+    assert products.lay_out_matrix(jnp.zeros((40, 1000)), 1).shape == (40, 1000)  # as it is
 
 
 @pytest.mark.parametrize("name", ["product", "wide_product"])
@@ -109,7 +109,7 @@ def test_E3_where_no_padding_will_do_a_long_sum_goes_in_pieces(mode, monkeypatch
     monkeypatch.setattr(products, "padding", lambda *_: None)
     x_ab, w_bc = np.random.default_rng(0).standard_normal((2, 40, 400), np.float32)
     out = jax.jit(lambda x, w: products.product(x, w))(x_ab, w_bc.T)
-    laid = products.divide(jnp.asarray(w_bc.T), 1)
+    laid = products.lay_out_matrix(jnp.asarray(w_bc.T), 1)
     assert [len(piece) for piece in laid.pieces] == [192, 192, 16]
     np.testing.assert_array_equal(out, jax.jit(products.times)(x_ab, laid))
     np.testing.assert_allclose(out, x_ab @ w_bc.T, rtol=1e-4, atol=1e-4)
