@@ -33,16 +33,7 @@ from flowgrpo.models.kv_cache import (
     slots_of,
     write_cache,
 )
-from flowgrpo.models.products import (
-    fused_name,
-    lay_out,
-    lay_out_matrix,
-    multiply,
-    multiply_each,
-    product_transposed,
-    times,
-    wide_product,
-)
+from flowgrpo.models.products import fused_name, lay_out, lay_out_matrix, multiply, multiply_each, times, wide_product
 
 QKV, GATE_UP = TOGETHER = (("q", "k", "v"), ("gate", "up"))  # matrices of the same input
 
@@ -325,12 +316,8 @@ def unstack_layers(params: Params, *, config: DecoderConfig, together: Sequence[
     stacks = {name: value for name, value in params.items() if declared[name].axes.startswith("n")}
     apart = zip(*stacks.values(), strict=True)
     layers = [lay_out(dict(zip(stacks, layer, strict=True)), inputs, together) for layer in apart]
-    unembedding = params["embed"].T if config.tied else params["unembed"]
-    whole: dict[str, Any] = {
-        "embed": params["embed"],
-        "norm": params["norm"],
-        "unembed": lay_out_matrix(unembedding, 1),
-    }
+    unembed = lay_out_matrix(params["embed"].T if config.tied else params["unembed"], 1)
+    whole: dict[str, Any] = {"embed": params["embed"], "norm": params["norm"], "unembed": unembed}
     whole |= {name: tuple(layer[name] for layer in layers) for name in layers[0]}
     return whole
 
@@ -343,11 +330,8 @@ def is_laid_out(params: Params) -> bool:
 def unembed(params: Params, hidden: Array, *, config: DecoderConfig) -> Array:
     """Logits in float32: [... d] -> [... v]."""
     flat = hidden.reshape(-1, hidden.shape[-1])
-    if "unembed" not in params and hidden.dtype == jnp.float32:
-        logits = product_transposed(flat, params["embed"])
-    else:
-        w = params["unembed"] if "unembed" in params else params["embed"].T
-        logits = times(flat, w) if hidden.dtype == jnp.float32 else wide_product(flat, w)
+    w = params["unembed"] if "unembed" in params else params["embed"].T
+    logits = times(flat, w) if hidden.dtype == jnp.float32 else wide_product(flat, w)
     logits = logits.reshape(*hidden.shape[:-1], -1)
     cap = config.logit_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -1,6 +1,6 @@
 """Products of a layer: `x W + b`, with an adapter's, and a row's bits the same in any company where that is asked for.
 
-    product     [a inputs] x [inputs outputs]; `product_transposed` by a matrix that lies the other way, as an embedding
+    product     [a inputs] x [inputs outputs]
     multiply    one projection of a layer, by its name; `multiply_each` several of the same input
 
 Laid out for decoding (`lay_out`), matrices of the same input lie beside each other and are multiplied as one: a step of
@@ -167,49 +167,29 @@ def _pieces(w_bc: Array) -> tuple[Array, ...]:
     return tuple(w_bc[start : start + PIECE] for start in range(0, len(w_bc), PIECE))
 
 
-@jax.custom_jvp
-def product_transposed(x_ab: Array, w_cb: Array) -> Array:
-    """`x w^T` of float32, of a matrix whose rows are many, such as an embedding; exact as `product` is."""
-    on_cpu = _exact_turned if launch.is_exact() else _turned
-    return jax.lax.platform_dependent(x_ab, w_cb, cpu=on_cpu, default=lambda x, w: _whole_product(x, w.T))
-
-
-def _exact_turned(x_ab: Array, w_cb: Array) -> Array:
-    least = padding(x_ab.shape[1], len(w_cb), is_turned=True)
-    if least is None:
-        return _exact_product(x_ab, w_cb.T)
-    return _turned(_pad_rows(x_ab, least), w_cb)[: len(x_ab)]
-
-
-def _turned(x_ab: Array, w_cb: Array) -> Array:
-    """`(w x^T)^T`, which XLA, if it could, would make `x w^T` of: at 256 rows that takes three times as long."""
-    return jax.lax.optimization_barrier(_matmul(w_cb, x_ab.T)).T
-
-
-def padding(inputs: int, outputs: int, *, is_turned: bool = False) -> int | None:
+def padding(inputs: int, outputs: int) -> int | None:
     """Fewest rows to which a product of this shape is padded in exact mode; None where no number will do.
 
     Found by trying, once in a process: from this number on every multiple of `TILE` that was tried gave each row the
     bits that it has among the most.
     """
-    return _padding(inputs, min(outputs, TRIED_OUTPUTS), is_turned) if jax.default_backend() == "cpu" else TILE
+    return _padding(inputs, min(outputs, TRIED_OUTPUTS)) if jax.default_backend() == "cpu" else TILE
 
 
 @cache
-def _padding(inputs: int, outputs: int, is_turned: bool) -> int | None:
+def _padding(inputs: int, outputs: int) -> int | None:
     with ThreadPoolExecutor(1) as thread:  # of its own, where nothing is being traced
-        return thread.submit(_try_rows, inputs, outputs, is_turned).result()
+        return thread.submit(_try_rows, inputs, outputs).result()
 
 
-def _try_rows(inputs: int, outputs: int, is_turned: bool = False) -> int | None:
+def _try_rows(inputs: int, outputs: int) -> int | None:
     counts = [rows for rows in TRIED if rows <= TRIED[4] or rows * inputs * outputs <= TRIED_WORK]
     rng = np.random.default_rng(0)
     x_ab, w_bc = rng.standard_normal((counts[-1], inputs), np.float32), rng.standard_normal(outputs * 61, np.float32)
-    w = np.resize(w_bc, (outputs, inputs) if is_turned else (inputs, outputs))
-    multiply = _turned if is_turned else _cpu_product
+    w_bc = np.resize(w_bc, (inputs, outputs))
     # Each has arrays of its own, so that none is a part of another.
     parts = [x_ab[:rows] for rows in counts]
-    outs = jax.jit(lambda parts, w: [multiply(part, w) for part in parts])(parts, w)
+    outs = jax.jit(lambda parts, w_bc: [_cpu_product(part, w_bc) for part in parts])(parts, w_bc)
     most_ac = np.asarray(outs[-1])
     good: list[int] = []
     for rows, out in zip(reversed(counts), reversed(outs), strict=True):
@@ -248,14 +228,6 @@ def _product_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
         changes.append(_whole_product(jnp.pad(dx, ((0, 0), (0, added))), jnp.pad(w, ((0, added), (0, 0)))))
     if not isinstance(dw, SymbolicZero):
         changes.append(_whole_product(x, _spread(dw))[:, : w.shape[1]] if spreads else _whole_product(x, dw))
-    return out, reduce(jnp.add, changes) if changes else jnp.zeros_like(out)
-
-
-@partial(product_transposed.defjvp, symbolic_zeros=True)
-def _product_transposed_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    (x, w), (dx, dw) = primals, tangents
-    out: Array = product_transposed(x, w)
-    changes = [_whole_product(a, b.T) for a, b, d in ((dx, w, dx), (x, dw, dw)) if not isinstance(d, SymbolicZero)]
     return out, reduce(jnp.add, changes) if changes else jnp.zeros_like(out)
 
 
