@@ -33,7 +33,16 @@ from flowgrpo.models.kv_cache import (
     slots_of,
     write_cache,
 )
-from flowgrpo.models.products import fused_name, lay_out, lay_out_matrix, multiply, multiply_each, times, wide_product
+from flowgrpo.models.products import (
+    fused_name,
+    lay_out,
+    lay_out_matrix,
+    multiply,
+    multiply_each,
+    product_transposed,
+    times,
+    wide_product,
+)
 
 QKV, GATE_UP = TOGETHER = (("q", "k", "v"), ("gate", "up"))  # matrices of the same input
 
@@ -330,8 +339,11 @@ def is_laid_out(params: Params) -> bool:
 def unembed(params: Params, hidden: Array, *, config: DecoderConfig) -> Array:
     """Logits in float32: [... d] -> [... v]."""
     flat = hidden.reshape(-1, hidden.shape[-1])
-    w = params["unembed"] if "unembed" in params else params["embed"].T
-    logits = times(flat, w) if hidden.dtype == jnp.float32 else wide_product(flat, w)
+    is_tied, is_wide = "unembed" not in params, hidden.dtype == jnp.float32
+    if is_wide:
+        logits = product_transposed(flat, params["embed"]) if is_tied else times(flat, params["unembed"])
+    else:
+        logits = wide_product(flat, params["embed"].T if is_tied else params["unembed"])
     logits = logits.reshape(*hidden.shape[:-1], -1)
     cap = config.logit_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -43,17 +43,31 @@ def test_E3_a_row_of_a_product_has_the_same_bits_in_any_company(inputs, outputs,
         np.testing.assert_array_equal(np.asarray(multiply(x_ab[:rows], w_bc)), whole[:rows], err_msg=str(rows))
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_E3_so_it_has_where_the_matrix_lies_the_other_way(inputs, outputs, mode):
+    mode(True)
+    rng = np.random.default_rng(0)
+    x_ab, w_cb = rng.standard_normal((300, inputs), np.float32), rng.standard_normal((outputs, inputs), np.float32)
+    multiply = jax.jit(lambda x, w: products.product_transposed(x, w))
+    whole = np.asarray(multiply(x_ab, w_cb))
+    np.testing.assert_allclose(whole, x_ab @ w_cb.T, rtol=1e-4, atol=1e-4)
+    for rows in (2, 7, 13, 25, 49, 130):
+        np.testing.assert_array_equal(np.asarray(multiply(x_ab[:rows], w_cb)), whole[:rows], err_msg=str(rows))
+
+
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(("inputs", "outputs"), [(24, 512), (512, 24)])
 def test_the_gradient_of_a_crowded_product_is_right(exact, inputs, outputs, mode):
     mode(exact)
     rng = np.random.default_rng(0)
     x_ab, w_bc = (rng.standard_normal(shape, np.float32) / 8 for shape in ((60, inputs), (inputs, outputs)))
-    expected, found = (
+    turned = lambda x, w: products.product_transposed(x, w.T)  # noqa: E731
+    expected, *found = (
         jax.jit(jax.grad(lambda x, w, multiply=multiply: jnp.sum(jnp.sin(multiply(x, w))), argnums=(0, 1)))(x_ab, w_bc)
-        for multiply in (jnp.matmul, products.product)
+        for multiply in (jnp.matmul, products.product, turned)
     )
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, expected)
+    for gradient in found:
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), gradient, expected)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -111,9 +125,11 @@ def test_padding_is_the_least_number_from_which_all_that_were_tried_agree(monkey
     monkeypatch.setattr(products, "_matmul", multiply)
     assert products._try_rows(16, 16) == 36
     monkeypatch.setattr(products, "_matmul", lambda x, w: x @ w + len(x))
-    assert products._try_rows(16, 16) == products.TRIED[-1]  # where that is cheap
+    products._first_alike.cache_clear()
+    assert products.padding(16, 16) == products.TRIED[-1]  # where that is cheap
     monkeypatch.setattr(products, "SMALL_WORK", 0)
-    assert products._try_rows(16, 16) is None
+    assert products.padding(16, 16) is None
+    products._first_alike.cache_clear()
 
 
 @pytest.mark.parametrize("config", [FULL, replace(FULL, tied=not FULL.tied)])

@@ -131,7 +131,7 @@ def test_computing_layers_again_takes_more_work_and_fewer_activations():
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2"])
 def test_a_mesh_divides_work_and_state(mesh):
     # Whole tiles of exact mode on each device, so that nothing is padded.
-    job = Workload(**{**vars(JOB), "rows": 16, "length": 48, "slots": 48, "chunk": 48})
+    job = Workload(**{**vars(JOB), "rows": 16, "length": 48, "slots": 192, "chunk": 48})
     alone, spread = (dry_run(case(at, job=job)) for at in (None, mesh))
     assert [program.name for program in spread] == ["update", "prefill", "decode"]
     sizes = parse_mesh(mesh)
