@@ -133,7 +133,7 @@ def _tensor(gguf: Any, file: Path, name: str, shape: tuple[int, ...], kind: int,
         known = gguf.GGMLQuantizationType(kind)
         block, size = gguf.GGML_QUANT_SIZES[known]
         gguf.dequantize(np.zeros((1, size), np.uint8), known)
-    except (ValueError, KeyError, NotImplementedError):  # what the package raises: no such type, no blocks, a mere name
+    except (ValueError, KeyError, NotImplementedError):  # by gguf: an unknown type, no block sizes, no way to decode it
         names = {number.value: number.name for number in gguf.GGMLQuantizationType}
         raise BadInput(
             f"{file}: {name} is of the type {names.get(kind, kind)}, which the package gguf {gguf_version()} does not "

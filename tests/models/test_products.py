@@ -32,27 +32,17 @@ def mode(monkeypatch):
     return choose
 
 
+@pytest.mark.parametrize("multiply", [products.product, lambda x, w: products.product_transposed(x, w.T)])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_E3_a_row_of_a_product_has_the_same_bits_in_any_company(inputs, outputs, mode):
+def test_E3_a_row_of_a_product_has_the_same_bits_in_any_company(inputs, outputs, multiply, mode):
     mode(True)
     rng = np.random.default_rng(0)
     x_ab, w_bc = rng.standard_normal((600, inputs), np.float32), rng.standard_normal((inputs, outputs), np.float32)
-    multiply = jax.jit(lambda x, w: products.product(x, w))
-    whole = np.asarray(multiply(x_ab, w_bc))
+    program = jax.jit(lambda x, w: multiply(x, w))  # a function of its own, since what is traced depends on the mode
+    whole = np.asarray(program(x_ab, w_bc))
+    np.testing.assert_allclose(whole, x_ab @ w_bc, rtol=1e-4, atol=1e-3)
     for rows in (2, 3, 7, 8, 13, 25, 32, 49, 130):
-        np.testing.assert_array_equal(np.asarray(multiply(x_ab[:rows], w_bc)), whole[:rows], err_msg=str(rows))
-
-
-@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_E3_so_it_has_where_the_matrix_lies_the_other_way(inputs, outputs, mode):
-    mode(True)
-    rng = np.random.default_rng(0)
-    x_ab, w_cb = rng.standard_normal((300, inputs), np.float32), rng.standard_normal((outputs, inputs), np.float32)
-    multiply = jax.jit(lambda x, w: products.product_transposed(x, w))
-    whole = np.asarray(multiply(x_ab, w_cb))
-    np.testing.assert_allclose(whole, x_ab @ w_cb.T, rtol=1e-4, atol=1e-4)
-    for rows in (2, 7, 13, 25, 49, 130):
-        np.testing.assert_array_equal(np.asarray(multiply(x_ab[:rows], w_cb)), whole[:rows], err_msg=str(rows))
+        np.testing.assert_array_equal(np.asarray(program(x_ab[:rows], w_bc)), whole[:rows], err_msg=str(rows))
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -71,13 +61,13 @@ def test_the_gradient_of_a_crowded_product_is_right(exact, inputs, outputs, mode
 
 
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("rows", [7, 60])
-def test_a_crowded_matrix_has_columns_more_which_nobody_sees(exact, rows, mode):
+@pytest.mark.parametrize(("rows", "outputs"), [(7, 1024), (60, 1024), (60, 512)])
+def test_a_crowded_matrix_has_columns_more_which_nobody_sees(exact, rows, outputs, mode):
     mode(exact)
-    x_ab, w_bc = (np.random.default_rng(0).standard_normal(shape, np.float32) for shape in ((rows, 40), (40, 1024)))
-    laid = products.lay_out_matrix(jnp.asarray(w_bc).reshape(40, 8, 128), 1)
-    assert [piece.shape for piece in laid.pieces] == [(40, 1024 + products.ADDED)]
-    assert laid.shape == (40, 8, 128)
+    x_ab, w_bc = (np.random.default_rng(0).standard_normal(shape, np.float32) for shape in ((rows, 40), (40, outputs)))
+    laid = products.lay_out_matrix(jnp.asarray(w_bc).reshape(40, 8, -1), 1)
+    assert [piece.shape for piece in laid.pieces] == [(40, outputs + products.ADDED)]
+    assert laid.shape == (40, 8, outputs // 8)
     out = np.asarray(jax.jit(products.times)(x_ab, laid))
     np.testing.assert_array_equal(out, jax.jit(products.times)(x_ab, w_bc))
     np.testing.assert_allclose(out, x_ab @ w_bc, rtol=1e-4, atol=1e-4)
