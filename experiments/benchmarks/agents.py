@@ -17,9 +17,7 @@ Runs in --folder that have ended are not run again, so a table that was stopped 
 """
 
 import json
-import resource
 import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -74,7 +72,7 @@ from flowgrpo.run.run_files import RESULT
 from flowgrpo.run.session import open_session
 from flowgrpo.types import BadInput
 
-from .measuring import apart, print_result
+from .measuring import print_result, watch
 
 MEASURED = "measured.json"  # in the folder of a run
 SHOWN = 10  # tasks whose trajectories are written out
@@ -147,10 +145,12 @@ def measure(folder: Path) -> dict[str, Any]:
 # Runs ---------------------------------------------------------------------------------------------------
 
 
-def _call(command: list[str]) -> tuple[int, str, float]:
-    """Run a command -> (its status, the end of its errors, the most GiB that it held)."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.returncode, done.stderr[-2000:], resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+def _watch(command: list[str]) -> float:
+    """Run a command, which has to succeed -> the most GiB that it held."""
+    ended = watch(command)
+    if ended.status:
+        raise BadInput(f"{shlex.join(command)} ended with {ended.status}: {ended.errors}")
+    return ended.gib
 
 
 def _folder_of(name: str) -> Path:
@@ -180,13 +180,9 @@ def run(name: str, *more: str) -> dict[str, Any]:
         return figures
     memory = None  # of a run that had ended before nothing is known
     if not (folder / RESULT).exists():
-        status, errors, memory = apart(_call, command)
-        if status:
-            raise BadInput(f"{shlex.join(command)} ended with {status}: {errors}")
+        memory = _watch(command)
     how = [f"--num_tasks={_TASKS.value}", f"--samples={_SAMPLES.value}", f"--measure={folder}"]
-    status, errors, _ = apart(_call, [sys.executable, "-m", "experiments.benchmarks.agents", *how])
-    if status:
-        raise BadInput(f"measuring {folder} ended with {status}: {errors}")
+    _watch([sys.executable, "-m", "experiments.benchmarks.agents", *how])
     figures = json.loads((folder / "measuring.json").read_text())
     updates = [line["seconds"] for line in read_metrics(folder / TIMINGS) if line["phase"] == "train"]
     figures |= {

@@ -3,11 +3,14 @@
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 
@@ -15,6 +18,7 @@ from flowgrpo.report.tables import medians, seconds
 from flowgrpo.types import BadInput
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+LAST_LINES = 20  # of what a command says as it fails, which are told again
 
 
 def whole_numbers(flag: flags.FlagHolder) -> list[int]:
@@ -41,6 +45,31 @@ def apart(function: Callable, *arguments: Any, environment: Mapping[str, str] | 
 def _enter(environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    status: int
+    errors: str  # the last lines of its standard error
+    gib: float  # that it held at most
+
+
+def watch(command: list[str]) -> Ended:
+    """Run a command and pass on what it says of its progress as it says it; what ends this process ends it, too."""
+    last: deque[str] = deque(maxlen=LAST_LINES)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                sys.stderr.write(line)
+                last.append(line)
+            _, status, used = os.wait4(process.pid, 0)
+        except BaseException:
+            process.terminate()  # a run is saved, then
+            raise
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return Ended(process.returncode, "".join(last), used.ru_maxrss / 2**20)
 
 
 def medians_in_turn(works: Mapping[str, Callable[[], Any]], repeats: int, *, warm: bool = False) -> dict[str, float]:

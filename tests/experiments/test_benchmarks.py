@@ -1,6 +1,9 @@
 """Benchmarks print a table and one JSON line, whose figures are not judged here: they are commands, and not tests."""
 
 import json
+import os
+import signal
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +13,7 @@ from tiny_planner import EXAMPLE, SIZES, planner_folder, write_tasks
 
 from experiments.benchmarks import attention
 from experiments.benchmarks.ceilings import shape_called
+from experiments.benchmarks.measuring import watch
 from experiments.benchmarks.shapes import LEARNERS
 from flowgrpo.batching.layouts import full_batch
 from flowgrpo.planning.cost_model import count_parameters
@@ -29,6 +33,27 @@ def test_full_rows_are_whole_segments_whose_first_token_was_given():
     np.testing.assert_array_equal(batch.positions[0], [0, 1, 2, 0, 1, 2, 0, 1, 2, 3])
     np.testing.assert_array_equal(batch.chosen, batch.positions > 0)
     assert batch.weight.sum() == pytest.approx(1)
+
+
+def test_a_command_is_watched_while_it_runs_and_ends_with_what_watches_it(tmp_path, capfd):
+    said = "import sys; print('not shown'); print('step 1', file=sys.stderr); sys.exit(3)"
+    ended = watch([sys.executable, "-c", said])
+    assert (ended.status, ended.errors) == (3, "step 1\n")
+    assert 0 < ended.gib < 1
+    assert capfd.readouterr() == ("", "step 1\n")
+
+    name = tmp_path / "pid"
+    waits = f"import os, time; open({str(name)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            watch([sys.executable, "-c", waits])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(name.read_text()), 0)
 
 
 @pytest.mark.slow
