@@ -18,7 +18,7 @@ from flowgrpo.report.tables import medians, seconds
 from flowgrpo.types import BadInput
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-LAST_LINES = 20  # of what a command says as it fails, which are told again
+LAST_LINES = 20  # of what a command said before it failed: its error is among them
 
 
 def whole_numbers(flag: flags.FlagHolder) -> list[int]:
@@ -52,11 +52,11 @@ class Ended(NamedTuple):
 
     status: int
     errors: str  # the last lines of its standard error
-    gib: float  # that it held at most
+    gib: float  # that it held at most; Linux gives no less than this process held when it started it
 
 
 def watch(command: list[str]) -> Ended:
-    """Run a command and pass on what it says of its progress as it says it; what ends this process ends it, too."""
+    """Run a command and show what it says of its progress; what ends this process ends it, too."""
     last: deque[str] = deque(maxlen=LAST_LINES)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

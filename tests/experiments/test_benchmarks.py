@@ -36,21 +36,23 @@ def test_full_rows_are_whole_segments_whose_first_token_was_given():
 
 
 def test_a_command_is_watched_while_it_runs_and_ends_with_what_watches_it(tmp_path, capfd):
-    said = "import sys; print('not shown'); print('step 1', file=sys.stderr); sys.exit(3)"
+    said = "import sys; held = b'x' * 2**28; print('not shown'); print('step 1', file=sys.stderr); sys.exit(3)"
     ended = watch([sys.executable, "-c", said])
     assert (ended.status, ended.errors) == (3, "step 1\n")
-    assert 0 < ended.gib < 1
+    assert ended.gib > 0.25
     assert capfd.readouterr() == ("", "step 1\n")
 
     name = tmp_path / "pid"
-    waits = f"import os, time; open({str(name)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    # It interrupts what watches it once it has said which process it is.
+    waits = (
+        f"import os, signal, time; open({str(name)!r}, 'w').write(str(os.getpid())); "
+        "os.kill(os.getppid(), signal.SIGALRM); time.sleep(600)"
+    )
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 2)
     try:
         with pytest.raises(KeyboardInterrupt):
             watch([sys.executable, "-c", waits])
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     with pytest.raises(ProcessLookupError):
         os.kill(int(name.read_text()), 0)
