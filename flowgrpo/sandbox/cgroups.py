@@ -22,8 +22,14 @@ class ControlGroup:
     version: int
 
     def set_limit(self, size: int) -> None:
-        """Bound memory, and swap where it is counted."""
+        """Bound memory; nothing of it is swapped out (`forbid_swap`)."""
         (self.path / ("memory.max" if self.version == 2 else "memory.limit_in_bytes")).write_text(str(size))
+
+    def forbid_swap(self) -> None:
+        """Keep the group out of swap, which its limit doesn't count: a program would go on there."""
+        name = "memory.swap.max" if self.version == 2 else "memory.swappiness"
+        if (self.path / name).exists():  # not where the kernel has no swap
+            (self.path / name).write_text("0")
 
     def used(self) -> int:
         return int((self.path / ("memory.current" if self.version == 2 else "memory.usage_in_bytes")).read_text())
@@ -54,6 +60,7 @@ def make_control_group() -> ControlGroup | None:
             continue
         try:
             group.set_limit(1 << 40)
+            group.forbid_swap()
             group.kills()
             return group
         except (OSError, ValueError):

@@ -111,6 +111,12 @@ def test_R2_a_hostile_program_is_contained_and_the_pool_goes_on(host, name):
             server.accept()
 
 
+def swap_limits(group):
+    """What bounds the swap of a control group; empty where the kernel has none."""
+    files = (group / "memory.swap.max", group / "memory.swappiness")
+    return {file.read_text().strip() for file in files if file.exists()}
+
+
 def test_memory_of_all_processes_is_bounded_together_where_the_sandbox_says_so(host):
     program = """
 import os
@@ -127,6 +133,8 @@ for depth in range(5):  # each holds 40 MB until all below it have ended
     ran = host.sandbox.run(program, limits=replace(LIMITS, memory=64 << 20))
     if host.sandbox.isolation.memory:
         assert ran.ended == "memory" or ran.stdout == "one was ended\n"
+        (worker,) = host.sandbox._idle[()]
+        assert swap_limits(worker._group.path) <= {"0"}, "on a host with swap the rest would go there"
     else:
         assert ran.stdout == "all held it\n"
 
