@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import wraps
 from numbers import Integral, Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,10 @@ from flowgrpo.errors import BadInput as BadInput
 
 T = TypeVar("T")
 AnyArray = jax.Array | np.ndarray  # NumPy on the host, jax.Array where it is compiled
+JSON: TypeAlias = Any  # what json.loads returns
+PyTree: TypeAlias = Any  # arrays in any nesting that jax.tree can walk
+Params: TypeAlias = PyTree  # parameters of a model, an adapter or a critic
+Metrics: TypeAlias = dict[str, Any]  # name -> number, or a scalar array that has not been read yet
 
 
 def check_range(

@@ -14,7 +14,7 @@ MODULES = sorted(path.relative_to(ROOT).with_suffix("").as_posix().replace("/", 
 
 # From the ground up; a module may import from floors below its own, and from its own folder.
 FLOORS = [
-    ["errors"],
+    ["errors", "renamed"],
     ["types"],
     ["files"],
     ["masked", "launch", "sandbox"],
@@ -30,7 +30,7 @@ FLOORS = [
     ["distributed"],
     ["recipes"],
 ]
-PURE = ["errors", "types", "contracts", "masked", "algorithms", "batching", "envs", "evaluation"]
+PURE = ["errors", "renamed", "types", "contracts", "masked", "algorithms", "batching", "envs", "evaluation"]
 PURE_FILES = [f"models.{name}" for name in ("attention", "kv_cache", "config", "critic", "decoder", "trainable")]
 PURE_FILES += [f"generate.{name}" for name in ("requests", "sampler", "kv_slots")]
 PURE_FILES += [f"learner.{name}" for name in ("adam8bit", "critic", "diagnostics", "imitation", "scoring", "state")]
